@@ -1,0 +1,200 @@
+"""The command line: ``psync run`` and ``psync serve``.
+
+Layer: L5. Imports: errors, task_output; launcher and tasks when their command runs.
+
+Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
+line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
+have imported what they need, and ``--help`` needs none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from psync.errors import ConfigurationError
+from psync.task_output import configure_logging
+
+USAGE_ERROR = 2  # exit code, as everywhere
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+log_level_option = click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    # One name for all commands, for it is also how `run` hands the level to the tasks.
+    envvar="PSYNC_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="Lowest level of psync's own log that is shown.",
+)
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"psync {importlib.metadata.version('psync')}")
+        context.exit()
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={
+        "auto_envvar_prefix": "PSYNC",
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    allow_from_autoenv=False,  # PSYNC_VERSION is a likely name for something else
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+@click.pass_context
+def psync(context: click.Context) -> int:
+    """An asyncio parameter server: ps tasks hold the variables, workers compute gradients.
+
+    \b
+    Start a script with 2 ps tasks and 2 workers on this machine:
+        psync run train.py --ps 2 --workers 2
+
+    Each option also reads an environment variable: PSYNC_RUN_PS for run --ps.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        return USAGE_ERROR
+    return 0
+
+
+@psync.command(options_metavar="[OPTIONS]")
+@click.argument("script", metavar="SCRIPT")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@click.option(
+    "--ps",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of ps tasks.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of workers.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often a worker that died is started again within a minute. "
+    "One more death ends the run.",
+)
+@click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@log_level_option
+def run(
+    script: str,
+    args: tuple[str, ...],
+    ps: int,
+    workers: int,
+    max_restarts: int,
+    quiet: bool,
+    log_level: str,
+) -> int:
+    """Run SCRIPT on a cluster of its own, on this machine.
+
+    The script runs once as the chief and once on each worker. It ends in psync.run(main), which
+    tells each process what it is. ps tasks do not load it. The exit code is the chief's.
+
+    \b
+    Two ps tasks, four workers, arguments for the script after --:
+        psync run train.py --ps 2 --workers 4 -- --epochs 10
+
+    Ctrl-C stops all tasks in order, a second one kills them.
+    """
+    from psync.launcher import launch
+
+    return launch(
+        script,
+        args,
+        num_ps=ps,
+        num_workers=workers,
+        max_restarts=max_restarts,
+        quiet=quiet,
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level},
+    )
+
+
+@psync.command()
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Serve without a secret, to everybody who can reach the address.",
+)
+@log_level_option
+def serve(insecure: bool, log_level: str) -> int:
+    """Serve as the ps or the worker that TF_CONFIG says this process is.
+
+    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, or on
+    SIGTERM. The cluster's secret comes from PSYNC_SECRET or PSYNC_SECRET_FILE.
+
+    \b
+    The first ps of a cluster of two machines:
+        export TF_CONFIG='{"cluster": {"chief": ["a:2222"], "ps": ["b:2222"],
+            "worker": ["a:2223"]}, "task": {"type": "ps", "index": 0}}'
+        PSYNC_SECRET_FILE=~/cluster.secret psync serve
+    """
+    from psync import tasks
+
+    configure_logging(log_level)
+    tasks.serve_forever(insecure=insecure)
+    return 0
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    Args:
+        args: What follows the program's name; by default ``sys.argv[1:]``.
+    """
+    try:
+        code: int = psync.main(args, prog_name="psync", standalone_mode=False)
+    except click.ClickException as error:
+        code = _fail(error.format_message() + _hint(error))
+    except ConfigurationError as error:
+        code = _fail(str(error))
+    except (KeyboardInterrupt, click.Abort):
+        code = 130  # 128 + SIGINT, before anything ran that had to be stopped
+    _let_go_of_broken_pipes()
+    return code
+
+
+def _fail(message: str) -> int:
+    with contextlib.suppress(OSError):
+        click.echo(f"psync: error: {message}", err=True)
+    return USAGE_ERROR
+
+
+def _hint(error: click.ClickException) -> str:
+    """Say what is the likely mistake where click cannot know."""
+    if isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run:
+        return " Options of the script go after --."
+    return ""
+
+
+def _let_go_of_broken_pipes() -> None:
+    """Keep Python from flushing again, failing again, and changing the exit code to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

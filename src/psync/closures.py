@@ -1,0 +1,552 @@
+"""The closure queue: what becomes of every closure, what an error ends, when a join is over.
+
+Layer: L1. Imports: errors, closure_states, dispatching.
+
+``ClosureQueue`` is told what happened and returns what to do, as a list of actions. It knows no
+clock, no network and no function to call. Who runs a closure is decided in ``dispatching``.
+
+**Errors.** The first error ends everything at once: what is queued is cancelled, what is in flight
+is asked to stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What
+cannot be stopped stays in flight until its worker answers (``in_flight`` names it). When nothing
+is in flight any more the error may be raised, and ``collect_error`` makes the queue good again.
+
+**Inputs.** A closure waits for the values of its dependencies. If one of them ends without a value,
+it fails with ClosureInputError, whose cause is the first error of the chain. That is an error like
+any other; but where the input's own error has just ended everything, it is not listed once more.
+
+**End of data.** EndOfData ends the closure that met it, and those that needed its value, and
+nothing else: other workers may have data left. The first one is kept and comes out of
+``collect_error``, so that a join raises it once, when all is done and there was no error.
+
+Source: TensorFlow's ``_CoordinatedClosureQueue``. Its guarantees hold: at least once; the first
+error wins, and is raised once; when it is raised, nothing runs any more. Different: closures come
+back to their place instead of the tail, nothing is dispatched once an error is known, further
+errors are kept, and one closure can be cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from psync.closure_states import Closure, Event, State, move
+from psync.dispatching import (
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    TARGET_AHEAD_S,
+    Dispatch,
+    Dispatcher,
+    GiveBack,
+    WorkerStatistics,
+)
+from psync.errors import (
+    ClosureCancelled,
+    ClosureError,
+    ClosureInputError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    WorkerLost,
+)
+
+__all__ = [
+    "Action",
+    "Cancel",
+    "Closure",
+    "ClosureQueue",
+    "Dispatch",
+    "GiveBack",
+    "QueueStatistics",
+    "Settle",
+    "State",
+    "WorkerStatistics",
+]
+
+MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """These closures are final; ``closure.error`` is None for those that have a value.
+
+    In the answer to ``finished`` they begin with those that were reported, in that order.
+    """
+
+    closures: tuple[Closure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ask the worker to stop these closures. It reports how each of them ends all the same."""
+
+    worker: str
+    ids: tuple[int, ...]
+
+
+Action: TypeAlias = Settle | Cancel | Dispatch | GiveBack
+"""What to do. In a list: at most one Settle first, then Cancels, Dispatches and GiveBacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """Where closures are now, and totals since the queue was made."""
+
+    waiting: int  # for an input
+    queued: int
+    in_flight: int
+    finished: int
+    failed: int
+    exhausted: int  # ended because their data, or that of an input, had ended
+    cancelled: int
+    put_back: int  # times a closure was queued again because its worker was lost
+    given_back: int  # times a worker returned a closure unstarted
+    workers: tuple[WorkerStatistics, ...]
+
+
+class ClosureQueue:
+    """All closures that are not final, and the decisions about them.
+
+    Every method that is told something returns the actions that follow; perform all of them, in
+    order. Pass the reports of a worker in the order in which it sent them, and none of them after
+    ``worker_lost``. A report that raises has changed nothing.
+
+    The record of a final closure is not kept here. Whoever keeps it (it may become the dependency
+    of a later one) drops its payload, if that is large.
+
+    Args:
+        target_ahead_s: Seconds of work to keep on a worker beyond the running closure.
+        max_ahead: Most closures to keep there.
+        max_ahead_bytes: Most inline bytes to keep there.
+        max_losses: A closure fails when this many workers were lost while they held it.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_ahead_s: float = TARGET_AHEAD_S,
+        max_ahead: int = MAX_AHEAD,
+        max_ahead_bytes: int = MAX_AHEAD_BYTES,
+        max_losses: int = MAX_LOSSES,
+    ) -> None:
+        self._dispatcher = Dispatcher(
+            target_ahead_s=target_ahead_s, max_ahead=max_ahead, max_ahead_bytes=max_ahead_bytes
+        )
+        self._max_losses = max_losses
+        self._last_id = -1  # of the latest closure scheduled
+        self._open: dict[int, Closure] = {}  # all that are not final, by id
+        self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
+        self._pauses = 0
+        self._stopped = False
+        self._ending: str | None = None  # why everything is being cancelled; None if it is not
+        self._errors: list[BaseException] = []  # in order, until they are collected
+        self._end_of_data: BaseException | None = None  # the first, until it is collected
+        self._settled: list[Closure] = []  # for the next list of actions
+        self._cancels: list[Cancel] = []  # for the next list of actions
+        self._totals: Counter[State] = Counter()  # of final closures
+        self._num_put_back = 0
+        self._num_given_back = 0
+
+    def __repr__(self) -> str:
+        counts = self.statistics()
+        text = (
+            f"{counts.waiting} waiting, {counts.queued} queued, {counts.in_flight} in flight, "
+            f"{counts.finished} finished, {len(counts.workers)} workers"
+        )
+        return f"<ClosureQueue: {text}{f'; {self._ending}' if self._ending else ''}>"
+
+    # --- what the user does ---
+
+    def schedule(self, closure: Closure) -> list[Action]:
+        """Take a new closure. The next ``dispatch`` sends it, or a report that comes before that.
+
+        It is not sent at once, so that a hundred calls in a row become one message per worker.
+
+        Raises:
+            LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
+                in the wrong state: the one must be new, the other must have been scheduled.
+        """
+        closure_id = closure.id
+        if closure_id <= self._last_id:
+            raise LocalProtocolError(
+                f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
+            )
+        if closure.dependencies or self._ending is not None:
+            return self._schedule_unusual(closure)
+        move(closure, Event.QUEUE)
+        self._last_id = closure_id
+        self._open[closure_id] = closure
+        self._unsettled.append(closure_id)
+        self._dispatcher.add(closure)
+        return []
+
+    def _schedule_unusual(self, closure: Closure) -> list[Action]:
+        """Schedule a closure with dependencies, or while everything is being cancelled."""
+        inputs = dict.fromkeys(closure.dependencies)
+        for dependency in inputs:
+            if dependency.state is State.NEW:
+                raise LocalProtocolError(
+                    f"{closure} takes the value of {dependency}, which was not scheduled"
+                )
+        if self._ending is not None:
+            self._settle(closure, Event.CANCEL, self._cancelled(closure))
+        elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
+            self._settle_without_input(closure, failed[0])
+            self._ended_without_value(closure)
+        else:
+            unfinished = [c for c in inputs if c.state is not State.FINISHED]
+            move(closure, Event.WAIT if unfinished else Event.QUEUE)
+            self._open[closure.id] = closure
+            self._unsettled.append(closure.id)
+            for dependency in unfinished:
+                if dependency.dependents is None:
+                    dependency.dependents = []
+                dependency.dependents.append(closure)
+            closure.num_missing = len(unfinished)
+            if not unfinished:
+                closure.dependencies = ()
+                self._dispatcher.add(closure)
+        self._last_id = closure.id
+        return self._actions(dispatch=False)
+
+    def dispatch(self) -> list[Action]:
+        """Send what was scheduled. To be called once in each turn of the loop that scheduled."""
+        return self._actions()
+
+    def cancel(self, closure_id: int) -> list[Action]:
+        """Cancel one closure: at once if no worker holds it, else its worker is asked to stop it.
+
+        A final closure is left as it is, and one is asked to stop only once. Closures that wait for
+        its value fail, if it ends without one.
+        """
+        closure = self._open.get(closure_id)
+        if closure is None or closure.state is State.CANCELLING:
+            return []
+        if closure.state is State.HELD:
+            move(closure, Event.ASK_TO_STOP)
+            self._cancels.append(Cancel(closure.worker, (closure_id,)))
+        else:
+            self._settle(closure, Event.CANCEL, self._cancelled(closure))
+            self._ended_without_value(closure)
+        return self._actions()
+
+    def pause(self) -> None:
+        """Dispatch nothing until ``resume`` was called as often as this. Reports go on."""
+        self._pauses += 1
+
+    def resume(self) -> list[Action]:
+        """Take one ``pause`` back.
+
+        Raises:
+            LocalProtocolError: If none is left.
+        """
+        if not self._pauses:
+            raise LocalProtocolError("the closure queue was resumed more often than paused")
+        self._pauses -= 1
+        return self._actions()
+
+    def fail(self, error: BaseException) -> list[Action]:
+        """End everything with an error that is no closure's own, such as the loss of a ps."""
+        self._errors.append(error)
+        self._end(str(error))
+        return self._actions()
+
+    def stop(self) -> list[Action]:
+        """Cancel everything, now and from now on."""
+        self._stopped = True
+        self._end("the coordinator was closed")
+        return self._actions()
+
+    # --- what workers do ---
+
+    def worker_joined(self, worker: str) -> list[Action]:
+        """A worker is ready for closures.
+
+        Raises:
+            LocalProtocolError: If it is already here.
+        """
+        self._dispatcher.join(worker)
+        return self._actions()
+
+    def worker_lost(self, worker: str) -> list[Action]:
+        """A worker is gone. What it held is queued again, in its place, or ends cancelled.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        closures = self._dispatcher.leave(worker)
+        for closure in closures:
+            closure.lost_on += (worker,)
+        self._num_put_back += self._come_back(closures, Event.LOSE)
+        for closure in closures:
+            # The first one to be given up ends everything, and cancels the others.
+            if closure.state is State.QUEUED and closure.attempts >= self._max_losses:
+                self._give_up(closure)
+        return self._actions()
+
+    def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
+        """A worker ran these closures to their end, and each has a value.
+
+        Args:
+            worker: Name of the worker.
+            ids: Ids of the closures.
+            mean_s: Mean of the seconds that these took, each from its start to its end.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
+        """
+        closures = self._dispatcher.take_finished(worker, ids, mean_s)
+        still_open = self._open
+        for closure in closures:
+            move(closure, Event.FINISH)
+            del still_open[closure.id]
+            if closure.dependents is not None:
+                self._has_value(closure)
+        self._settled += closures
+        self._totals[State.FINISHED] += len(closures)
+        return self._actions(worker)
+
+    def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
+        """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "failed")
+        return self._ended(worker, closure, Event.FAIL, error)
+
+    def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
+        """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "met the end of data in")
+        return self._ended(worker, closure, Event.END_OF_DATA, error)
+
+    def cancelled(self, worker: str, closure_id: int) -> list[Action]:
+        """A worker stopped a closure, or did not start it, because it was asked to.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
+        """
+        held = self._open.get(closure_id)
+        if held is not None and held.state is State.HELD:
+            raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "cancelled")
+        return self._ended(worker, closure, Event.CANCEL, self._cancelled(closure))
+
+    def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
+        """A worker returns closures that it has not started: the answer to a GiveBack, or unasked.
+
+        The answer to a GiveBack may be empty, and must come all the same.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold one of them.
+        """
+        closures = self._dispatcher.take_back(worker, ids)
+        self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
+        return self._actions()
+
+    # --- what join needs ---
+
+    @property
+    def next_id(self) -> int:
+        """The lowest id that the next closure may have: the cut-off of a join that begins now."""
+        return self._last_id + 1
+
+    def low_water(self) -> int:
+        """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
+        unsettled, still_open = self._unsettled, self._open
+        while unsettled and unsettled[0] not in still_open:
+            unsettled.popleft()
+        return unsettled[0] if unsettled else self._last_id + 1
+
+    def is_settled(self, cutoff: int) -> bool:
+        """Whether a join with this cut-off is over; ``collect_error`` then says how.
+
+        That is when all closures with lower ids are final, or, if there is an error, when nothing
+        runs any more.
+        """
+        return self.ready_to_raise if self._errors else self.low_water() >= cutoff
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is an error that was not collected."""
+        return bool(self._errors)
+
+    @property
+    def ready_to_raise(self) -> bool:
+        """Whether there is an error that was not collected, and nothing runs any more."""
+        return bool(self._errors) and not self._dispatcher.num_in_flight
+
+    def collect_error(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
+        """Take what join is to raise, (first, further), or None. The queue is good again then.
+
+        An end of data is the first if there was no error, else the last of the further ones. If
+        several joins wait, one of them collects, and the others are told by the coordinator.
+
+        Raises:
+            LocalProtocolError: If there is an error and closures are still in flight.
+        """
+        if self._errors and self._dispatcher.num_in_flight:
+            raise LocalProtocolError(
+                f"the error was collected while {self._dispatcher.num_in_flight} closures "
+                "were in flight"
+            )
+        errors = self._errors
+        if self._end_of_data is not None:
+            errors.append(self._end_of_data)
+        self._errors, self._end_of_data = [], None
+        if not self._stopped:
+            self._ending = None
+        return (errors[0], tuple(errors[1:])) if errors else None
+
+    def in_flight(self) -> list[tuple[str, Closure]]:
+        """Return (worker, closure) for all that workers hold, by worker in the order they run."""
+        return [(worker, c) for worker, closures in self._dispatcher.held() for c in closures]
+
+    def statistics(self) -> QueueStatistics:
+        """Return a snapshot."""
+        queued, in_flight = self._dispatcher.num_queued, self._dispatcher.num_in_flight
+        return QueueStatistics(
+            waiting=len(self._open) - queued - in_flight,
+            queued=queued,
+            in_flight=in_flight,
+            finished=self._totals[State.FINISHED],
+            failed=self._totals[State.FAILED],
+            exhausted=self._totals[State.EXHAUSTED],
+            cancelled=self._totals[State.CANCELLED],
+            put_back=self._num_put_back,
+            given_back=self._num_given_back,
+            workers=self._dispatcher.statistics(),
+        )
+
+    # --- how closures end ---
+
+    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
+        """Make a closure final that has no value."""
+        if closure.state is State.QUEUED:
+            self._dispatcher.discard(closure)
+        move(closure, event)
+        closure.error = error
+        closure.dependencies = ()
+        self._open.pop(closure.id, None)
+        self._totals[closure.state] += 1
+        self._settled.append(closure)
+
+    def _ended(
+        self, worker: str, closure: Closure, event: Event, error: BaseException
+    ) -> list[Action]:
+        """A closure that a worker held ended without a value."""
+        self._settle(closure, event, error)
+        self._ended_without_value(closure)
+        return self._actions(worker)
+
+    def _has_value(self, closure: Closure) -> None:
+        """Queue those that waited for nothing but this closure."""
+        for dependent in closure.dependents or ():
+            dependent.num_missing -= 1
+            if dependent.num_missing == 0 and dependent.state is State.WAITING:
+                move(dependent, Event.QUEUE)
+                dependent.dependencies = ()
+                self._dispatcher.add_late(dependent)
+        closure.dependents = None
+
+    def _ended_without_value(self, closure: Closure) -> None:
+        """Settle all that needed this closure's value, and end everything if this is an error."""
+        chain = [closure]
+        for source in chain:  # which grows
+            for dependent in source.dependents or ():
+                if dependent.state is State.WAITING:
+                    self._settle_without_input(dependent, source)
+                    chain.append(dependent)
+            source.dependents = None
+        # One error for the whole chain: the others have the same cause.
+        failed = next((c for c in chain if c.state is State.FAILED), None)
+        if failed is not None:
+            self._errors.append(_error_of(failed))
+            self._end(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
+        if closure.state is State.EXHAUSTED and self._end_of_data is None:
+            self._end_of_data = _root_of(closure)
+
+    def _settle_without_input(self, closure: Closure, source: Closure) -> None:
+        """End a closure because its input ``source`` ended without a value."""
+        cause = _root_of(source)
+        error = ClosureInputError(
+            f"{closure} was not run: its input, {source}, ended with "
+            f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
+        )
+        error.__cause__ = cause
+        at_end = source.state is State.EXHAUSTED
+        self._settle(closure, Event.END_OF_DATA if at_end else Event.FAIL, error)
+
+    def _come_back(self, closures: list[Closure], event: Event) -> int:
+        """Queue again what no worker holds any more, or end it cancelled; return how many queued.
+
+        All are queued first: one that ends cancelled can fail another, and that ends everything.
+        """
+        stopped = [closure for closure in closures if closure.state is State.CANCELLING]
+        for closure in closures:
+            if closure.state is State.HELD:
+                move(closure, event)
+                self._dispatcher.add_late(closure)
+        for closure in stopped:
+            self._settle(closure, event, self._cancelled(closure))
+            self._ended_without_value(closure)
+        return len(closures) - len(stopped)
+
+    def _give_up(self, closure: Closure) -> None:
+        """Fail a closure that was lost with too many workers."""
+        error = ClosureError(
+            f"{closure} was lost with its worker {closure.attempts} times: "
+            f"{', '.join(closure.lost_on)}",
+            hint="it seems to kill its process: look for a crash or lack of memory in their logs",
+        )
+        error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
+        self._settle(closure, Event.FAIL, error)
+        self._ended_without_value(closure)
+
+    def _end(self, reason: str) -> None:
+        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
+        if self._ending is not None:
+            return
+        self._ending = reason
+        for closure in list(self._open.values()):
+            if closure.state is State.WAITING or closure.state is State.QUEUED:
+                self._settle(closure, Event.CANCEL, self._cancelled(closure))
+        for worker, closures in self._dispatcher.held():
+            running = [closure for closure in closures if closure.state is State.HELD]
+            for closure in running:
+                move(closure, Event.ASK_TO_STOP)
+            if running:
+                self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
+
+    def _cancelled(self, closure: Closure) -> ClosureCancelled:
+        if self._ending is None:
+            return ClosureCancelled(f"{closure} was cancelled")
+        return ClosureCancelled(
+            f"{closure} was cancelled: {self._ending}",
+            hint=None if self._stopped else "schedule it again after join has raised the error",
+        )
+
+    def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
+        """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
+        actions: list[Action] = []
+        if self._settled:
+            actions.append(Settle(tuple(self._settled)))
+            self._settled = []
+        if self._cancels:
+            actions += self._cancels
+            self._cancels = []
+        if dispatch and self._ending is None and not self._pauses:
+            actions += self._dispatcher.decide(reporter)
+        return actions
+
+
+def _error_of(closure: Closure) -> BaseException:
+    assert closure.error is not None, f"{closure} ended without a value and without an error"
+    return closure.error
+
+
+def _root_of(closure: Closure) -> BaseException:
+    """Return the error behind the error of a closure, so that those of inputs are never nested."""
+    error = _error_of(closure)
+    while isinstance(error, ClosureInputError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error

@@ -1,0 +1,317 @@
+"""ClusterCoordinator: what a training program schedules its steps with.
+
+Layer: L4. Imports: errors, context, coordinator, datasets, environment, functions, iterators,
+optimizers, remote_value, strategy, wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from psync.closures import MAX_LOSSES
+from psync.context import forbid_in_step
+from psync.coordinator import Coordinator
+from psync.datasets import PerWorkerDataset
+from psync.environment import platform_of, script_is_shared
+from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
+from psync.functions import Function
+from psync.iterators import takes_context
+from psync.optimizers import PROCESS
+from psync.remote_value import RemoteValue
+from psync.strategy import ParameterServerStrategy
+from psync.wire.messages import ReleaseIterators
+
+_of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
+"""The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
+
+
+class ClusterCoordinator:
+    """Schedules step functions onto the workers of a strategy's cluster.
+
+    An async context manager: entering it connects to the cluster, leaving it cancels what is
+    not done and closes the connections. There is one coordinator for a strategy.
+
+    Args:
+        strategy: A ParameterServerStrategy.
+        min_workers: How many workers must be there before work begins; default: all of the
+            cluster. The others may come later.
+        connect_timeout: Seconds to wait for them, and for all ps tasks.
+        ps_timeout: Seconds after which a ps that cannot be reached is lost.
+        closure_timeout: Seconds after which a worker that still runs the same closure is given
+            up: the closure runs again elsewhere. None: a step may take as long as it likes.
+        max_losses: A closure that was lost with its worker this often seems to be the cause, and
+            is reported instead of killing further workers (Dask's rule and number).
+        insecure: Whether it may run without a secret.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the strategy is no
+            ParameterServerStrategy.
+
+    Source: ``tf.distribute.coordinator.ClusterCoordinator``; there, calls block.
+    """
+
+    __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
+
+    def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ConfigurationError(
+                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
+            )
+        known = _of_origin.get(strategy.origin)
+        if known is not None:
+            return known  # type: ignore[return-value]  # a subclass would be made first
+        made = super().__new__(cls)
+        _of_origin[strategy.origin] = made
+        return made
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        *,
+        min_workers: int | None = None,
+        connect_timeout: float = 60.0,
+        ps_timeout: float = 15.0,
+        closure_timeout: float | None = None,
+        max_losses: int = MAX_LOSSES,
+        insecure: bool = False,
+    ) -> None:
+        if hasattr(self, "strategy"):
+            return  # made before for this strategy
+        forbid_in_step("making a ClusterCoordinator")
+        num_workers = strategy.cluster.num_tasks("worker")
+        if min_workers is not None and not 1 <= min_workers <= num_workers:
+            raise ConfigurationError(f"min_workers: expected 1 to {num_workers}, got {min_workers}")
+        if closure_timeout is not None and not closure_timeout > 0:
+            raise ConfigurationError(
+                f"closure_timeout: expected seconds above 0, got {closure_timeout}"
+            )
+        self.strategy = strategy
+        self._num_workers = num_workers
+        self._min_workers = num_workers if min_workers is None else min_workers
+        self._connect_timeout_s = connect_timeout
+        self._ps_timeout_s = ps_timeout
+        if max_losses < 1:
+            raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
+        self._closure_timeout_s = closure_timeout
+        self._max_losses = max_losses
+        self._insecure = insecure
+        self._coordinator: Coordinator | None = None  # None before start and after close
+        self._starting = False
+
+    def __repr__(self) -> str:
+        state = "not running" if self._coordinator is None else "running"
+        return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None and self._coordinator is not None:
+            self._coordinator.warn_of_leftovers()
+        await self.close()
+
+    async def start(self) -> None:
+        """Connect to every ps and to the workers.
+
+        Raises:
+            ConnectFailed: They are not there in time; names who is missing, and where.
+            AuthenticationError: A task holds another secret.
+            ProtocolError: Something else answers at a task's address.
+            ConfigurationError: There is no secret.
+            ClosedError: The coordinator was started before.
+
+        Cancellation: Everything is closed again.
+        """
+        if self._starting or self._coordinator is not None:
+            raise UsageError("the coordinator of this strategy is running already")
+        if self.strategy.created:
+            raise ClosedError(
+                "the coordinator of this strategy was closed, its variables are gone",
+                hint="make a new strategy",
+            )
+        platform = platform_of(
+            self.strategy.cluster_resolver, self._own_address(), insecure=self._insecure
+        )
+        coordinator = Coordinator(
+            platform,
+            self.strategy.cluster,
+            self.strategy.declared,
+            origin=self.strategy.origin,
+            program=PROCESS,
+            main_by_name=script_is_shared.get(),
+            ps_timeout_s=self._ps_timeout_s,
+            closure_timeout_s=self._closure_timeout_s,
+            max_losses=self._max_losses,
+        )
+        self._starting = True
+        try:
+            await coordinator.start(self._min_workers, self._connect_timeout_s)
+        except BaseException:
+            await coordinator.close()
+            raise
+        finally:
+            self._starting = False
+        self._coordinator = coordinator
+        self.strategy.runtime = coordinator.runtime
+        self.strategy.created = True
+
+    async def close(self) -> None:
+        """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
+
+        Cancellation: Connections may still be closing.
+        """
+        coordinator, self._coordinator = self._coordinator, None
+        self.strategy.runtime = None
+        if coordinator is not None:
+            await coordinator.close()
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Queue ``fn(*args, **kwargs)`` to be run on some worker; never blocks.
+
+        It runs at least once: again, elsewhere, if its worker is lost. Its pushes are applied
+        at most once. After an error, and until ``join`` has raised it, what is scheduled is
+        cancelled at once.
+
+        Args:
+            fn: A coroutine function, which runs on the worker's event loop, or a plain one,
+                which runs in a thread there. It is pickled when it is first scheduled: what it
+                captured then is what workers see.
+            args: Arguments, captured by value now. A RemoteValue among them, at any depth, is
+                replaced by its value on the worker, and waited for. A per-worker iterator is
+                the worker's own.
+            kwargs: Likewise.
+
+        Returns:
+            The handle to its result.
+
+        Raises:
+            CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
+            ClosedError: The coordinator is not running.
+        """
+        if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
+            raise CaptureError(
+                f"args: expected a tuple, got {type(args).__name__}",
+                hint="schedule(step, args=(value,))",
+            )
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
+        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+
+    async def join(self, timeout: float | None = None) -> None:
+        """Wait for everything that was scheduled before this call.
+
+        Args:
+            timeout: Seconds, or None: for ever. Every ten seconds without news the log says
+                on whom it waits.
+
+        Raises:
+            Exception: The first error of a step, with its own type where it can be imported
+                here; its cause is a RemoteError with the remote traceback, its notes name the
+                further errors. When it is raised, nothing is running any more and nothing is
+                queued; the next closures run normally.
+            EndOfData: A step met the end of its worker's data, all others are done and none
+                failed.
+            DeadlineExceeded: After ``timeout`` seconds; says what is running where.
+            ParameterServerLost: A ps is gone.
+            FencedError: A newer coordinator has taken the cluster over.
+
+        Cancellation: Safe; what was scheduled goes on.
+
+        Source: ``ClusterCoordinator.join``; there, further errors are lost.
+        """
+        await self._running("join").join(timeout)
+
+    def done(self) -> bool:
+        """Return whether nothing is queued or running; never blocks, never raises an error
+        of a step."""
+        return self._running("done").done()
+
+    async def fetch(self, structure: Any) -> Any:
+        """Return ``structure`` with each RemoteValue replaced by its value.
+
+        Args:
+            structure: A RemoteValue, or any nesting of dicts, lists and tuples.
+
+        Raises:
+            Exception: As ``RemoteValue.fetch``, of the first that failed.
+
+        Cancellation: Safe.
+        """
+        if isinstance(structure, RemoteValue):
+            return await structure.fetch()
+        if isinstance(structure, dict):
+            return {key: await self.fetch(item) for key, item in structure.items()}
+        if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+            return type(structure)(*[await self.fetch(item) for item in structure])
+        if isinstance(structure, list | tuple):
+            return type(structure)([await self.fetch(item) for item in structure])
+        return structure
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
+        """Return a dataset of which every worker reads its own.
+
+        Args:
+            dataset_fn: Called on each worker, in a thread, with no argument or with an
+                ``InputContext`` (which pipeline of how many this worker is); returns an
+                iterable of batches. Batches are loaded ahead. It must not call psync.
+
+        Raises:
+            UsageError: It is no plain function of at most one argument.
+            CaptureError: It captures something that cannot be sent.
+            ClosedError: The coordinator is not running.
+
+        A worker that is lost and comes back starts its iterators from the beginning.
+        """
+        coordinator = self._running("create_per_worker_dataset")
+        takes_context(dataset_fn)  # what is no dataset function is refused here, not on a worker
+        function: Function = coordinator.functions.register_dataset(dataset_fn)
+        return PerWorkerDataset(function, self._num_workers, self._release_iterator)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
+        return self._running("statistics").statistics()
+
+    async def ps_statistics(self) -> list[dict[str, Any]]:
+        """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
+        return await self._running("ps_statistics").links.ps_statistics()
+
+    def _release_iterator(self, uid: str) -> None:
+        # The garbage collector may call this, in any thread and in the middle of anything.
+        coordinator = self._coordinator
+        if coordinator is not None:
+            coordinator.call_soon(lambda: coordinator.broadcast(ReleaseIterators([uid])))
+
+    def _own_address(self) -> str:
+        cluster = self.strategy.cluster
+        if "chief" in cluster.jobs:
+            return cluster.task_address("chief", cluster.task_indices("chief")[0])
+        return "127.0.0.1:1"  # not in the cluster: it listens nowhere
+
+    def _running(self, operation: str) -> Coordinator:
+        if self._coordinator is None:
+            raise ClosedError(
+                f"{operation}: the coordinator is not running",
+                hint="use it inside `async with ClusterCoordinator(strategy) as coordinator:`",
+            )
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError as exc:
+            raise UsageError(
+                f"{operation} outside the event loop on which the coordinator runs"
+            ) from exc
+        return self._coordinator

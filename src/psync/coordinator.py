@@ -1,0 +1,432 @@
+"""The coordinator: closures out, results in, errors to join.
+
+Layer: L3. Imports: errors, closure_messages, closure_timeout, closures, cluster, cluster_links,
+creation, declarations, dispatching, failures, functions, joins, payloads, platform, remote_value,
+rpc, runtime, wire.
+
+``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
+sent at its end, in one message per worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from psync import closure_timeout
+from psync.closure_messages import ScheduledCall, arguments_reply, function_reply, run_closures
+from psync.closures import MAX_LOSSES, Cancel, Closure, ClosureQueue, GiveBack, Settle
+from psync.closures import Action as QueueAction
+from psync.cluster import ClusterSpec
+from psync.cluster_links import ClusterLinks
+from psync.creation import Creation
+from psync.declarations import Declaration
+from psync.dispatching import Dispatch
+from psync.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    FencedError,
+    ParameterServerLost,
+    RemoteProtocolError,
+    UsageError,
+)
+from psync.failures import rebuild_exception, text_of
+from psync.functions import FunctionTable
+from psync.joins import Joins, describe_waiting
+from psync.payloads import EMPTY, Payload, check_size, pack_arguments
+from psync.platform import Platform
+from psync.remote_value import RemoteValue
+from psync.rpc import Handler, Peer, Reply
+from psync.runtime import Runtime
+from psync.wire import messages
+from psync.wire.messages import (
+    CancelClosures,
+    ClosureResults,
+    FetchArguments,
+    FetchFunction,
+    GivenBack,
+)
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""A join that has heard of nothing for so long says on whom it waits."""
+
+FINAL_EVERY = 1024
+"""ps tasks are told that closures are final whenever this many more are."""
+
+
+class Coordinator:
+    """Schedules closures onto workers.
+
+    Args:
+        platform: Network, secret, randomness.
+        cluster: The training cluster.
+        declared: Declarations of variables that are to be created; taken from here.
+        origin: Token of the strategy.
+        program: Token of this process.
+        main_by_name: Whether workers run the script of this process, so that classes of its
+            ``__main__`` are found there by name.
+        ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
+        closure_timeout_s: A worker that runs one closure for longer is given up; None: never.
+        max_losses: A closure that was lost with its worker this often is reported as an error.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        cluster: ClusterSpec,
+        declared: list[Declaration],
+        *,
+        origin: str,
+        program: str,
+        main_by_name: bool,
+        ps_timeout_s: float,
+        closure_timeout_s: float | None = None,
+        max_losses: int = MAX_LOSSES,
+    ) -> None:
+        self._failpoints = platform.failpoints
+        self._limits = platform.limits
+        self.functions = FunctionTable(main_by_name=main_by_name)
+        self.links = ClusterLinks(
+            platform, cluster, self, self._handlers(),
+            origin=origin, program=program, ps_timeout_s=ps_timeout_s,
+        )  # fmt: skip
+        self._creation = Creation(declared, self.links.ps)
+        self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
+        self._queue = ClosureQueue(max_losses=max_losses)
+        self._main_by_name = main_by_name
+        self._closures: dict[int, Closure] = {}  # not final
+        self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
+        self._joins = Joins(self._queue)
+        self._told_final = 0
+        self._dispatch_due = False
+        self._refused = False  # ps tasks refuse all that was scheduled before an error
+        self._creating: asyncio.Task[None] | None = None
+        self._closure_timeout_s = closure_timeout_s
+        self._watch: asyncio.Task[None] | None = None  # over steps that take too long
+        self._replaced: FencedError | None = None  # once a newer coordinator has taken over
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._last_news = self._loop.time()
+
+    async def start(self, min_workers: int, timeout_s: float) -> None:
+        """Connect to the cluster; see ``ClusterLinks.start``."""
+        await self.links.start(min_workers, timeout_s)
+        if self._closure_timeout_s is not None:
+            self._watch = self._loop.create_task(
+                closure_timeout.watch(self._queue, self._closure_timeout_s, self._give_up)
+            )
+
+    async def close(self) -> None:
+        """Cancel what is not final and close all connections.
+
+        Cancellation: Connections may still be closing.
+        """
+        self._closed = True
+        error = ClosedError("the coordinator was closed")
+        self._joins.fail(error)
+        self._perform(self._queue.stop())
+        try:
+            for task in filter(None, (self._watch, self._creating)):
+                task.cancel()
+                await asyncio.wait((task,))
+            await self.links.ps.drain()
+        finally:
+            try:
+                await self.links.close()
+            finally:
+                for closure in list(self._closures.values()):  # nobody will report them
+                    self._settle(closure, closure.error or error)
+
+    def warn_of_leftovers(self) -> None:
+        """Say what closing now throws away: who forgets ``join`` would take it for done."""
+        counts = self._queue.statistics()
+        if left := counts.waiting + counts.queued + counts.in_flight:
+            logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
+        if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
+            name, text = type(collected[0]).__name__, text_of(collected[0])
+            logger.warning("closing without join, which would have raised %s: %s", name, text)
+
+    # What the user does.
+
+    def schedule(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RemoteValue:
+        """Queue a closure; see ``ClusterCoordinator.schedule``."""
+        if self._closed:
+            raise ClosedError("schedule on a closed coordinator")
+        function = self.functions.register(fn, stacklevel=4)
+        arguments = EMPTY
+        if args or kwargs:
+            arguments = pack_arguments(function.name, args, kwargs, main_by_name=self._main_by_name)
+            check_size(arguments, f'the arguments of step "{function.name}"', self._limits)
+        inputs = arguments.remote_values
+        call = ScheduledCall(function, arguments)
+        closure = Closure(
+            self._queue.next_id,
+            call,
+            name=function.name,
+            inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
+            dependencies=self._dependencies(inputs) if inputs else (),
+        )
+        value = RemoteValue(closure, self._cancel)
+        call.value = weakref.ref(value)
+        self._closures[closure.id] = closure
+        if self._creation.pending and self._creating is None:
+            self._start_creating()
+        actions = self._queue.schedule(closure)
+        if actions:
+            self._perform(actions)
+        if not self._dispatch_due:
+            self._dispatch_due = True
+            self._loop.call_soon(self._dispatch)
+        return value
+
+    def done(self) -> bool:
+        """Return whether nothing is queued or in flight."""
+        return not self._closures
+
+    async def join(self, timeout_s: float | None) -> None:
+        """Wait for all that was scheduled; see ``ClusterCoordinator.join``."""
+        if self._closed:
+            raise ClosedError("join on a closed coordinator")
+        deadline = None if timeout_s is None else self._loop.time() + timeout_s
+        cutoff = self._queue.next_id
+        if self._replaced is not None and not self._queue.has_failed:
+            self._perform(self._queue.fail(self._replaced))
+        if self._creation.pending and self._creating is None:
+            self._start_creating()
+        if self._creating is not None:
+            await self._wait_reporting(self._creating, deadline, timeout_s)
+        future = self._joins.add(cutoff)
+        self._joins.settle()
+        try:
+            await self._wait_reporting(future, deadline, timeout_s)
+        finally:
+            self._joins.discard(future)
+        future.result()
+
+    def waits_for(self) -> str:
+        """Say what a join waits for."""
+        others = ["variables are being created"] if self._creating is not None else []
+        return describe_waiting(self._queue, self.links.membership.missing(), others)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of closures and connections."""
+        return {"closures": self._queue.statistics(), "network": self.links.statistics()}
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the coordinator's loop; may be called in any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(callback)
+
+    def broadcast(self, message: messages.Message) -> None:
+        """Notify all workers."""
+        for control, _ in self._peers.values():
+            control.notify(message)
+
+    def _cancel(self, closure_id: int) -> None:
+        self._perform(self._queue.cancel(closure_id))
+
+    def _dependencies(self, inputs: Sequence[RemoteValue]) -> list[Closure]:
+        for value in inputs:
+            if value.owner is not self:
+                raise UsageError(
+                    f"{value!r} belongs to another coordinator",
+                    hint="fetch its value there and pass that",
+                )
+        return [value.closure for value in inputs]
+
+    async def _wait_reporting(
+        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Wait until ``deadline`` (loop time) at most; say on whom, if it takes long."""
+        while not future.done():
+            pause = REPORT_EVERY_S
+            if deadline is not None:
+                pause = min(pause, deadline - self._loop.time())
+                if pause <= 0:
+                    raise DeadlineExceeded(
+                        f"join did not end within {timeout_s:g} s: {self.waits_for()}",
+                        hint="what was scheduled goes on; join again, or cancel RemoteValues",
+                    )
+            await asyncio.wait((future,), timeout=pause)
+            if not future.done() and self._loop.time() - self._last_news >= REPORT_EVERY_S:
+                logger.warning("join waits: %s", self.waits_for())
+
+    # Variables first.
+
+    def _start_creating(self) -> None:
+        self._queue.pause()
+        self._creating = self._loop.create_task(self._create())
+
+    async def _create(self) -> None:
+        try:
+            await self._creation.ensure()
+        except Exception as exc:
+            self._perform(self._queue.fail(exc))
+        finally:
+            self._creating = None
+            self._perform(self._queue.resume())
+
+    # cluster_links.LinksOwner.
+
+    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
+        """A worker is ready for closures."""
+        self._peers[worker] = (control, bulk)
+        self._perform(self._queue.worker_joined(worker))
+
+    def worker_lost(self, worker: str) -> None:
+        """Put back what it held."""
+        del self._peers[worker]
+        self._perform(self._queue.worker_lost(worker))
+
+    def _give_up(self, worker: str, closure: Closure) -> None:
+        error = DeadlineExceeded(f"{closure} took longer than {self._closure_timeout_s:g} s")
+        self._peers[worker][0].abort(error)  # the rest follows from the loss
+
+    def ps_lost(self, error: ParameterServerLost) -> None:
+        """End everything that is scheduled: variables are gone."""
+        logger.error("%s", error)
+        if not self._closed:
+            self._perform(self._queue.fail(error))
+
+    def replaced(self, error: FencedError) -> None:
+        """End everything, now and at every join: workers and ps tasks serve another one."""
+        if self._replaced is None and not self._closed:
+            logger.error("a newer coordinator has taken over: %s", error)
+            self._replaced = error
+            self._perform(self._queue.fail(error))
+
+    # Performing.
+
+    def _dispatch(self) -> None:
+        self._dispatch_due = False
+        self._perform(self._queue.dispatch())
+
+    def _perform(self, actions: Sequence[QueueAction]) -> None:
+        for action in actions:
+            if isinstance(action, Settle):
+                self._joins.note_final(action.closures)
+                for closure in action.closures:
+                    self._settle(closure, closure.error)
+            elif isinstance(action, Dispatch):
+                self._send(action)
+            elif isinstance(action, Cancel):
+                self._peers[action.worker][0].notify(CancelClosures(list(action.ids)))
+            elif isinstance(action, GiveBack):
+                self._peers[action.worker][0].notify(messages.GiveBack(list(action.ids)))
+        if self._queue.has_failed != self._refused:
+            self._refused = not self._refused
+            if self._refused:  # steps that compute on their loop have not heard of it yet
+                self.links.final_below(self._queue.next_id)
+        if self._joins:
+            self._joins.settle()
+            self._tell_final(0)
+
+    def _send(self, action: Dispatch) -> None:
+        self._failpoints.hit("coordinator.dispatch")
+        message, segments = run_closures(action.closures)
+        self._peers[action.worker][0].notify(message, segments)
+
+    def _settle(self, closure: Closure, error: BaseException | None) -> None:
+        self._closures.pop(closure.id, None)
+        if error is not None:
+            value = closure.payload.value()
+            if value is not None and not value.done():
+                value.set_error(error)
+        closure.payload = None
+
+    def _tell_final(self, at_least: int) -> None:
+        """Tell ps tasks what is final, if it is so many closures more."""
+        low_water = self._queue.low_water()
+        if low_water - self._told_final > at_least:
+            self._told_final = low_water
+            self.links.final_below(low_water)
+
+    # What workers say.
+
+    def _handlers(self) -> dict[type[messages.Message], Handler]:
+        return {
+            ClosureResults: Handler(self._results),
+            GivenBack: Handler(self._given_back),
+            FetchFunction: Handler(self._fetch_function),
+            FetchArguments: Handler(self._fetch_arguments),
+        }
+
+    def _is_current(self, peer: Peer) -> bool:
+        return peer in self._peers.get(peer.task, ())
+
+    def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
+        if not self._is_current(peer):
+            return  # of a worker that was given up: its closures run elsewhere
+        self._failpoints.hit("coordinator.result")
+        self._last_news = self._loop.time()
+        finished: list[tuple[int, Payload]] = []
+        at = 0
+        for closure_id, outcome, count, error in message.results:
+            payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
+            at += count
+            if outcome == "ok":
+                finished.append((closure_id, payload))
+                continue
+            self._finished(peer.task, finished, message.mean_seconds)
+            finished = []
+            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+        self._finished(peer.task, finished, message.mean_seconds)
+        self._tell_final(FINAL_EVERY)
+
+    def _finished(
+        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
+    ) -> None:
+        """Closures ended with values, which are there before anything that needs them is sent."""
+        if not results:
+            return
+        ids = [closure_id for closure_id, _ in results]
+        actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
+        for closure_id, payload in results:
+            value = self._closures[closure_id].payload.value()
+            if value is not None:
+                value.set_payload(payload)
+        self._perform(actions)
+
+    def _ended(
+        self,
+        worker: str,
+        closure_id: int,
+        outcome: str,
+        error: Sequence[str] | None,
+        payload: Payload | None,
+    ) -> None:
+        if outcome == "cancelled":
+            self._perform(self._queue.cancelled(worker, closure_id))
+            return
+        if error is None or outcome not in ("error", "end_of_data"):
+            raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
+        type_name, text, traceback_text = error
+        exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
+        if outcome == "end_of_data":
+            self._perform(self._queue.end_of_data(worker, closure_id, exc))
+        else:
+            self._perform(self._queue.failed(worker, closure_id, exc))
+
+    def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
+        if self._is_current(peer):
+            self._perform(self._queue.given_back(peer.task, message.closures))
+
+    def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
+        function = self.functions.lookup(message.key)
+        if function is None:
+            raise UsageError(f"{peer.task} asked for a function that nobody needs any more")
+        return function_reply(function)
+
+    def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:
+        closure = self._closures.get(message.closure)
+        if closure is None:
+            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
+        return arguments_reply(closure.payload)

@@ -1,0 +1,104 @@
+"""Creating declared variables on the ps tasks.
+
+Layer: L3. Imports: declarations, errors, ps_client, wire.
+
+Declared variables are created together, before anything needs the first of them. The
+initial values are made on the chief, one shard at a time, and sent in messages of bounded
+size, so that the chief holds no more than a message and a shard for each ps. Creating is
+idempotent, so a lost connection repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from psync.declarations import Declaration, initial_shards
+from psync.ps_client import PsClient
+from psync.specs import ShardSpec
+from psync.wire.messages import CreateShards
+from psync.wire.tensors import to_bytes_view
+
+MESSAGE_BYTES = 16 << 20
+MESSAGE_SHARDS = 1024
+"""Shards for one ps are gathered into a message until it has as much, or as many."""
+
+
+class Creation:
+    """Creates what is declared.
+
+    Args:
+        declared: New declarations appear at the end of this list; they are taken from it.
+        ps: Links to all ps tasks.
+    """
+
+    def __init__(self, declared: list[Declaration], ps: PsClient) -> None:
+        self._declared = declared
+        self._ps = ps
+        self._lock = asyncio.Lock()
+        self._error: Exception | None = None  # a variable could not be created: for ever
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has to be created, or never will be."""
+        return bool(self._declared) or self._error is not None
+
+    async def ensure(self) -> None:
+        """Create everything that is declared.
+
+        Raises:
+            PartitionError: An initial value does not fit its variable; again at every call,
+                since closures cannot tell which variables they will need.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; creating goes on with the next call.
+        """
+        while self.pending:
+            async with self._lock:
+                if self._error is not None:
+                    raise self._error.with_traceback(None)  # it is raised many times
+                batch = list(self._declared)
+                try:
+                    await self._create(batch)
+                except Exception as exc:
+                    self._error = exc
+                    raise
+                del self._declared[: len(batch)]
+
+    async def _create(self, batch: list[Declaration]) -> None:
+        """Make and send the shards; at most one message for each ps is held at a time."""
+        messages: dict[int, _Batch] = {}
+        for declaration in batch:
+            for shard, value in initial_shards(declaration):
+                message = messages.setdefault(shard.ps, _Batch())
+                message.shards.append(shard)
+                message.values.append(to_bytes_view(value))
+                message.nbytes += value.nbytes
+                if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
+                    await self._send(shard.ps, messages.pop(shard.ps))
+        results = await asyncio.gather(
+            *(self._send(ps, message) for ps, message in messages.items()),
+            return_exceptions=True,  # one alone is raised, when all have ended
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _send(self, ps: int, batch: _Batch) -> None:
+        message = CreateShards(
+            [
+                (spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape),
+                 spec.dtype)
+                for spec in batch.shards
+            ]
+        )  # fmt: skip
+        await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Shards for one ps."""
+
+    shards: list[ShardSpec] = field(default_factory=list)
+    values: list[memoryview] = field(default_factory=list)
+    nbytes: int = 0

@@ -1,0 +1,314 @@
+"""A task's place on the network: it listens, connects, and owns its peers and handlers.
+
+Layer: L2. Imports: errors, blocks, membership (back-off), platform, rpc, transport, wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from psync.blocks import BlockPool
+from psync.errors import (
+    AuthenticationError,
+    ClosedError,
+    ConfigurationError,
+    ConnectFailed,
+    FencedError,
+    ProtocolError,
+    PsyncError,
+)
+from psync.membership import backoff
+from psync.platform import Platform
+from psync.rpc import Handler, Peer
+from psync.transport import Listener, reason
+from psync.wire.codec import Message
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
+from psync.wire.limits import HANDSHAKE_TIMEOUT_S
+from psync.wire.messages import Hello, Refused
+from psync.wire.protocol import State
+
+logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 5.0
+"""A connection that is not up by then is reported, and again at doubling intervals."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""A peer that has not taken by then what we had to say to it will not get it."""
+
+
+class Endpoint:
+    """Where a task's connections begin and end.
+
+    Args:
+        platform: Network, secret, randomness.
+        task: Own task name.
+        incarnation: Own incarnation; may be raised later (``incarnation`` attribute), for
+            connections made from then on.
+        handlers: Who serves which message.
+        pool: Memory for received segments.
+        admit: Last word on a peer that has proved itself; None admits all.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        task: str,
+        incarnation: int,
+        handlers: dict[type[Message], Handler],
+        pool: BlockPool | None = None,
+        admit: Callable[[Hello], Refused | None] | None = None,
+    ) -> None:
+        self.platform = platform
+        self.task = task
+        self.incarnation = incarnation
+        self.handlers = handlers
+        self.pool = pool if pool is not None else BlockPool()
+        self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
+        self._admit = admit
+        self._peers: set[Peer] = set()  # open, or in their handshake
+        self._unproven: set[Peer] = set()  # of them, accepted ones in their handshake
+        self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
+        self._listeners: list[Listener] = []
+        self._closed = False
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The open connections."""
+        return [peer for peer in self._peers if peer.is_open]
+
+    async def listen(self, address: str) -> Listener:
+        """Accept connections at ``address``.
+
+        Raises:
+            ConfigurationError: The address is in use or not this machine's.
+
+        Cancellation: Safe.
+        """
+        self._check_not_closed()
+        try:
+            listener = await self.platform.network.listen(address, self._accept)
+        except OSError as exc:
+            raise ConfigurationError(
+                f"{self.task} cannot listen on {address}: {reason(exc)}",
+                hint="does another process listen there, a task of an earlier run perhaps? "
+                "is it an address of this machine?",
+            ) from exc
+        self._listeners.append(listener)
+        return listener
+
+    async def connect(self, address: str, expect: str, lane: str = "control") -> Peer:
+        """Open one connection to the task ``expect`` at ``address``; one attempt.
+
+        Raises:
+            ConnectFailed: Nobody answers there, or not in time, or has no room for us.
+            AuthenticationError: It does not hold our secret, or refused us.
+            FencedError: It knows a newer incarnation of this task.
+            ProtocolError: Something else than that task answers.
+            ClosedError: This endpoint is closed.
+
+        Cancellation: Safe; the connection is closed.
+        """
+        self._check_not_closed()
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_opened(peer: Peer) -> None:
+            if not opened.done():
+                opened.set_result(None)
+
+        def on_closed(peer: Peer, error: Exception | None) -> None:
+            self._peers.discard(peer)
+            if opened.done():
+                if peer.task:  # else the caller is told
+                    self._report_closed(peer, error)
+            elif isinstance(error, ProtocolError | AuthenticationError | FencedError):
+                opened.set_exception(error)
+            else:
+                why = _one_line(error) if error is not None else "the connection was closed"
+                opened.set_exception(ConnectFailed(f"{expect} at {address}: {why}"))
+
+        secret = self.platform.secret
+        handshake = ClientHandshake(
+            secret.value if secret is not None else None,
+            self.task, self.incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
+        )  # fmt: skip
+        peer = self._new_peer(handshake, on_opened, on_closed)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await self.platform.network.connect(address, lambda: peer.connection)
+                await opened
+        except BaseException as exc:
+            self._peers.discard(peer)
+            peer.abort()
+            if not opened.cancel() and not opened.cancelled():
+                opened.exception()  # seen, even if something else came first
+            if isinstance(exc, PsyncError):
+                raise
+            if isinstance(exc, TimeoutError):
+                raise ConnectFailed(
+                    f"{expect} at {address}: no answer within {HANDSHAKE_TIMEOUT_S:g} s"
+                ) from exc
+            if isinstance(exc, OSError):
+                raise ConnectFailed(f"{expect} at {address}: {reason(exc)}") from exc
+            raise
+        return peer
+
+    async def connect_retrying(
+        self, address: str, expect: str, lane: str = "control", *, timeout_s: float | None = None
+    ) -> Peer:
+        """As ``connect``, again and again with growing pauses until it works.
+
+        Raises:
+            ConnectFailed: Not within ``timeout_s`` seconds (an attempt that is under way then
+                is waited for); names the task, the address and the last reason.
+            AuthenticationError, FencedError, ProtocolError, ClosedError: At once; waiting would
+                not help.
+
+        Cancellation: Safe.
+        """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        report_after_s = REPORT_AFTER_S
+        attempt = 0
+        while True:
+            try:
+                return await self.connect(address, expect, lane)
+            except ConnectFailed as exc:
+                waited = loop.time() - start
+                if timeout_s is not None and waited >= timeout_s:
+                    raise ConnectFailed(
+                        f"no connection within {timeout_s:g} s: {exc.message}",
+                        hint=f"is {expect} running, and is this its address?",
+                    ) from exc
+                if waited >= report_after_s:
+                    logger.warning(
+                        "%s has been waiting for a connection for %.0f s: %s",
+                        self.task, waited, exc.message,
+                    )  # fmt: skip
+                    report_after_s = 2 * waited
+                pause = backoff(attempt, self.platform.uniform())
+                if timeout_s is not None:
+                    pause = min(pause, timeout_s - waited)
+                await asyncio.sleep(pause)
+                attempt += 1
+
+    async def close(self) -> None:
+        """Stop listening, close every connection, cancel the handlers and wait for them.
+
+        Cancellation: Connections are closed; handlers may still be ending.
+        """
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+        for peer in list(self._peers):
+            peer.close()
+        handlers = self._tasks - {asyncio.current_task()}
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._wait_closed()
+        except TimeoutError:
+            for peer in list(self._peers):
+                peer.abort()
+            await self._wait_closed()
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    def statistics(self) -> dict[str, int]:
+        """Return the number of open connections, and the bytes sent and received over them."""
+        connections = [peer.connection for peer in self.peers]
+        return {
+            "connections": len(connections),
+            "bytes_sent": sum(connection.bytes_sent for connection in connections),
+            "bytes_received": sum(connection.bytes_received for connection in connections),
+        }
+
+    # Accepting.
+
+    def _accept(self) -> asyncio.BufferedProtocol:
+        limits, secret = self.platform.limits, self.platform.secret
+        handshake = ServerHandshake(
+            secret.value if secret is not None else None,
+            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES),
+        )  # fmt: skip
+        refused: Refused | None = None
+        if len(self._peers) >= limits.connections:
+            refused = Refused("full", f"it has {limits.connections} connections")
+        elif len(self._unproven) >= limits.handshakes:
+            refused = Refused("full", f"{limits.handshakes} others are at their handshake")
+        peer = self._new_peer(
+            handshake, self._on_accepted_opened, self._on_accepted_closed, refused
+        )
+        self._unproven.add(peer)
+        if self._closed:
+            peer.abort()
+        return peer.connection
+
+    def _on_accepted_opened(self, peer: Peer) -> None:
+        self._unproven.discard(peer)
+        for listener in self.on_peer:
+            listener(peer)
+
+    def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
+        self._peers.discard(peer)
+        self._unproven.discard(peer)
+        self._report_closed(peer, error)
+
+    # Both.
+
+    def _new_peer(
+        self,
+        handshake: ClientHandshake | ServerHandshake,
+        on_opened: Callable[[Peer], None],
+        on_closed: Callable[[Peer, Exception | None], None],
+        refused: Refused | None = None,
+    ) -> Peer:
+        peer = Peer(
+            handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
+            on_opened, on_closed, self._admit, refused,
+        )  # fmt: skip
+        self._peers.add(peer)
+        return peer
+
+    def _report_closed(self, peer: Peer, error: Exception | None) -> None:
+        connection = peer.connection
+        refused = connection.wire.refused
+        who = f"{peer.task or connection.wire.peer_task or 'a stranger'} ({connection.peername})"
+        if refused is not None:
+            # Whoever finds no room tries again, and says so himself when it takes too long.
+            level = logging.INFO if refused.reason == "full" else logging.WARNING
+            logger.log(level, "%s refused %s: %s", self.task, who, refused.detail)
+        elif self._closed:
+            return
+        elif connection.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
+            # It has seen our proof. With another secret it told its own log why, and nothing to us.
+            logger.info(
+                "%s: %s left without proving itself: does it hold the same secret?", self.task, who
+            )
+        elif isinstance(error, PsyncError):
+            logger.warning("%s lost %s: %s", self.task, who, _one_line(error))
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.task} has closed its connections and makes no new ones")
+
+    async def _wait_closed(self) -> None:
+        for peer in list(self._peers):
+            if peer.connection.is_connected:
+                await peer.wait_closed()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, PsyncError):
+        return error.message if error.hint is None else f"{error.message} ({error.hint})"
+    return reason(error) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,89 @@
+"""The platform of a task that runs in a process of its own, from its environment variables.
+
+Layer: L2. Imports: access, errors, failpoints, platform, resolvers, transport, wire.limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+
+from psync.access import insecure_by_environ, load_secret, require_secret
+from psync.errors import ConfigurationError
+from psync.failpoints import Failpoints
+from psync.platform import Platform
+from psync.resolvers import ClusterResolver
+from psync.transport import SocketNetwork
+from psync.wire.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", default=False)
+"""Whether workers run this script too: then classes of its ``__main__`` travel by name."""
+
+
+def platform_of(
+    resolver: ClusterResolver,
+    address: str,
+    *,
+    insecure: bool = False,
+    listens: bool = False,
+    warn: Callable[[str], None] = logger.warning,
+) -> Platform:
+    """Return the platform for the task that ``resolver`` says this process is.
+
+    Args:
+        resolver: One that a local cluster made brings its own platform.
+        address: Where the task listens, or is known by.
+        insecure: Whether the task may run without a secret.
+        listens: Whether it will listen there: then it gets the socket that a launcher passed on.
+        warn: Told what running without a secret means, where that is allowed.
+
+    Raises:
+        ConfigurationError: No secret, or a variable cannot be understood.
+    """
+    own = getattr(resolver, "platform", None)
+    if isinstance(own, Platform):
+        return own
+    environ = os.environ
+    insecure = insecure or insecure_by_environ(environ)
+    secret = require_secret(load_secret(environ), insecure, address, warn)
+    return Platform(
+        SocketNetwork(_inherited(address) if listens else {}),
+        secret,
+        limits=_limits(environ),
+        failpoints=Failpoints.from_environment(environ),
+    )
+
+
+def _inherited(address: str) -> dict[str, socket.socket]:
+    """Return the listening socket that a launcher passed on, if it did; it has one owner."""
+    number = os.environ.pop("PSYNC_LISTEN_FD", None)
+    if not number:
+        return {}
+    try:
+        listening = socket.socket(fileno=int(number))
+    except (ValueError, OSError) as exc:
+        raise ConfigurationError(
+            f"PSYNC_LISTEN_FD: expected an open socket's number, got {number!r} ({exc})"
+        ) from exc
+    os.set_inheritable(listening.fileno(), False)
+    return {address: listening}
+
+
+def _limits(environ: Mapping[str, str]) -> Limits:
+    """Return the limits, each of which ``PSYNC_LIMIT_<NAME>`` can set."""
+    given: dict[str, int] = {}
+    for field in dataclasses.fields(Limits):
+        variable = f"PSYNC_LIMIT_{field.name.upper()}"
+        text = environ.get(variable)
+        if text is None:
+            continue
+        if not text.isascii() or not text.isdigit() or int(text) == 0:
+            raise ConfigurationError(f"{variable}: expected a number above 0, got {text!r}")
+        given[field.name] = int(text)
+    return dataclasses.replace(Limits(), **given)

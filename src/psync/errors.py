@@ -1,0 +1,214 @@
+"""Every exception psync raises, in one tree.
+
+Layer: L0. Imports: nothing of psync.
+
+The class answers one question: who must act.
+
+    PsyncError
+    ├── UsageError                        the caller; never retried
+    │   ├── ConfigurationError (ValueError)    cluster spec, options, environment
+    │   ├── PartitionError (ValueError)        shape, dtype or shard mismatch
+    │   ├── GradientError (ValueError)         a gradient that does not fit its variable
+    │   ├── UnknownVariableError (LookupError)
+    │   ├── CaptureError (TypeError)           a step that cannot be sent to a worker
+    │   ├── ClosedError                        you closed it
+    │   └── BusyError                          two tasks used what only one may
+    ├── TransportError                    the network; state of the request unknown
+    │   ├── ConnectFailed (OSError)
+    │   └── ConnectionLost (OSError)
+    ├── ProtocolError
+    │   ├── LocalProtocolError                 we would have sent nonsense: a bug here
+    │   └── RemoteProtocolError                they sent nonsense
+    │       ├── FrameTooLarge
+    │       └── VersionMismatch
+    ├── AuthenticationError               the peer does not hold the cluster's secret
+    ├── DeadlineExceeded (TimeoutError)
+    ├── TaskLost                          membership's verdict
+    │   ├── WorkerLost                         its closures run again elsewhere
+    │   └── ParameterServerLost                shards are gone
+    ├── FencedError                       an older incarnation of a task spoke
+    ├── RemoteError                       a handler or step on the peer raised
+    ├── ClosureError
+    │   ├── ClosureCancelled                   not run, or stopped; schedule it again
+    │   └── ClosureInputError                  an input of the closure had failed
+    └── EndOfData                         a per-worker dataset is exhausted
+
+A stale or duplicate push is an outcome, not an error.
+
+Messages are lower-case fragments that name the thing, what was expected and
+what came; a remedy goes into ``hint`` and is shown on a line of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PsyncError(Exception):
+    """Base of every exception that psync raises itself.
+
+    Args:
+        message: What happened: the thing, what was expected, what came.
+        hint: What to do about it, or None.
+    """
+
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Rebuilt without calling __init__, so that subclasses may have any signature.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[PsyncError], args: tuple[Any, ...], state: dict[str, Any]) -> PsyncError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(PsyncError):
+    """The caller broke the API; the program must change. Never retried."""
+
+
+class ConfigurationError(UsageError, ValueError):
+    """A cluster description, option or environment variable is wrong."""
+
+
+class PartitionError(UsageError, ValueError):
+    """A shape, dtype or partition list does not fit a variable or its shards."""
+
+
+class GradientError(UsageError, ValueError):
+    """A gradient or value does not fit the variable it is meant for."""
+
+
+class UnknownVariableError(UsageError, LookupError):
+    """A ps was asked for a variable or shard that it does not hold."""
+
+
+class CaptureError(UsageError, TypeError):
+    """A step, its captures or its arguments cannot be sent to a worker."""
+
+
+class ClosedError(UsageError):
+    """The object was closed by this program before this call."""
+
+
+class BusyError(UsageError):
+    """Two tasks used at once what only one may use."""
+
+
+class TransportError(PsyncError):
+    """The network failed. Whether the request took effect is unknown."""
+
+
+class ConnectFailed(TransportError, OSError):
+    """No connection could be made to a task's address."""
+
+
+class ConnectionLost(TransportError, OSError):
+    """An established connection ended; ``__cause__`` says why where that is known."""
+
+
+class ProtocolError(PsyncError):
+    """Bytes or messages broke the wire protocol; see the two subclasses."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side would have broken the protocol: a bug in psync."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke the protocol; the connection is closed."""
+
+
+class FrameTooLarge(RemoteProtocolError):
+    """The peer declared a size above the limit; nothing was allocated for it."""
+
+
+class VersionMismatch(RemoteProtocolError):
+    """The peer speaks another version of the protocol."""
+
+
+class AuthenticationError(PsyncError):
+    """The peer did not prove that it knows the cluster's secret."""
+
+
+class DeadlineExceeded(PsyncError, TimeoutError):
+    """A deadline given by the caller passed first."""
+
+
+class TaskLost(PsyncError):
+    """A task of the cluster was declared lost.
+
+    Args:
+        task: Name of the task, as in ``/job:ps/task:0``.
+        message: What was observed.
+        hint: What to do about it.
+    """
+
+    def __init__(self, task: str, message: str = "was lost", *, hint: str | None = None) -> None:
+        super().__init__(f"{task} {message}", hint=hint)
+        self.task = task
+
+
+class WorkerLost(TaskLost):
+    """A worker died or became unreachable; its closures run again elsewhere."""
+
+
+class ParameterServerLost(TaskLost):
+    """A ps died, restarted empty or became unreachable; its shards are gone."""
+
+
+class FencedError(PsyncError):
+    """The request came from an incarnation that a newer one has replaced."""
+
+
+class RemoteError(PsyncError):
+    """Code on another task raised.
+
+    Args:
+        task: Name of the task on which it was raised.
+        type_name: Qualified name of the exception's type there.
+        message: Its text.
+        traceback_text: The remote traceback, as text: data, never executed.
+    """
+
+    def __init__(self, task: str, type_name: str, message: str, traceback_text: str = "") -> None:
+        super().__init__(f"{type_name} on {task}: {message}")
+        self.task = task
+        self.type_name = type_name
+        self.traceback_text = traceback_text
+
+    def __str__(self) -> str:
+        if not self.traceback_text:
+            return self.message
+        return f"{self.message}\nremote traceback ({self.task}):\n{self.traceback_text.rstrip()}"
+
+
+class ClosureError(PsyncError):
+    """A scheduled closure did not produce a value."""
+
+
+class ClosureCancelled(ClosureError):
+    """The closure was not run, or was stopped, because another one failed or it was cancelled.
+
+    Not ``asyncio.CancelledError``: that one means that the *caller* was cancelled.
+    """
+
+
+class ClosureInputError(ClosureError):
+    """An input of the closure (per-worker dataset, RemoteValue) had failed.
+
+    ``__cause__`` is the original error; it is never another ClosureInputError.
+    """
+
+
+class EndOfData(PsyncError):
+    """A per-worker dataset has no further element."""

@@ -1,0 +1,103 @@
+"""Named places where a test can make a task die, fail or wait.
+
+Layer: L2. Imports: errors.
+
+``PSYNC_FAILPOINTS="ps.push.applied=kill@3, worker.push.sent=error"`` kills the process
+when the place is reached for the third time, and raises at the other one the first time.
+Without that variable a failpoint costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+
+from psync.errors import ConfigurationError, PsyncError
+
+NAMES = frozenset(
+    {
+        "worker.closure.start",  # arguments are there, the step has not begun
+        "worker.closure.end",  # the step has returned, its result is not sent
+        "worker.push.begun",  # nothing is sent
+        "worker.push.between_ps",  # one ps task has answered, nothing is sent to the next
+        "worker.push.answered",  # all ps tasks have answered, the step does not know yet
+        "ps.push.received",  # complete, nothing is applied
+        "ps.push.applied",  # applied and recorded, not answered
+        "ps.assign.applied",  # likewise
+        "ps.create.done",  # shards exist, not answered
+        "coordinator.dispatch",  # closures are about to be sent
+        "coordinator.result",  # results came in, nothing is settled
+    }
+)
+"""Every failpoint there is."""
+
+
+class FailpointError(PsyncError):
+    """Raised by a failpoint with the action ``error``."""
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Failpoints:
+    """Which failpoints of one task are armed.
+
+    Args:
+        text: As in the variable ``PSYNC_FAILPOINTS``.
+
+    Raises:
+        ConfigurationError: If the text names an unknown place or action.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        self._armed: dict[str, tuple[Callable[[], None], int]] = {}
+        self.hits: dict[str, int] = {}  # how often each armed place was reached
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, _, action = item.partition("=")
+            action, at, count = action.partition("@")
+            if action not in ("kill", "error") or (at and not (count.isdecimal() and int(count))):
+                raise ConfigurationError(
+                    f"PSYNC_FAILPOINTS: {item!r}: expected NAME=kill or NAME=error, "
+                    "optionally with @COUNT from 1"
+                )
+            self.arm(name, _kill if action == "kill" else _raiser(name), int(count or 1))
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Failpoints:
+        """Return those that ``PSYNC_FAILPOINTS`` arms."""
+        return cls(environ.get("PSYNC_FAILPOINTS", ""))
+
+    def arm(self, name: str, action: Callable[[], None], count: int = 1) -> None:
+        """Run ``action`` when ``name`` is reached for the ``count``-th time.
+
+        Raises:
+            ConfigurationError: If there is no such failpoint.
+        """
+        if name not in NAMES:
+            raise ConfigurationError(
+                f"unknown failpoint {name!r}", hint=f"known: {', '.join(sorted(NAMES))}"
+            )
+        self._armed[name] = (action, count)
+        self.hits[name] = 0
+
+    def armed(self, name: str) -> bool:
+        """Return whether ``name`` may still act: tests whose order of things matters ask."""
+        return name in self._armed
+
+    def hit(self, name: str) -> None:
+        """The place ``name`` is reached."""
+        armed = self._armed.get(name)
+        if armed is None:
+            return
+        self.hits[name] += 1
+        if self.hits[name] == armed[1]:
+            armed[0]()
+
+
+def _raiser(name: str) -> Callable[[], None]:
+    def fail() -> None:
+        raise FailpointError(f"failpoint {name}")
+
+    return fail

@@ -1,0 +1,147 @@
+"""Who waits in ``join``, for what, and what each of them is told.
+
+Layer: L3. Imports: errors, closures, failures.
+
+A join waits for the closures that were scheduled before it (ids below its cut-off). An error ends
+all joins that wait, at once: it has ended everything that they wait for. The end of a worker's
+data ends none early: each join that waits for the closure that met it raises it when all else
+that it waits for is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from psync.closures import Closure, ClosureQueue, State
+from psync.failures import text_of
+
+
+class _Join:
+    """Somebody who waits."""
+
+    __slots__ = ("cutoff", "end_of_data", "future")
+
+    def __init__(self, cutoff: int, future: asyncio.Future[None]) -> None:
+        self.cutoff = cutoff  # ids below it are waited for
+        self.future = future
+        self.end_of_data: BaseException | None = None  # raised when it is over
+
+
+class Joins:
+    """All joins of one coordinator.
+
+    Args:
+        queue: Says which closures are final, and holds the errors.
+    """
+
+    def __init__(self, queue: ClosureQueue) -> None:
+        self._queue = queue
+        self._joins: dict[asyncio.Future[None], _Join] = {}
+        self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
+
+    def __len__(self) -> int:
+        return len(self._joins)
+
+    def add(self, cutoff: int) -> asyncio.Future[None]:
+        """Return a future that ends when all closures with ids below ``cutoff`` are final.
+
+        Whoever waits for it gives it back with ``discard``.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._joins[future] = _Join(cutoff, future)
+        return future
+
+    def discard(self, future: asyncio.Future[None]) -> None:
+        """Nobody waits any more."""
+        self._joins.pop(future, None)
+        if future.done():
+            future.exception()  # seen, also where whoever waited was cancelled just now
+
+    def note_final(self, closures: Sequence[Closure]) -> None:
+        """Look for closures whose data had ended."""
+        for closure in closures:
+            if closure.state is State.EXHAUSTED and (
+                self._exhausted_at is None or closure.id < self._exhausted_at
+            ):
+                self._exhausted_at = closure.id
+
+    def settle(self) -> None:
+        """End the joins that are over."""
+        ready = [join for join in self._joins.values() if self._queue.is_settled(join.cutoff)]
+        if not ready:
+            return
+        if self._queue.has_failed:
+            error = self._collect()
+            for join in list(self._joins.values()):
+                self._end(join, error)
+            return
+        exhausted = self._exhausted_at
+        if exhausted is not None and any(join.cutoff > exhausted for join in ready):
+            error = self._collect()
+            for join in self._joins.values():
+                if join.cutoff > exhausted:
+                    join.end_of_data = error
+        for join in ready:
+            self._end(join, join.end_of_data)
+
+    def fail(self, error: BaseException) -> None:
+        """End all joins with an error."""
+        for join in list(self._joins.values()):
+            self._end(join, error)
+
+    def _collect(self) -> BaseException | None:
+        self._exhausted_at = None
+        collected = self._queue.collect_error()
+        if collected is None:
+            return None
+        first, others = collected
+        # When a ps is lost, all steps that run fail with the same error.
+        texts = Counter(_line(other) for other in others)
+        if alike := texts.pop(_line(first), 0):
+            first.add_note(f"{alike} more failed likewise")
+        for text, count in texts.items():
+            times = f" ({count} times)" if count > 1 else ""
+            first.add_note(f"also failed{times}: {text}")
+        return first
+
+    def _end(self, join: _Join, error: BaseException | None) -> None:
+        del self._joins[join.future]
+        if join.future.done():  # whoever waited was cancelled
+            return
+        if error is None:
+            join.future.set_result(None)
+        else:
+            join.future.set_exception(error)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+def describe_waiting(
+    queue: ClosureQueue, missing: Sequence[tuple[str, str]], others: Sequence[str]
+) -> str:
+    """Say what runs where, and what else is not done.
+
+    Args:
+        queue: Of the coordinator.
+        missing: (name, address) of the tasks that are not connected.
+        others: What else is waited for.
+    """
+    counts = queue.statistics()
+    running: dict[str, Closure] = {}
+    for worker, closure in queue.in_flight():
+        running.setdefault(worker, closure)
+    parts = [f"{closure} on {worker}" for worker, closure in running.items()]
+    behind = counts.waiting + counts.queued + counts.in_flight - len(running)
+    if behind:
+        parts.append(f"{behind} more wait for their turn")
+    if not counts.workers:
+        names = ", ".join(f"{task} at {address}" for task, address in missing)
+        parts.append(f"no worker is connected (waiting for {names})")
+    text = "; ".join([*parts, *others]) or "nothing"
+    if queue.has_failed:
+        return f"there is an error, raised as soon as these steps have stopped: {text}"
+    return text

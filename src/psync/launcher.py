@@ -1,0 +1,222 @@
+"""``psync run``: all tasks of a cluster on this machine, from one command.
+
+Layer: L5. Imports: errors, access, processes, task_output.
+
+The launcher starts every task at once and then only watches. The run ends when the chief does, when
+a worker cannot be kept alive, or when a signal says so; whichever comes first decides the exit
+code, and all after that is stopping. The launcher must not import what tasks import (numpy): they
+start the sooner for it, and so does the first training step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from psync.access import load_secret, mint_secret
+from psync.errors import ConfigurationError
+from psync.processes import (
+    SERVE_COMMAND,
+    Output,
+    ProcessGroup,
+    RestartPolicy,
+    TaskProcess,
+    describe_exit,
+)
+from psync.task_output import write_stderr
+
+SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+FAILED = 1  # exit code when a worker could not be kept alive
+
+
+def script_command(script: str, args: Sequence[str] = ()) -> list[str]:
+    """The command that runs a script the way ``python SCRIPT ARGS`` does.
+
+    Raises:
+        ConfigurationError: If it is not a Python file, nor a directory with a ``__main__.py``.
+    """
+    path = Path(script)
+    if not path.exists():
+        raise ConfigurationError(f"script {script!r} does not exist")
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ConfigurationError(f"script {script!r} is a directory without a __main__.py")
+    elif path.suffix not in SCRIPT_SUFFIXES:
+        raise ConfigurationError(
+            f"script {script!r} is not a Python file: expected a name ending in .py"
+        )
+    return [sys.executable, script, *args]
+
+
+def launch(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    num_ps: int = 1,
+    num_workers: int = 1,
+    max_restarts: int = 3,
+    quiet: bool = False,
+    environ: Mapping[str, str] = os.environ,
+    ps_command: Sequence[str] = SERVE_COMMAND,
+) -> int:
+    """Run a script as the chief and the workers of a new cluster, and wait for the chief.
+
+    The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
+    prefix. A worker that dies is started again. A ps is not: its shards are gone, and what follows
+    from that is for the chief to decide. The first SIGINT, SIGTERM or SIGHUP stops all tasks in
+    order, the second kills them.
+
+    Args:
+        script: A Python file, or a directory with a ``__main__.py``.
+        args: What the script finds in ``sys.argv``.
+        num_ps: Number of ps tasks, at least 1.
+        num_workers: Number of workers, at least 1.
+        max_restarts: How often each worker may be started again within a minute; one
+            more death ends the run.
+        quiet: Drop what ps tasks and workers print.
+        environ: What tasks inherit. A secret is minted unless there is one.
+        ps_command: What a ps runs.
+
+    Returns:
+        The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
+        stopped the run, 1 if a worker died too often.
+
+    Raises:
+        ConfigurationError: If the script is missing or not one, or the secret cannot be used.
+    """
+    command = script_command(script, args)
+    run = _Run(
+        {"chief": command, "ps": ps_command, "worker": command},
+        {"chief": 1, "ps": num_ps, "worker": num_workers},
+        environ=environ,
+        max_restarts=max_restarts,
+        quiet=quiet,
+    )
+    return asyncio.run(run.run())
+
+
+class _Run:
+    """One run, from the first task's start to the last one's end."""
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        jobs: Mapping[str, int],
+        *,
+        environ: Mapping[str, str],
+        max_restarts: int,
+        quiet: bool,
+    ) -> None:
+        self._commands = commands
+        self._jobs = jobs
+        self._environ = environ
+        # Checked here, where it is one error, and not one on each task.
+        self._secret = mint_secret() if load_secret(environ) is None else None
+        self._max_restarts = max_restarts
+        self._quiet = quiet
+
+    async def run(self) -> int:
+        self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._group = ProcessGroup(self._jobs, secret=self._secret, environ=self._environ)
+        watch = {"chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker}
+        async with self._group:
+            with self._signals():
+                async with asyncio.TaskGroup() as watchers:
+                    for job, count in self._jobs.items():
+                        for index in range(count):
+                            watchers.create_task(watch[job](index))
+                    code = await self._outcome
+                    await self._group.stop()
+        return code
+
+    # Watchers: one for each task. When the outcome is known they end with their process.
+
+    async def _watch_chief(self, index: int) -> None:
+        if (chief := self._start("chief", index)) is None:
+            return
+        code = await chief.wait()
+        if code < 0 and not self._outcome.done():
+            _say(f"the chief {describe_exit(code)}")
+        self._finish(code if code >= 0 else 128 - code)
+
+    async def _watch_ps(self, index: int) -> None:
+        if (ps := self._start("ps", index)) is None:
+            return
+        code = await ps.wait()
+        if not self._outcome.done():
+            self._group.abandon("ps", index)
+            _say(f"{ps.name} {describe_exit(code)}; its shards are lost with it")
+
+    async def _watch_worker(self, index: int) -> None:
+        limit = self._max_restarts
+        policy = RestartPolicy(limit)
+        while (worker := self._start("worker", index)) is not None:
+            code = await worker.wait()
+            if self._outcome.done():
+                return
+            death = f"{worker.name} {describe_exit(code)}"
+            if code == 0:
+                _say(f"{death}: it has ended by itself and is not started again")
+                return
+            if not policy.allow(asyncio.get_running_loop().time()):
+                count = f"{limit + 1} deaths within a minute" if limit else "restarts are off"
+                self._give_up(f"{death}, {count}")
+                return
+            _say(f"{death} and is started again (at most {limit} times a minute)")
+
+    def _start(self, job: str, index: int) -> TaskProcess | None:
+        """Start a task; None if the run is being stopped, or has to be because it cannot start."""
+        if self._outcome.done():
+            return None
+        output: Output = (
+            "inherited" if job == "chief" else "discarded" if self._quiet else "prefixed"
+        )
+        try:
+            return self._group.start_task(job, index, self._commands[job], output=output)
+        except OSError as error:
+            self._give_up(f"{job}-{index} could not be started: {error}")
+            return None
+
+    # What decides the outcome: the first call wins.
+
+    def _finish(self, code: int) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(code)
+
+    def _give_up(self, reason: str) -> None:
+        if not self._outcome.done():
+            hint = "; run without --quiet to see what it prints" if self._quiet else ""
+            _say(f"error: {reason}: the run ends{hint}")
+            self._outcome.set_result(FAILED)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Let signals stop the run. One that is ignored (SIGHUP, under nohup) stays ignored."""
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        for signum in signals:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+        try:
+            yield
+        finally:
+            for signum in signals:
+                loop.remove_signal_handler(signum)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if self._outcome.done():
+            self._group.kill()
+        else:
+            _say(f"{signum.name}: stopping all tasks; once more to kill them")
+            self._finish(128 + signum)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        write_stderr(f"psync: {text}\n")

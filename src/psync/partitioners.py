@@ -1,0 +1,228 @@
+"""Into how many shards a variable is cut, and which rows each shard has.
+
+Layer: L1. Imports: errors, specs.
+
+A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of parts
+per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
+``div_split`` and ``shard_of_row`` are the one layout that psync has, called "div": shards of
+consecutive rows whose numbers differ by at most one, the larger ones first.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from numbers import Integral
+
+import numpy as np
+
+from psync.errors import ConfigurationError, PartitionError
+from psync.specs import dtype_name, dtype_of
+
+
+class Partitioner(ABC):
+    """A rule for the number of shards; call it with (shape, dtype)."""
+
+    def __call__(self, shape: Sequence[int], dtype: object) -> list[int]:
+        """Return the number of parts per axis: all 1 but the first.
+
+        Args:
+            shape: Of the variable, at least one axis.
+            dtype: Anything that stands for a dtype of psync, or a string dtype.
+
+        Raises:
+            PartitionError: If the shape has no axis or is not wholly known, or there is no
+                such dtype.
+        """
+        plain = _checked_shape(type(self).__name__, shape)
+        first = self._num_shards(plain, dtype)
+        return [max(1, min(first, plain[0])), *[1] * (len(plain) - 1)]
+
+    @abstractmethod
+    def _num_shards(self, shape: tuple[int, ...], dtype: object) -> int:
+        """Return the wanted number of shards; the caller caps it by the number of rows."""
+
+
+class FixedShardsPartitioner(Partitioner):
+    """The same number of shards for every variable, or one per row if it has fewer rows.
+
+    Args:
+        num_shards: At least 1.
+
+    Raises:
+        ConfigurationError: If it is less.
+
+    Source: ``tf.distribute.experimental.partitioners.FixedShardsPartitioner``.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._shards = _positive("FixedShardsPartitioner: num_shards", num_shards)
+
+    def _num_shards(self, shape: tuple[int, ...], dtype: object) -> int:
+        return self._shards
+
+
+class MinSizePartitioner(Partitioner):
+    """As many shards as ``min_shard_bytes`` goes into the variable, rounded up.
+
+    Rounding up is TensorFlow's: a shard may be smaller than the "minimum", but not by more than
+    half: 300 KiB with a minimum of 256 KiB become two shards of 150 KiB.
+
+    Args:
+        min_shard_bytes: At least 1.
+        max_shards: Most shards of a variable, at least 1.
+        bytes_per_string: Size counted for an element of a string dtype.
+
+    Raises:
+        ConfigurationError: If an argument is less than 1.
+
+    Source: ``tf.distribute.experimental.partitioners.MinSizePartitioner``.
+    """
+
+    def __init__(
+        self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16
+    ) -> None:
+        self._min_shard_bytes = _positive("MinSizePartitioner: min_shard_bytes", min_shard_bytes)
+        self._max_shards = _positive("MinSizePartitioner: max_shards", max_shards)
+        self._bytes_per_string = _positive("MinSizePartitioner: bytes_per_string", bytes_per_string)
+
+    def _num_shards(self, shape: tuple[int, ...], dtype: object) -> int:
+        nbytes = math.prod(shape) * _itemsize(dtype, self._bytes_per_string)
+        return min(self._max_shards, -(-nbytes // self._min_shard_bytes))
+
+
+class MaxSizePartitioner(Partitioner):
+    """As few shards as possible of at most ``max_shard_bytes`` each.
+
+    A row is never cut, so a shard of one row may be larger; nor may there be more than
+    ``max_shards``, which then are larger too.
+
+    Args:
+        max_shard_bytes: At least 1.
+        max_shards: Most shards of a variable, at least 1; None: no limit. (TensorFlow takes 0
+            for no limit; here it is an error.)
+        bytes_per_string: Size counted for an element of a string dtype.
+
+    Raises:
+        ConfigurationError: If an argument is less than 1.
+
+    Source: ``tf.distribute.experimental.partitioners.MaxSizePartitioner``.
+    """
+
+    def __init__(
+        self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16
+    ) -> None:
+        self._max_shard_bytes = _positive("MaxSizePartitioner: max_shard_bytes", max_shard_bytes)
+        self._max_shards = (
+            None if max_shards is None else _positive("MaxSizePartitioner: max_shards", max_shards)
+        )
+        self._bytes_per_string = _positive("MaxSizePartitioner: bytes_per_string", bytes_per_string)
+
+    def _num_shards(self, shape: tuple[int, ...], dtype: object) -> int:
+        row_bytes = math.prod(shape[1:]) * _itemsize(dtype, self._bytes_per_string)
+        if row_bytes == 0:
+            return 1
+        rows = max(1, self._max_shard_bytes // row_bytes)
+        shards = -(-shape[0] // rows)
+        return shards if self._max_shards is None else min(shards, self._max_shards)
+
+
+def check_partitions(partitions: object, shape: Sequence[int], name: str) -> int:
+    """Return the number of shards that a partitioner's answer means.
+
+    Args:
+        partitions: What ``variable_partitioner`` returned: anything.
+        shape: Of the variable, at least one axis.
+        name: Of the variable, for the message.
+
+    Returns:
+        The first entry, but no more than there are rows and at least 1.
+
+    Raises:
+        PartitionError: If it is not a list with one positive number per axis, all but the first 1.
+    """
+    if (
+        not isinstance(partitions, (list, tuple))
+        or len(partitions) != len(shape)
+        or not partitions
+        or not all(isinstance(p, Integral) and not isinstance(p, bool) for p in partitions)
+        or partitions[0] < 1
+        or any(p != 1 for p in partitions[1:])
+    ):
+        raise PartitionError(
+            f'variable "{name}" of shape {tuple(shape)}: expected variable_partitioner to return '
+            f"a list of {len(shape)} whole numbers, the first at least 1 and all others 1, "
+            f"got {partitions!r}"
+        )
+    return max(1, min(int(partitions[0]), shape[0]))
+
+
+def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
+    """Return (offset, rows) of each shard of ``dim0`` rows, in order.
+
+    The first ``dim0 % num_shards`` shards have one row more than the others.
+
+    Raises:
+        PartitionError: If a shard would be empty (one empty shard of an empty variable is legal).
+    """
+    base, extra = _div(dim0, num_shards)
+    return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
+
+
+def shard_of_row(rows: np.ndarray, dim0: int, num_shards: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row its shard and its position in the shard.
+
+    Args:
+        rows: Row numbers of the variable, integers of any shape.
+        dim0: Number of rows of the variable.
+        num_shards: Of the variable.
+
+    Returns:
+        Two int64 arrays of the shape of ``rows``.
+
+    Raises:
+        PartitionError: If a row does not exist (negative ones included), or ``rows`` are
+            not integers, or a shard would be empty.
+    """
+    base, extra = _div(dim0, num_shards)
+    if rows.dtype.kind not in "iu":
+        raise PartitionError(f"expected integers as row numbers, got {rows.dtype}")
+    if not rows.size:
+        return np.zeros(rows.shape, np.int64), np.zeros(rows.shape, np.int64)
+    lowest, highest = rows.min(), rows.max()  # before the cast: uint64 may not fit
+    if lowest < 0 or highest >= dim0:
+        wrong = lowest if lowest < 0 else highest
+        raise PartitionError(f"row {wrong} is out of bounds for {dim0} rows")
+    number = rows.astype(np.int64)
+    shard = np.maximum(number // (base + 1), (number - extra) // base)
+    return shard, number - shard * base - np.minimum(shard, extra)
+
+
+def _div(dim0: int, num_shards: int) -> tuple[int, int]:
+    if not 1 <= num_shards <= max(1, dim0):
+        raise PartitionError(
+            f"{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}"
+        )
+    return divmod(dim0, num_shards)
+
+
+def _checked_shape(what: str, shape: Sequence[int]) -> tuple[int, ...]:
+    axes = tuple(shape)
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in axes):
+        raise PartitionError(f"{what}: expected a shape that is wholly known, got {axes}")
+    if not axes:
+        raise PartitionError(f"{what}: a scalar has no axis 0 to cut")
+    return tuple(int(n) for n in axes)
+
+
+def _itemsize(dtype: object, bytes_per_string: int) -> int:
+    if dtype is str or dtype is bytes or (isinstance(dtype, np.dtype) and dtype.kind in "SUTO"):
+        return bytes_per_string
+    return dtype_of(dtype_name(dtype)).itemsize
+
+
+def _positive(what: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ConfigurationError(f"{what}: expected a whole number above 0, got {value!r}")
+    return int(value)

@@ -1,0 +1,271 @@
+"""A task's link to one ps task: its connections, their loss, and what is sent again.
+
+Layer: L3. Imports: errors, membership (back-off), endpoint, rpc, wire.
+
+Every request to a ps may be repeated: pulls change nothing, updates bear an identity by
+which the ps answers a repetition from memory. So a lost connection is made again and the
+request is sent again, until the ps has answered or is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+from psync.endpoint import Endpoint
+from psync.errors import (
+    ClosedError,
+    ConnectFailed,
+    ConnectionLost,
+    ParameterServerLost,
+    PsyncError,
+)
+from psync.membership import backoff
+from psync.rpc import Into, Peer, Received
+from psync.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 5.0
+PING_TIMEOUT_S = 10.0
+"""A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
+
+REFUSED_FOR_S = 2.0
+"""A ps that was there, and at whose address nobody has listened for this long, is lost: not
+"refused" once, which something between us and the ps may have said."""
+
+SETS_PER_CONNECTION = 8192
+"""Fewer than a ps allows; forgotten sets stay known to a connection for its life."""
+
+MAX_LOSSES = 16
+"""Connections that one request may outlive: more, and it is what breaks them."""
+
+
+class PsLink:
+    """The way to one ps task: a control and a bulk connection, made again when they go.
+
+    Invariant: one incarnation of the ps is talked to. Another one has lost the shards, and
+    from then on every call raises ParameterServerLost.
+    """
+
+    def __init__(self, endpoint: Endpoint, index: int, address: str, lost_after_s: float) -> None:
+        self.index = index
+        self.task = f"/job:ps/task:{index}"
+        self.address = address
+        self.incarnation: int | None = None  # of the ps; None until the first connection
+        self.lost: ParameterServerLost | None = None  # set once, for ever
+        self.on_lost: Callable[[ParameterServerLost], None] | None = None
+        self._endpoint = endpoint
+        self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
+        self._peers: dict[str, Peer] = {}
+        self._connecting: dict[str, asyncio.Lock] = {
+            "control": asyncio.Lock(),
+            "bulk": asyncio.Lock(),
+        }
+        self._next_sequence = 1
+        self._outstanding: dict[int, None] = {}  # in order
+        self._keepalive: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def peer(self, lane: str) -> Peer:
+        """Return an open connection.
+
+        Raises:
+            ParameterServerLost: None comes up within the time, or the ps came back empty.
+            AuthenticationError, ProtocolError: It is not our ps.
+            FencedError: A newer incarnation of this task has replaced us.
+            ClosedError: The link was closed here.
+
+        Cancellation: Safe.
+        """
+        peer = self._peers.get(lane)
+        if peer is not None and peer.is_open and self.lost is None:
+            return peer
+        async with self._connecting[lane]:
+            peer = self._peers.get(lane)
+            self._check_usable()
+            if peer is not None and peer.is_open:
+                return peer
+            try:
+                peer = await self._connect(lane)
+            except ConnectFailed as exc:
+                raise self._declare_lost(
+                    f"at {self.address} cannot be reached ({exc.message})"
+                ) from exc
+            if self._closed or self.lost is not None:  # meanwhile
+                peer.close()
+                self._check_usable()
+            if self.incarnation is None:
+                self.incarnation = peer.incarnation
+            elif self.incarnation != peer.incarnation:
+                peer.close()
+                raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
+            self._peers[lane] = peer
+            if self._keepalive is None:
+                self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
+            return peer
+
+    async def _connect(self, lane: str) -> Peer:
+        """Connect, with patience for a ps that is slow or far, and less for one that has ended.
+
+        A ps listens as long as it lives. Where nobody listens any more, it has ended; where
+        nobody has listened yet, our patience is infinite, see ``lost_after_s``.
+        """
+        connect = self._endpoint.connect_retrying
+        patience_s = self.lost_after_s
+        if REFUSED_FOR_S < patience_s < math.inf:
+            try:
+                return await connect(self.address, self.task, lane, timeout_s=REFUSED_FOR_S)
+            except ConnectFailed as exc:
+                if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
+                    raise
+            patience_s -= REFUSED_FOR_S
+        try:
+            return await connect(self.address, self.task, lane, timeout_s=patience_s)
+        except ConnectFailed as exc:
+            last = exc.__cause__ or exc
+            raise ConnectFailed(
+                f"no connection within {self.lost_after_s:g} s: {last}", hint=exc.hint
+            ) from last
+
+    async def call(
+        self,
+        build: Callable[[Peer], Message],
+        segments: Sequence[memoryview] = (),
+        *,
+        bulk: bool = False,
+        into: Into | None = None,
+        set_id: int | None = None,
+    ) -> Received:
+        """Send a request that may be repeated, over and over until it is answered.
+
+        Args:
+            build: Makes the message for a connection: what it defines depends on that.
+            segments: As for ``Peer.call``.
+            bulk: Whether a large body goes or comes.
+            into: As for ``Peer.call``.
+            set_id: The set that the ps knows once it has answered.
+
+        Raises:
+            ParameterServerLost: See ``peer``, also for its other errors.
+            ConnectionLost: Again and again: the request itself seems to be the cause.
+            PsyncError: The ps's answer.
+
+        Cancellation: Safe; the request may have been served.
+        """
+        lane = "bulk" if bulk else "control"
+        losses = 0
+        while True:
+            peer = self._peers.get(lane)
+            if peer is None or not peer.is_open or self.lost is not None:
+                peer = await self.peer(lane)
+            try:
+                received = await peer.call(build(peer), segments, into=into)
+            except ConnectionLost as exc:
+                losses += 1
+                if losses == MAX_LOSSES:
+                    raise ConnectionLost(
+                        f"{self.task}: {losses} connections in a row were lost with the same "
+                        f"request, the last because: {exc.message}"
+                    ) from exc
+                logger.info("%s: repeating a request: %s", self.task, exc.message)
+            else:
+                if set_id is not None:
+                    _note_known(peer, set_id)
+                return received
+            if losses > 1:
+                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+
+    def draw_sequence(self) -> int:
+        """Return the number of a new push or assign; give it back with ``answered``."""
+        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
+        self._outstanding[sequence] = None
+        return sequence
+
+    def answered(self, sequence: int) -> None:
+        """The answer to ``sequence`` is known, or nobody wants it any more."""
+        self._outstanding.pop(sequence, None)
+
+    @property
+    def acked_below(self) -> int:
+        """All smaller sequences have their answers."""
+        return next(iter(self._outstanding), self._next_sequence)
+
+    def notify(self, message: Message) -> None:
+        """Send a notification if there is a connection."""
+        peer = self._peers.get("control")
+        if peer is not None and peer.is_open:
+            peer.notify(message)
+
+    async def close(self) -> None:
+        """Close the connections; calls under way fail. Cancellation: safe."""
+        self._closed = True
+        if self._keepalive is not None:
+            self._keepalive.cancel()
+            await asyncio.gather(self._keepalive, return_exceptions=True)
+        for peer in self._peers.values():
+            peer.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the link to {self.task} is closed")
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)  # it is raised many times
+
+    def _declare_lost(self, message: str) -> ParameterServerLost:
+        if self.lost is None:
+            self.lost = ParameterServerLost(
+                self.task, message, hint="its shards are gone: restart the program"
+            )
+            for peer in self._peers.values():
+                peer.abort(ConnectionLost(self.lost.message))
+            if self.on_lost is not None:
+                self.on_lost(self.lost)
+        return self.lost
+
+    async def _keep_alive(self) -> None:
+        """Find a ps that is stopped: its kernel still answers, its loop does not."""
+        loop = asyncio.get_running_loop()
+        silent_since: float | None = None
+        while self.lost is None:
+            await asyncio.sleep(PING_INTERVAL_S)
+            if not any(peer.is_open for peer in self._peers.values()):
+                silent_since = None
+                continue
+            began = loop.time()
+            try:
+                # Pings do not queue behind tensors: if need be the control lane is opened.
+                peer = await self.peer("control")
+                async with asyncio.timeout(PING_TIMEOUT_S):
+                    await peer.ping()
+                silent_since = None
+            except TimeoutError:
+                # Our own loop may have been blocked by a step, with the answer unread: only
+                # a second silence in a row counts.
+                if silent_since is None:
+                    silent_since = began
+                    continue
+                waited = loop.time() - silent_since
+                for open_peer in self._peers.values():
+                    open_peer.abort(
+                        ConnectionLost(f"{self.task} did not answer pings for {waited:.0f} s")
+                    )
+                silent_since = None
+            except PsyncError as exc:  # whoever needs the ps gets it, too
+                logger.info("%s: no ping: %s", self.task, exc.message)
+                silent_since = None
+
+
+def knows_set(peer: Peer, set_id: int) -> bool:
+    """Return whether the ps certainly knows a set on this connection."""
+    return set_id in peer.state.get("sets", ())
+
+
+def _note_known(peer: Peer, set_id: int) -> None:
+    """The ps knows a set: only its answer says so, as messages may overtake one another."""
+    known: set[int] = peer.state.setdefault("sets", set())
+    known.add(set_id)
+    if len(known) >= SETS_PER_CONNECTION:
+        peer.close()  # a new one knows none; what is under way is repeated there

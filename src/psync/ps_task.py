@@ -1,0 +1,467 @@
+"""The ps task: serves pulls, applies pushes, remembers which it has seen.
+
+Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, wire.
+
+It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
+and connects both to the network. It runs no user code and unpickles nothing.
+
+Small updates are applied within the turn of the loop in which they arrive. Large ones are
+applied block by block by one task, which lets the loop breathe between blocks; a shard
+that is being updated is busy, and whoever wants to read or update it waits its turn, so
+nobody sees half an update.
+
+    message       ledger says          then
+    Push, Assign  fresh                validate, apply, record the answer, answer
+                  same sequence        the recorded answer again
+                  same sequence, now   wait for the first one's answer
+                  same call, other run "duplicate": another run of the closure was first
+                  old incarnation      FencedError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, cast
+
+from psync.blocks import BlockPool
+from psync.endpoint import Endpoint
+from psync.errors import (
+    BusyError,
+    FencedError,
+    GradientError,
+    PsyncError,
+    RemoteProtocolError,
+    UsageError,
+)
+from psync.ledger import (
+    AlreadyApplied,
+    Duplicate,
+    Fresh,
+    InProgress,
+    Ledger,
+    Ticket,
+    Verdict,
+)
+from psync.platform import Platform
+from psync.rpc import Handler, Peer, Reply
+from psync.specs import ShardSpec, dtype_of
+from psync.store import Key, ShardStore, Work
+from psync.transport import Listener
+from psync.updates import ShardSet, Update
+from psync.wire.messages import (
+    AskStatistics,
+    Assign,
+    AttachPs,
+    CreateShards,
+    DefineOptimizer,
+    Done,
+    Fence,
+    FinalBelow,
+    Hello,
+    Message,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Refused,
+    Shutdown,
+    Statistics,
+)
+from psync.wire.tensors import to_bytes_view
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 2 << 20
+"""What is applied in one turn of the loop: a millisecond of Adam, a fifth of one of SGD."""
+
+SHARD_BYTES = 16 << 10
+"""What a shard costs beyond its bytes, expressed in bytes."""
+
+MAX_SETS = 65_536
+"""Of one connection. Clients keep far fewer and define numbers anew."""
+
+
+class PsTask:
+    """One parameter server.
+
+    Args:
+        platform: Network, secret, randomness.
+        index: Of this task among the ps tasks.
+        address: Where to listen.
+    """
+
+    def __init__(self, platform: Platform, index: int, address: str) -> None:
+        self.task = f"/job:ps/task:{index}"
+        self.stopped = asyncio.Event()  # set when someone asked this task to end
+        self._platform = platform
+        self._index = index
+        self._address = address
+        self._pool = BlockPool()
+        self._store = ShardStore(self.task, self._pool)
+        self._ledger = Ledger()
+        self._coordinator = 0  # incarnation of the one that is served; 0 before the first
+        self._updates: set[asyncio.Task[Reply]] = set()  # large ones, under way; never cancelled
+        self._waiting: list[asyncio.Future[None]] = []  # for an update that is under way
+        self._endpoint = Endpoint(
+            platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
+            self._admit,
+        )  # fmt: skip
+        self._torn = False  # an update failed half-way
+        self._pulls = self._pushes = self._assigns = 0
+
+    async def start(self) -> Listener:
+        """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
+        return await self._endpoint.listen(self._address)
+
+    async def close(self) -> None:
+        """Finish the updates that have begun, then close all connections.
+
+        Cancellation: Safe; updates go on.
+        """
+        if self._updates:
+            await asyncio.wait(list(self._updates))  # and let their senders know
+        await self._endpoint.close()
+        if self._updates:
+            await asyncio.wait(list(self._updates))  # those that began meanwhile
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update failed half-way, so that the task had to stop."""
+        return self._torn
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters: store, ledger, connections."""
+        return {
+            "pulls": self._pulls,
+            "pushes": self._pushes,
+            "assigns": self._assigns,
+            "store": _counters(self._store.statistics()),
+            "ledger": _counters(self._ledger.statistics()),
+            "network": self._endpoint.statistics(),
+        }
+
+    def _handlers(self) -> dict[type[Message], Handler]:
+        return {
+            AttachPs: Handler(self._attach),
+            CreateShards: Handler(self._create, self._prepare_create),
+            Pull: Handler(self._pull),
+            Push: Handler(self._update, self._prepare_update),
+            Assign: Handler(self._update, self._prepare_update),
+            DefineOptimizer: Handler(self._define),
+            Fence: Handler(self._fence),
+            FinalBelow: Handler(self._final_below),
+            AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
+            Shutdown: Handler(self._shutdown),
+        }
+
+    # Membership.
+
+    def _admit(self, hello: Hello) -> Refused | None:
+        try:
+            self._ledger.check_incarnation(hello.task, hello.incarnation)
+        except FencedError as exc:
+            return Refused("fenced", exc.message)
+        return None
+
+    def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Reply:
+        _check_chief(peer)
+        if message.coordinator != peer.incarnation:
+            raise UsageError(f"{peer.task} speaks for another coordinator than itself")
+        if message.coordinator < self._coordinator:
+            raise FencedError(
+                f"{self.task} serves a newer coordinator than {peer.task} "
+                f"(incarnation {message.coordinator})"
+            )
+        if message.coordinator > self._coordinator:
+            if self._coordinator:
+                logger.info("%s: a new coordinator takes over, variables are dropped", self.task)
+            self._coordinator = message.coordinator
+            self._store = ShardStore(self.task, self._pool)
+            self._ledger = Ledger(floor=message.coordinator)
+        return Reply(Done())
+
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        self._ledger.fence(message.task, message.below)
+        return Reply(Done())
+
+    def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
+        if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error
+            self._ledger.final_below(message.closure)
+
+    def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
+        _check_chief(peer)
+        logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
+        self.stopped.set()
+        return Reply(Done())
+
+    def _check_coordinator(self, peer: Peer) -> None:
+        _check_chief(peer)
+        if peer.incarnation != self._coordinator:
+            raise FencedError(f"{self.task}: {peer.task} is not the coordinator that it serves")
+
+    # Declaration.
+
+    def _prepare_create(
+        self, peer: Peer, message: CreateShards, lengths: tuple[int, ...]
+    ) -> Sequence[memoryview]:
+        self._check_coordinator(peer)
+        specs = self._specs_of(message)
+        if lengths != tuple(spec.nbytes for spec in specs):
+            raise GradientError(f"{self.task}: initial values do not have the shards' sizes")
+        return self._receive(sum(lengths))
+
+    def _create(
+        self, peer: Peer, message: CreateShards, body: list[memoryview]
+    ) -> Awaitable[Reply]:
+        self._check_coordinator(peer)
+        if not body:
+            raise GradientError(f"{self.task}: no initial values for {len(message.shards)} shards")
+        return self._to_the_end(self._fill(self._store, self._specs_of(message), body[0]))
+
+    async def _fill(self, store: ShardStore, specs: Sequence[ShardSpec], body: memoryview) -> Reply:
+        start = 0
+        for spec in specs:
+            size = spec.nbytes
+            view = body[start : start + size]
+            start += size
+            if size <= INLINE_BYTES:
+                store.create(spec, view)
+            elif store.create(spec):
+                await self._finish(store.assign(spec.key, "assign", view))
+        self._platform.failpoints.hit("ps.create.done")
+        return Reply(Done())
+
+    def _specs_of(self, message: CreateShards) -> list[ShardSpec]:
+        specs = []
+        for name, variable_id, index, offset, shape, dtype in message.shards:
+            if min(variable_id, index, offset, *shape) < 0:
+                raise RemoteProtocolError(
+                    f"{self.task}: negative numbers in the declaration of {name!r}"
+                )
+            dtype_of(dtype)  # raises for those that no variable has
+            specs.append(
+                ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
+            )
+        return specs
+
+    # Pulls.
+
+    def _pull(self, peer: Peer, message: Pull, _: list[memoryview]) -> Reply | Awaitable[Reply]:
+        keys = self._set(peer, message).keys
+        read = self._reader(message)
+        self._pulls += 1
+        try:
+            return Reply(Pulled(), [read(key) for key in keys])
+        except BusyError:
+            return self._pull_later(keys, read)
+
+    def _reader(self, message: Pull) -> Callable[[Key], list[memoryview]]:
+        store = self._store
+        if message.optimizer < 0:
+            return store.read
+        return lambda key: store.read_slot(key, message.optimizer, message.slot)
+
+    async def _pull_later(
+        self, keys: Sequence[Key], read: Callable[[Key], list[memoryview]]
+    ) -> Reply:
+        """Read shard by shard: under steady updates never all of them are idle at once."""
+        values = []
+        for key in keys:
+            while True:
+                try:
+                    values.append(read(key))
+                    break
+                except BusyError:
+                    await self._next_turn()
+        return Reply(Pulled(), values)
+
+    def _set(self, peer: Peer, message: Pull | Push | Assign) -> ShardSet:
+        """Return a set, which the connection may be defining, or defining anew, just now."""
+        sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
+        if message.members is not None:
+            if len(sets) >= MAX_SETS and message.set_id not in sets:
+                raise UsageError(f"{self.task}: {peer.task} has defined too many sets")
+            sets[message.set_id] = ShardSet(tuple((key[0], key[1]) for key in message.members))
+        known = sets.get(message.set_id)
+        if known is None:
+            raise RemoteProtocolError(f"{self.task}: set {message.set_id} is not defined")
+        return known
+
+    def _receive(self, nbytes: int) -> Sequence[memoryview]:
+        """Take memory for a body, all segments in one."""
+        root = self._pool.take(nbytes)
+        body = to_bytes_view(root)
+        self._pool.give(root)  # handed out again once the update has let go of it
+        return (body,)
+
+    # Pushes and assigns.
+
+    def _prepare_update(
+        self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
+    ) -> Sequence[memoryview]:
+        """Check everything that needs no bytes before memory is taken for them."""
+        known = self._set(peer, message)
+        if isinstance(message, Push) and message.config is not None:
+            self._store.define_optimizer(message.optimizer, message.config)
+        known.look_up(self._store)
+        if lengths != known.lengths:
+            raise self._misfit(known, lengths)
+        return self._receive(known.nbytes)
+
+    def _misfit(self, known: ShardSet, lengths: Sequence[int]) -> GradientError:
+        for spec, expected, length in zip(known.specs, known.lengths, lengths, strict=False):
+            if expected != length:
+                return GradientError(
+                    f"{spec} on {self.task}: expected shape {spec.shape} {spec.dtype} "
+                    f"({expected} bytes), got {length} bytes"
+                )
+        return GradientError(f"{self.task}: {len(lengths)} arrays for {len(known.specs)} shards")
+
+    def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
+        self._store.define_optimizer(message.optimizer, message.config)
+        return Reply(Done())
+
+    def _update(
+        self, peer: Peer, message: Push | Assign, body: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        known = self._set(peer, message).look_up(self._store)
+        if not body:  # no segments came, so ``_prepare_update`` was not asked
+            raise self._misfit(known, ())
+        if len(body[0]) != known.nbytes:
+            raise GradientError(f"{self.task}: the variables were declared anew meanwhile")
+        self._platform.failpoints.hit("ps.push.received")
+        update = Update(
+            (peer.task, peer.incarnation), message, known, body[0], self._store,
+            self._ledger,
+        )  # fmt: skip
+        verdict = update.judge()
+        if isinstance(verdict, InProgress):
+            return self._update_later(update, verdict)
+        return self._act(update, verdict)
+
+    async def _update_later(self, update: Update, verdict: Verdict) -> Reply:
+        """The same update is being applied for another message: its end decides."""
+        while isinstance(verdict, InProgress):
+            while not verdict.ticket.settled:
+                await self._next_turn()
+            verdict = update.judge()
+        answer = self._act(update, verdict)
+        return answer if isinstance(answer, Reply) else await answer
+
+    def _act(self, update: Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
+        if isinstance(verdict, Fresh):
+            return self._apply(update, verdict.ticket)
+        if isinstance(verdict, AlreadyApplied):
+            return Reply(update.ledger.finish(verdict.ticket, Pushed("duplicate", 0)))
+        return Reply(cast(Pushed, cast(Duplicate, verdict).answer))
+
+    def _apply(self, update: Update, ticket: Ticket) -> Reply | Awaitable[Reply]:
+        try:
+            update.begin()
+        except Exception:
+            update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
+            raise
+        keys = update.known.keys
+        cost = update.known.nbytes + SHARD_BYTES * len(keys)
+        if cost > INLINE_BYTES or any(map(update.store.busy, keys)):
+            return self._to_the_end(self._apply_slowly(update, ticket))
+        try:
+            update.at_once()
+        except Exception as exc:
+            self._give_up(exc)
+            raise
+        return self._applied(update, ticket)
+
+    async def _apply_slowly(self, update: Update, ticket: Ticket) -> Reply:
+        """Apply shard after shard, large ones block after block, small ones several at once."""
+        at_once = 0  # cost in bytes since the loop last ran
+        for position, key in enumerate(update.known.keys):
+            while update.store.busy(key):
+                await self._next_turn()
+            at_once += update.known.lengths[position] + SHARD_BYTES
+            if at_once <= INLINE_BYTES:
+                self._finish_now(update.work(position))
+            else:
+                await self._finish(update.work(position))
+                at_once = 0
+        try:
+            return self._applied(update, ticket)
+        finally:
+            self._wake()  # repetitions that wait for the answer
+
+    def _applied(self, update: Update, ticket: Ticket) -> Reply:
+        push = isinstance(update.message, Push)
+        answer = Pushed("accepted", update.step + 1 if push else 0)
+        update.ledger.finish(ticket, answer)
+        self._pushes += push
+        self._assigns += not push
+        self._platform.failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
+        return Reply(answer)
+
+    # Long work and busy shards.
+
+    def _to_the_end(self, work: Coroutine[Any, Any, Reply]) -> Awaitable[Reply]:
+        """Carry work out whatever becomes of its request: half an update is none."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        return asyncio.shield(task)
+
+    def _finish_now(self, work: Work) -> None:
+        try:
+            for _ in work:
+                pass
+        except Exception as exc:
+            self._give_up(exc)
+            raise
+
+    async def _finish(self, work: Work) -> None:
+        """Do the work on one shard, with the loop running between blocks."""
+        try:
+            for _ in work:
+                await asyncio.sleep(0)
+        except Exception as exc:
+            self._give_up(exc)
+            raise
+        finally:
+            work.close()  # cancelled: the rest at once
+            self._wake()
+        await asyncio.sleep(0)  # readers first: a queue of updates must not starve them
+
+    def _give_up(self, error: Exception) -> None:
+        """A block could not be written, so its shard is torn: this task must end."""
+        logger.critical("%s: an update failed half-way, the task ends", self.task, exc_info=error)
+        self._torn = True
+        self.stopped.set()
+        self._wake()
+
+    async def _next_turn(self) -> None:
+        """Wait until some update has ended."""
+        if not self._torn:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        if self._torn:
+            raise PsyncError(f"{self.task} ends: an update failed half-way")
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+
+def _check_chief(peer: Peer) -> None:
+    if not peer.task.startswith("/job:chief/"):
+        raise UsageError(f"{peer.task} is not a coordinator")
+
+
+def _counters(statistics: Any) -> dict[str, Any]:
+    """Return a snapshot as plain data that msgpack takes."""
+    counters = dataclasses.asdict(statistics)
+    counters.pop("versions", None)  # by shard: keys that are no text
+    return counters

@@ -1,0 +1,381 @@
+"""Learning-rate schedules as plain data.
+
+Layer: L1. Imports: errors.
+
+A ps evaluates the learning rate itself, because only it knows how many updates it has
+applied. It runs no user code, so a schedule is not a function that travels, but one of the
+classes below: a few numbers that go over the wire as msgpack and come back through
+``from_config``, which accepts exactly what ``to_config`` produces and nothing else.
+
+Names, arguments and formulas are those of Keras 3 (``keras.optimizers.schedules``), computed
+in double precision. Differences: ``Warmup`` can be put before any schedule (Keras has a warm-up
+only in CosineDecay), and arguments for which a formula is undefined somewhere (a negative decay
+rate, a negative power) are refused when the schedule is made, instead of giving NaN in training.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+
+from psync.errors import ConfigurationError
+
+Config = dict[str, object]
+"""What travels: only str, bool, int, float, None, lists and dicts of these."""
+
+_MAX_DEPTH = 8  # of schedules in schedules; a config from the wire must not exhaust the stack
+
+
+@dataclass(frozen=True)
+class Schedule(ABC):
+    """A learning rate as a function of the number of updates applied so far."""
+
+    def __call__(self, step: float) -> float:
+        """Return the learning rate of the update that follows ``step`` updates."""
+        try:
+            return float(self._rate(step))
+        except OverflowError:  # a growing "decay": what the formula gives in float arithmetic
+            return math.inf
+
+    @abstractmethod
+    def _rate(self, step: float) -> float: ...
+
+    def to_config(self) -> Config:
+        """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
+        config: Config = {"kind": type(self).__name__}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Schedule):
+                value = value.to_config()
+            elif isinstance(value, tuple):
+                value = list(value)
+            config[field.name] = value
+        return config
+
+    def _number(
+        self, name: str, *, minimum: float | None = None, above: float | None = None
+    ) -> None:
+        """Check that argument ``name`` is a finite number in range, and make it a plain one."""
+        number = as_number(f"{type(self).__name__}: {name}", getattr(self, name))
+        if minimum is not None and number < minimum:
+            raise ConfigurationError(
+                f"{type(self).__name__}: expected {name} >= {minimum}, got {number}"
+            )
+        if above is not None and number <= above:
+            raise ConfigurationError(
+                f"{type(self).__name__}: expected {name} > {above}, got {number}"
+            )
+        object.__setattr__(self, name, number)
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"{type(self).__name__}: expected {name} to be True or False, got {value!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The same rate for ever; what a plain number stands for."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        self._number("value")
+
+    def _rate(self, step: float) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ExponentialDecay(Schedule):
+    """``initial_learning_rate * decay_rate ** (step / decay_steps)``.
+
+    Args:
+        initial_learning_rate: Rate at step 0.
+        decay_steps: Updates after which the rate has been multiplied by ``decay_rate``.
+        decay_rate: Factor, at least 0.
+        staircase: Whether the exponent is rounded down to a whole number.
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    decay_rate: float
+    staircase: bool = False
+
+    def __post_init__(self) -> None:
+        self._number("initial_learning_rate")
+        self._number("decay_steps", above=0)
+        self._number("decay_rate", minimum=0)
+        self._flag("staircase")
+
+    def _rate(self, step: float) -> float:
+        exponent = step / self.decay_steps
+        if self.staircase:
+            exponent = math.floor(exponent)
+        return self.initial_learning_rate * math.pow(self.decay_rate, exponent)
+
+
+@dataclass(frozen=True)
+class InverseTimeDecay(Schedule):
+    """``initial_learning_rate / (1 + decay_rate * step / decay_steps)``.
+
+    Args:
+        initial_learning_rate: Rate at step 0.
+        decay_steps: Unit of the time axis, in updates.
+        decay_rate: At least 0.
+        staircase: Whether ``step / decay_steps`` is rounded down to a whole number.
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    decay_rate: float
+    staircase: bool = False
+
+    def __post_init__(self) -> None:
+        self._number("initial_learning_rate")
+        self._number("decay_steps", above=0)
+        self._number("decay_rate", minimum=0)
+        self._flag("staircase")
+
+    def _rate(self, step: float) -> float:
+        time = step / self.decay_steps
+        if self.staircase:
+            time = math.floor(time)
+        return self.initial_learning_rate / (1 + self.decay_rate * time)
+
+
+@dataclass(frozen=True)
+class PolynomialDecay(Schedule):
+    """From the initial to the end rate along ``(1 - step / decay_steps) ** power``.
+
+    Args:
+        initial_learning_rate: Rate at step 0.
+        decay_steps: Updates until the end rate is reached.
+        end_learning_rate: Rate from then on.
+        power: At least 0; 1 is a straight line.
+        cycle: Whether ``decay_steps`` grows to its next multiple each time ``step`` passes it.
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    end_learning_rate: float = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+
+    def __post_init__(self) -> None:
+        self._number("initial_learning_rate")
+        self._number("decay_steps", above=0)
+        self._number("end_learning_rate")
+        self._number("power", minimum=0)
+        self._flag("cycle")
+
+    def _rate(self, step: float) -> float:
+        decay_steps = self.decay_steps
+        if self.cycle:
+            decay_steps *= max(1, math.ceil(step / decay_steps))
+        remaining = 1 - min(step, decay_steps) / decay_steps
+        span = self.initial_learning_rate - self.end_learning_rate
+        return span * math.pow(remaining, self.power) + self.end_learning_rate
+
+
+@dataclass(frozen=True)
+class CosineDecay(Schedule):
+    """Half a cosine from the initial rate to ``alpha`` times it, optionally after a warm-up.
+
+    ``initial * ((1 - alpha) * (1 + cos(pi * step / decay_steps)) / 2 + alpha)``. With a
+    ``warmup_target``, the rate first rises along a line to it, and decays from there.
+
+    Args:
+        initial_learning_rate: Rate at step 0.
+        decay_steps: Updates of the decay, warm-up not included.
+        alpha: Final rate as a fraction of the rate from which the decay starts.
+        warmup_target: Rate at the end of the warm-up, or None for no warm-up.
+        warmup_steps: Updates of the warm-up.
+    """
+
+    initial_learning_rate: float
+    decay_steps: float
+    alpha: float = 0.0
+    warmup_target: float | None = None
+    warmup_steps: float = 0
+
+    def __post_init__(self) -> None:
+        self._number("initial_learning_rate")
+        self._number("decay_steps", above=0)
+        self._number("alpha")
+        if self.warmup_target is not None:
+            self._number("warmup_target")
+        self._number("warmup_steps", minimum=0)
+
+    def _rate(self, step: float) -> float:
+        start = self.initial_learning_rate
+        if self.warmup_target is not None:
+            if step < self.warmup_steps:
+                return start + (self.warmup_target - start) * (step / self.warmup_steps)
+            step_of_decay = step - self.warmup_steps
+            start = self.warmup_target
+        else:
+            step_of_decay = step
+        completed = min(step_of_decay, self.decay_steps) / self.decay_steps
+        cosine = 0.5 * (1 + math.cos(math.pi * completed))
+        return start * ((1 - self.alpha) * cosine + self.alpha)
+
+
+@dataclass(frozen=True)
+class PiecewiseConstantDecay(Schedule):
+    """``values[i]`` while ``boundaries[i - 1] < step <= boundaries[i]``.
+
+    Args:
+        boundaries: Steps in strictly increasing order, at least one.
+        values: Rates, one more than there are boundaries.
+    """
+
+    boundaries: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("boundaries", "values"):
+            numbers = getattr(self, name)
+            if not isinstance(numbers, (list, tuple)):
+                raise ConfigurationError(
+                    f"PiecewiseConstantDecay: expected a list of numbers as {name}, got {numbers!r}"
+                )
+            plain = tuple(as_number(f"PiecewiseConstantDecay: {name}", n) for n in numbers)
+            object.__setattr__(self, name, plain)
+        if not self.boundaries or len(self.values) != len(self.boundaries) + 1:
+            raise ConfigurationError(
+                "PiecewiseConstantDecay: expected at least one boundary and one value more than "
+                f"boundaries, got {len(self.boundaries)} boundaries and {len(self.values)} values"
+            )
+        if any(a >= b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False)):
+            raise ConfigurationError(
+                "PiecewiseConstantDecay: expected boundaries in strictly increasing order, "
+                f"got {list(self.boundaries)}"
+            )
+
+    def _rate(self, step: float) -> float:
+        return self.values[bisect_left(self.boundaries, step)]
+
+
+@dataclass(frozen=True)
+class Warmup(Schedule):
+    """A straight line up to another schedule, which then starts from its own step 0.
+
+    ``CosineDecay(a, n, warmup_target=b, warmup_steps=w)`` equals
+    ``Warmup(CosineDecay(b, n), w, a)``.
+
+    Args:
+        schedule: What follows the warm-up: a schedule or a number.
+        warmup_steps: Updates of the warm-up.
+        initial_learning_rate: Rate at step 0.
+    """
+
+    schedule: Schedule
+    warmup_steps: float
+    initial_learning_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedule", as_schedule(self.schedule))
+        self._number("warmup_steps", minimum=0)
+        self._number("initial_learning_rate")
+
+    def _rate(self, step: float) -> float:
+        if step >= self.warmup_steps:
+            return self.schedule(step - self.warmup_steps)
+        start = self.initial_learning_rate
+        return start + (self.schedule(0) - start) * (step / self.warmup_steps)
+
+
+_SCHEDULES: dict[str, type[Schedule]] = {
+    cls.__name__: cls
+    for cls in (
+        Constant,
+        CosineDecay,
+        ExponentialDecay,
+        InverseTimeDecay,
+        PiecewiseConstantDecay,
+        PolynomialDecay,
+        Warmup,
+    )
+}
+
+
+def as_schedule(value: object) -> Schedule:
+    """Return ``value`` if it is a schedule, or a constant schedule if it is a number.
+
+    Raises:
+        ConfigurationError: If it is anything else, such as a function: no ps runs user code.
+    """
+    if isinstance(value, Schedule):
+        return value
+    if callable(value):
+        raise ConfigurationError(
+            f"expected a number or a schedule as learning rate, got the callable {value!r}",
+            hint="a ps evaluates the learning rate and runs no user code; use one of "
+            f"{', '.join(_SCHEDULES)} of psync.optimizers.schedules",
+        )
+    return Constant(as_number("learning rate", value))
+
+
+def from_config(config: object) -> Schedule:
+    """Return the schedule that ``to_config`` described.
+
+    Args:
+        config: Whatever came over the wire; nothing about it is trusted.
+
+    Raises:
+        ConfigurationError: If it is not the config of a schedule.
+    """
+    return _from_config(config, depth=0)
+
+
+def _from_config(config: object, depth: int) -> Schedule:
+    if depth == _MAX_DEPTH:
+        raise ConfigurationError(f"a schedule is nested more than {_MAX_DEPTH} deep")
+    if not isinstance(config, Mapping) or not isinstance(config.get("kind"), str):
+        raise ConfigurationError(f"expected the config of a schedule, got {_short(config)}")
+    kind = config["kind"]
+    cls = _SCHEDULES.get(kind)
+    if cls is None:
+        raise ConfigurationError(
+            f"unknown schedule {_short(kind)}", hint=f"use one of {', '.join(_SCHEDULES)}"
+        )
+    arguments = {name: value for name, value in config.items() if name != "kind"}
+    expected = {field.name for field in fields(cls)}
+    if arguments.keys() != expected:
+        raise ConfigurationError(
+            f"{kind}: expected the arguments {sorted(expected)}, "
+            f"got {_short(sorted(map(str, arguments)))}"
+        )
+    if cls is Warmup:
+        arguments["schedule"] = _from_config(arguments["schedule"], depth + 1)
+    return cls(**arguments)
+
+
+def as_number(what: str, value: object) -> float:
+    """Return a finite real number as a Python int or float.
+
+    Raises:
+        ConfigurationError: If ``value`` is not one; the message begins with ``what``.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigurationError(f"{what}: expected a number, got {_short(value)}")
+    try:
+        number = int(value) if isinstance(value, Integral) else float(value)
+        finite = math.isfinite(number)
+    except OverflowError:  # an int or a fraction beyond the range of floats
+        finite = False
+    if not finite:
+        raise ConfigurationError(f"{what}: expected a finite number, got {_short(value)}")
+    return number
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -1,0 +1,138 @@
+"""What a variable and its shards look like: names, shapes, dtypes, offsets.
+
+Layer: L0. Imports: errors.
+
+Frozen values that travel between tasks; no behaviour beyond validation.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psync.errors import PartitionError
+
+DTYPE_NAMES = (
+    "float16", "float32", "float64", "bfloat16",
+    "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64",
+    "bool",
+)  # fmt: skip
+"""The dtypes of variables, by name: what the wire and checkpoints carry."""
+
+
+_NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_NAMES if name != "bfloat16"}
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the numpy dtype called ``name``, little endian.
+
+    Raises:
+        PartitionError: If psync has no variables of that dtype, or it is bfloat16
+            and ml_dtypes is not installed.
+    """
+    known = _NUMPY_DTYPES.get(name)
+    if known is not None:
+        return known
+    if name not in DTYPE_NAMES:
+        raise PartitionError(
+            f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
+        )
+    try:
+        import ml_dtypes
+    except ImportError as exc:
+        raise PartitionError(
+            "dtype 'bfloat16' needs the package ml_dtypes", hint="pip install ml_dtypes"
+        ) from exc
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the supported name of ``dtype`` (anything that ``numpy.dtype`` takes, or a name).
+
+    Raises:
+        PartitionError: If psync has no variables of that dtype.
+    """
+    if isinstance(dtype, str) and dtype in DTYPE_NAMES:
+        return dtype
+    try:
+        name = np.dtype(dtype).name  # type: ignore[call-overload]  # any object: numpy decides
+    except TypeError as exc:
+        raise PartitionError(
+            f"expected a dtype, got {dtype!r}", hint=f"use one of {', '.join(DTYPE_NAMES)}"
+        ) from exc
+    if name not in DTYPE_NAMES:
+        raise PartitionError(
+            f"dtype {name!r} is not supported", hint=f"use one of {', '.join(DTYPE_NAMES)}"
+        )
+    return str(name)
+
+
+class Outcome(enum.Enum):
+    """What became of a push."""
+
+    ACCEPTED = "accepted"  # applied
+    STALE = "stale"  # older than the step: not applied
+    DUPLICATE = "duplicate"  # applied before, by another run of the same closure
+    ROLLED_BACK = "rolled_back"  # undone: the cluster went back to a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """One piece of a variable, living on one ps.
+
+    Rows ``offset`` to ``offset + shape[0]`` of the variable; a variable that is not
+    partitioned has one shard with offset 0 and the variable's own shape.
+    """
+
+    variable: str  # name of the variable, unique in its strategy
+    variable_id: int  # number of the variable in its strategy, from 0
+    index: int  # number of the shard in the variable, from 0
+    offset: int  # first row (axis 0) of the variable that this shard holds
+    shape: tuple[int, ...]  # of the shard
+    dtype: str  # one of DTYPE_NAMES
+    ps: int  # index of the ps task that holds it
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What the wire and the store call this shard: (variable id, shard index)."""
+        return (self.variable_id, self.index)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f'"{self.variable}/part_{self.index}"'
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """A logical array of the user and where its shards live.
+
+    Invariant: ``shards`` are in order of their offset and cover axis 0 exactly once.
+    """
+
+    name: str
+    variable_id: int
+    shape: tuple[int, ...]
+    dtype: str  # one of DTYPE_NAMES
+    trainable: bool
+    shards: tuple[ShardSpec, ...]
+    declared_at: str  # "file:line" of the declaration, for messages
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole variable in bytes."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize

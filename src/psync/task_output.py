@@ -1,0 +1,140 @@
+"""What tasks print and log, on its way to the user.
+
+Layer: L4. Imports: errors.
+
+A launcher reads the pipes of its tasks and forwards them line by line, each with the task's name,
+so that lines of different tasks never mix. A task's own log goes to its stderr, in a way that
+leaves the user's logging alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import logging
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from psync.errors import ConfigurationError
+
+MAX_LINE_CHARS = (
+    64 * 1024
+)  # so that a task that prints no newline cannot fill the launcher's memory
+
+Sink = Callable[[str], None]
+
+
+def write_stdout(text: str) -> None:
+    """Write to what ``sys.stdout`` is now, which in a notebook is not file descriptor 1."""
+    _write(sys.stdout, text)
+
+
+def write_stderr(text: str) -> None:
+    """Write to what ``sys.stderr`` is now."""
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # Python sets it to None where the descriptor was closed before it started
+        return
+    encoding = stream.encoding or "utf-8"  # a StringIO has none
+    stream.write(text.encode(encoding, "replace").decode(encoding))
+    stream.flush()
+
+
+class LineForwarder:
+    r"""Turns the bytes of one pipe into whole lines with a prefix.
+
+    ``\n``, ``\r\n`` and a lone ``\r`` (progress bars) end a line. Bytes that are not UTF-8 are
+    replaced. A line above 64 Ki characters goes out in pieces. Once the sink fails, because whoever
+    read it has gone, output is dropped: a task does not die because nobody reads what it prints.
+
+    Args:
+        prefix: Put before every line.
+        sink: Called with one or more whole lines.
+    """
+
+    def __init__(self, prefix: str, sink: Sink) -> None:
+        self._prefix = prefix
+        self._sink: Sink | None = sink  # None once it has failed
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = io.IncrementalNewlineDecoder(utf8, translate=True)
+        self._rest: list[
+            str
+        ] = []  # of the line that has not ended; a list, for it may come byte by byte
+        self._rest_chars = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes as they came from the pipe."""
+        self._take(self._decoder.decode(data))
+
+    def close(self) -> None:
+        """The pipe is at its end: send what is left, as a line."""
+        self._take(self._decoder.decode(b"", final=True))
+        if self._rest:
+            self._send(self._end_line(""))
+
+    def _take(self, text: str) -> None:
+        *whole, rest = text.split("\n")
+        lines = "".join([self._end_line(line) for line in whole])
+        if rest:
+            self._rest.append(rest)
+            self._rest_chars += len(rest)
+        if self._rest_chars > MAX_LINE_CHARS:
+            lines += self._end_line("")
+        if lines:
+            self._send(lines)
+
+    def _end_line(self, text: str) -> str:
+        line = "".join((*self._rest, text))
+        self._rest.clear()
+        self._rest_chars = 0
+        starts = range(0, max(len(line), 1), MAX_LINE_CHARS)  # an empty line is a line
+        return "".join([f"{self._prefix}{line[i : i + MAX_LINE_CHARS]}\n" for i in starts])
+
+    def _send(self, lines: str) -> None:
+        if self._sink is None:
+            return
+        try:
+            self._sink(lines)
+        except (OSError, ValueError):  # a broken pipe; a closed file
+            self._sink = None
+
+
+class _TaskLogHandler(logging.StreamHandler[TextIO]):
+    """Speaks only while the root logger has no handler, which would get the record as well."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not logging.getLogger().handlers and bool(super().filter(record))
+
+
+def configure_logging(level: str | int = "INFO", task: str | None = None) -> None:
+    """Show psync's log on stderr as ``HH:MM:SS level name: message``.
+
+    Only the logger ``psync`` is touched. As soon as the program gives the root logger a handler
+    (``logging.basicConfig``), before or after this call, psync's records go there and nowhere else.
+    Calling it again replaces what the earlier call set.
+
+    Args:
+        level: Lowest level shown: a name, in upper or lower case, or a number.
+        task: Put before each line. None under a launcher, which does that itself.
+
+    Raises:
+        ConfigurationError: If there is no level of that name.
+    """
+    logger = logging.getLogger("psync")
+    try:
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
+    except ValueError:
+        raise ConfigurationError(
+            f"log level: expected debug, info, warning, error or critical, got {level!r}"
+        ) from None
+    for handler in logger.handlers[:]:
+        if isinstance(handler, _TaskLogHandler):
+            logger.removeHandler(handler)
+    prefix = "" if task is None else f"[{task}] "
+    line = f"{prefix}%(asctime)s %(levelname)s %(name)s: %(message)s"
+    handler = _TaskLogHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
+    logger.addHandler(handler)

@@ -1,0 +1,335 @@
+"""Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
+
+Layer: L4. Imports: errors, cluster, endpoint, environment, platform, processes, ps_task,
+resolvers, task_output, wire, worker_task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeVar
+
+from psync.cluster import ClusterSpec, task_name
+from psync.endpoint import Endpoint
+from psync.environment import platform_of, script_is_shared
+from psync.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectFailed,
+    PsyncError,
+    RemoteError,
+    RemoteProtocolError,
+    UsageError,
+)
+from psync.platform import Platform
+from psync.processes import watch_lifeline
+from psync.ps_task import PsTask
+from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
+from psync.task_output import configure_logging
+from psync.wire.messages import Shutdown
+from psync.worker_task import WorkerTask
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
+"""What is wrong with the cluster rather than with the program."""
+
+SHUTDOWN_TIMEOUT_S = 2.0
+"""How long the chief waits, at its end, for each task to hear that it should exit."""
+
+
+def run(main: Callable[[], Awaitable[T]], resolver: ClusterResolver | None = None) -> T:
+    """Run this process as the task that the cluster says it is.
+
+    On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under
+    ``psync run`` the launcher does that). On a ps or worker: serve until told to stop, then
+    exit with code 0; nothing after this call runs there.
+
+    Args:
+        main: Coroutine function without arguments: the training program.
+        resolver: Default: ``TFConfigClusterResolver()``.
+
+    Returns:
+        What ``main`` returned.
+
+    Raises:
+        SystemExit: On ps and worker tasks (code 0). With code 2, and the reason instead of a
+            traceback on stderr, where the cluster is not as it should be: its description is
+            wrong, there is no secret or another one, an address is taken, a task is not there or
+            is another one. With code 130 after Ctrl-C and
+            143 after SIGTERM, which cancel ``main``.
+        Exception: What else ``main`` raised.
+
+    Example:
+        if __name__ == "__main__":
+            psync.run(main)
+    """
+    if not inspect.iscoroutinefunction(main):
+        raise UsageError(
+            f"run: expected a coroutine function, got {type(main).__name__}",
+            hint="psync.run(main) with `async def main():`",
+        )
+    try:
+        resolver, cluster, job, index = _own_task(resolver)
+        launched = _prepare_process(job, index)
+        if job == "chief":
+            return _run_loop(lambda: _run_chief(main, resolver, cluster, launched=launched))
+        _run_loop(
+            lambda: _serve(resolver, cluster, job, index, insecure=False, shared=True),
+            terminated_code=0,
+        )
+        sys.exit(0)
+    except SETUP_ERRORS as exc:
+        if not _is_of_setup(exc):
+            raise
+        _exit(exc)
+
+
+async def _run_chief(
+    main: Callable[[], Awaitable[T]],
+    resolver: ClusterResolver,
+    cluster: ClusterSpec,
+    *,
+    launched: bool,
+) -> T:
+    script_is_shared.set(True)
+    tasks_end = not launched
+    try:
+        return await main()
+    except SETUP_ERRORS as exc:
+        # Whoever corrects what is wrong here finds the others still there.
+        tasks_end = tasks_end and not _is_of_setup(exc)
+        raise
+    finally:
+        if tasks_end:
+            await _shut_down(resolver, cluster)
+
+
+def _is_of_setup(error: PsyncError) -> bool:
+    """Whether it is not of a step, which has a remote traceback to be seen."""
+    return not isinstance(error.__cause__, RemoteError)
+
+
+async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
+    """Serve as the ps or worker that the cluster says this process is, until told to stop.
+
+    Args:
+        resolver: Default: ``TFConfigClusterResolver()``.
+        insecure: Whether to serve without a secret, to everybody who can reach the address.
+
+    Raises:
+        ConfigurationError: This process is neither; no secret; the address is taken.
+
+    Cancellation: Updates that have begun are finished, then everything is closed.
+    """
+    resolver = resolver or TFConfigClusterResolver()
+    cluster, job, index = _described(resolver)
+    await _serve(resolver, cluster, job, index, insecure=insecure, shared=False)
+
+
+def serve_forever(*, insecure: bool = False) -> None:
+    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
+
+    Raises:
+        ConfigurationError: As ``serve``.
+    """
+    resolver = TFConfigClusterResolver()
+    cluster, job, index = _described(resolver)
+    _watch_launcher()
+    _run_loop(
+        lambda: _serve(resolver, cluster, job, index, insecure=insecure, shared=False),
+        terminated_code=0,
+    )
+
+
+async def _serve(
+    resolver: ClusterResolver,
+    cluster: ClusterSpec,
+    job: str,
+    index: int,
+    *,
+    insecure: bool,
+    shared: bool,
+) -> None:
+    if job not in ("ps", "worker"):
+        raise ConfigurationError(
+            f"only ps and worker tasks serve, this process is {task_name(job, index)}",
+            hint="the chief runs the training program: psync.run(main)",
+        )
+    address = cluster.task_address(job, index)
+    platform = platform_of(resolver, address, insecure=insecure, listens=True)
+    task = make_task(platform, job, index, address, main_by_name=shared)
+    await task.start()
+    # Who started this task by hand waits for this line; a launcher knows.
+    level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
+    logger.log(level, "%s serves at %s", task.task, address)
+    try:
+        await task.stopped.wait()
+    finally:
+        await task.close()
+    if isinstance(task, PsTask) and task.is_torn:
+        raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+
+
+def make_task(
+    platform: Platform, job: str, index: int, address: str, *, main_by_name: bool = False
+) -> PsTask | WorkerTask:
+    """Return a ps or worker task, not started."""
+    if job == "ps":
+        return PsTask(platform, index, address)
+    return WorkerTask(platform, index, address, main_by_name=main_by_name)
+
+
+async def _shut_down(resolver: ClusterResolver, cluster: ClusterSpec) -> None:
+    """Tell every ps and worker that training is over; those that do not hear it stay."""
+    chief = cluster.task_address("chief", cluster.task_indices("chief")[0])
+    try:
+        # If there is no secret, main() has allowed that or has failed: it was said before.
+        platform = platform_of(resolver, chief, insecure=True, warn=logger.debug)
+    except ConfigurationError as exc:
+        logger.debug("nobody was told to exit: %s", exc)
+        return
+    endpoint = Endpoint(platform, task_name("chief", 0), platform.new_incarnation(), {})
+
+    async def tell(job: str, index: int) -> None:
+        name = task_name(job, index)
+        with contextlib.suppress(TimeoutError):
+            try:
+                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+                    peer = await endpoint.connect(cluster.task_address(job, index), name)
+                    await peer.call(Shutdown("the chief has ended"))
+            except PsyncError as exc:
+                logger.info("%s was not told to exit: %s", name, exc)
+
+    try:
+        await asyncio.gather(
+            *(tell(job, index) for job in ("worker", "ps") for index in cluster.task_indices(job))
+        )
+    finally:
+        await endpoint.close()
+
+
+# The process.
+
+
+def _own_task(
+    resolver: ClusterResolver | None,
+) -> tuple[ClusterResolver, ClusterSpec, str, int]:
+    """Return who this process is."""
+    if resolver is None:
+        if not os.environ.get("TF_CONFIG"):
+            raise ConfigurationError(
+                "TF_CONFIG is not set, so this process belongs to no cluster",
+                hint=f"to train on this machine: psync run {sys.argv[0]} --ps 1 --workers 2",
+            )
+        resolver = TFConfigClusterResolver()
+    return (resolver, *_described(resolver))
+
+
+def _described(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
+    cluster, job, index = training_cluster(resolver)
+    if job is None or index is None:
+        raise ConfigurationError(
+            "the cluster's description does not say which task this process is",
+            hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
+        )
+    if job == "evaluator":
+        raise ConfigurationError("an evaluator takes no part in the training cluster")
+    return cluster, job, index
+
+
+def _exit(error: PsyncError) -> NoReturn:
+    """Say what is wrong, and where the program met it, and exit."""
+    lines = [f"psync: error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
+    places = [
+        frame
+        for frame in frames
+        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
+    ]
+    if places and places[-1].name != "<module>":  # that one only calls run()
+        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
+    print(*lines, sep="\n", file=sys.stderr)
+    sys.exit(2)
+
+
+def _prepare_process(job: str, index: int) -> bool:
+    """Set up logging and the lifeline; return whether a launcher started this process."""
+    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
+    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
+    configure_logging(level, None if launched else f"{job}-{index}")
+    _watch_launcher()
+    return launched
+
+
+def _watch_launcher() -> None:
+    lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
+    if lifeline:
+        watch_lifeline(int(lifeline))
+
+
+def _run_loop(main: Callable[[], Awaitable[T]], *, terminated_code: int = 143) -> T:
+    """Run ``main`` on a new loop; SIGTERM and Ctrl-C cancel it: everything is closed in order.
+
+    SIGTERM then ends the process with ``terminated_code``, 128 + 15 by default. For a ps or
+    worker that serves it is the orderly end, with code 0.
+    """
+    terminated = False
+
+    async def body() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+        try:
+            return await main()
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(body())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except asyncio.CancelledError:
+        if terminated:
+            sys.exit(terminated_code)
+        raise
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, where it is installed and not turned off with ``PSYNC_LOOP=asyncio``.
+
+    Raises:
+        ConfigurationError: If ``PSYNC_LOOP`` names neither.
+    """
+    name = os.environ.get("PSYNC_LOOP", "uvloop")
+    if name not in ("uvloop", "asyncio"):
+        raise ConfigurationError(f"PSYNC_LOOP: expected uvloop or asyncio, got {name!r}")
+    if name == "asyncio":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,30 @@
+"""What tests of psync, and of programs that use it, are made of.
+
+Layer: L4. Imports: the modules of this package.
+
+- ``VirtualClockLoop``: an event loop whose clock jumps, so that no test waits, and which
+  raises ``Deadlock`` where another one would hang. ``run_virtual`` runs a coroutine on it.
+- ``MemoryNetwork``: a network in memory, with seeded delivery and the faults of a real one.
+- ``settle``: lets everything run that can run now.
+"""
+
+from psync.testing.clock import VirtualClockLoop, run_virtual, settle
+from psync.testing.deadlock import Deadlock
+from psync.testing.link import Direction, Link
+from psync.testing.loop_base import RealWorldError
+from psync.testing.network import MemoryHost, MemoryListener, MemoryNetwork
+from psync.testing.segments import BufferChanged
+
+__all__ = [
+    "BufferChanged",
+    "Deadlock",
+    "Direction",
+    "Link",
+    "MemoryHost",
+    "MemoryListener",
+    "MemoryNetwork",
+    "RealWorldError",
+    "VirtualClockLoop",
+    "run_virtual",
+    "settle",
+]

@@ -1,0 +1,355 @@
+"""An event loop whose clock is virtual: it jumps to the next timer, and a hang is an error.
+
+Layer: L4. Imports: testing.deadlock, testing.loop_base.
+
+Time is a number that moves only when nothing else can: a test of a five-minute timeout takes
+no time and always has the same outcome. When nothing is ready and no timer is set, the loop
+raises ``Deadlock`` with the place where each task waits, instead of hanging. With a seed the
+tasks that are ready run in a drawn order, and the same seed draws the same order again.
+
+The loop is written on ``AbstractEventLoop``: ``asyncio.BaseEventLoop`` is welded to a selector,
+and everything real (sockets, processes, signals, other threads) is fenced off here, because
+none of it follows a virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+import math
+import random
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, TypeVar, TypeVarTuple
+
+from psync.testing.deadlock import Deadlock, describe_tasks
+from psync.testing.loop_base import LoopBase, RealWorldError
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+SPIN_PASSES = 1_000_000
+"""So many passes without the clock moving are taken for a busy loop."""
+
+SETTLE_ROUNDS = 100
+"""Rounds that ``settle`` gives to a loop that cannot say when nothing is ready."""
+
+
+class VirtualClockLoop(LoopBase):
+    """An asyncio event loop with a virtual clock.
+
+    ``time()`` starts at 0.0 and jumps to the next timer when nothing is ready, so that no
+    test waits. ``asyncio.Runner(loop_factory=VirtualClockLoop)`` and ``run_virtual`` use it.
+
+    ``run_in_executor`` (and with it ``asyncio.to_thread``) calls the function on the loop, as one
+    step, whichever executor is named: a thread would run at its own pace. Such a function must
+    not wait for the loop, which is waiting for it: a plain step that calls ``psync.wait`` needs
+    a real loop.
+
+    Args:
+        seed: None: what is ready runs in the order in which it became ready, as on the other
+            loops. A number: the next task to run is drawn from those that are ready. Callbacks
+            that are not steps of a task keep their order among themselves, which asyncio
+            promises; about tasks it promises nothing.
+        time_limit_s: Virtual seconds after which the run counts as hanging; ends tests in
+            which only heartbeats are left.
+
+    Raises:
+        Deadlock: From ``run_until_complete`` and ``run_forever``: nothing can ever happen
+            again, the time limit passed, or something spins without letting the clock move.
+        RealWorldError: From what would open a socket, start a process, and so on.
+    """
+
+    def __init__(self, seed: int | None = None, *, time_limit_s: float = 86_400.0) -> None:
+        super().__init__()
+        self.seed = seed
+        self.time_limit_s = time_limit_s
+        self._random = None if seed is None else random.Random(f"{seed}:order")
+        self._now = 0.0
+        self._ready: deque[asyncio.Handle] = deque()
+        self._steps: list[asyncio.Handle] = []  # ready steps of tasks; used with a seed only
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []  # a heap
+        self._timer_numbers = itertools.count()
+        self._prune_at = 1024  # number of timers at which the cancelled ones are thrown out
+        self._settling: list[asyncio.Future[None]] = []
+        self._passes = 0  # since the clock last moved
+        self._stopping = False
+        self._thread: int | None = None  # which runs the loop
+
+    def __repr__(self) -> str:
+        return f"<VirtualClockLoop seed={self.seed} time={self._now:g}>"
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(
+                f"unclosed event loop {self!r}", ResourceWarning, stacklevel=2, source=self
+            )
+
+    # Scheduling.
+
+    def time(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now
+
+    def call_soon(
+        self,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """Call ``callback(*args)`` in the next pass of the loop."""
+        self._check_open()
+        if self._thread is not None and self._thread != threading.get_ident():
+            raise RealWorldError(
+                "another thread called into a loop with a virtual clock: threads run at their own "
+                "pace, so nothing that follows could be repeated; use a real loop for this test"
+            )
+        handle = asyncio.Handle(callback, args, self, context)
+        self._add(handle)
+        return handle
+
+    # Safe, as it refuses every thread but the loop's own (where a signal handler may call it).
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call ``callback(*args)`` after ``delay`` virtual seconds."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*_Ts], object],
+        *args: *_Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Call ``callback(*args)`` at the virtual time ``when``; ``math.inf`` means never."""
+        self._check_open()
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        if len(self._timers) >= self._prune_at:
+            self._timers = [entry for entry in self._timers if not entry[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._prune_at = max(1024, 2 * len(self._timers))
+        heapq.heappush(self._timers, (when, next(self._timer_numbers), handle))
+        return handle
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Called by ``TimerHandle.cancel``; cancelled timers are thrown out where they are met."""
+
+    def run_in_executor(  # type: ignore[override]  # typeshed declares it async; it is not
+        self, executor: Any, func: Callable[..., _T], *args: Any
+    ) -> asyncio.Future[_T]:
+        """Call ``func(*args)`` on the loop, as one step; see the class."""
+        future: asyncio.Future[_T] = self.create_future()
+        self.call_soon(_run_inline, future, func, args)
+        return future
+
+    def set_default_executor(self, executor: Any) -> None:
+        """Accept an executor, which will not be used: see the class."""
+
+    # Running.
+
+    def run_forever(self) -> None:
+        """Run until ``stop`` is called.
+
+        Raises:
+            Deadlock: See the class.
+        """
+        self._check_open()
+        if self.is_running():
+            raise RuntimeError("this event loop is running already")
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError("another event loop is running in this thread")
+        hooks = sys.get_asyncgen_hooks()
+        self._thread = threading.get_ident()
+        self._passes = 0
+        try:
+            asyncio._set_running_loop(self)
+            sys.set_asyncgen_hooks(self._asyncgen_started, self._asyncgen_collected)
+            while True:
+                self._pass()
+                if self._stopping:
+                    break
+        finally:
+            self._stopping = False
+            self._thread = None
+            asyncio._set_running_loop(None)
+            sys.set_asyncgen_hooks(*hooks)
+
+    def run_until_complete(self, future: Awaitable[_T] | Generator[Any, None, _T]) -> _T:
+        """Run until ``future`` is done; return its result.
+
+        Raises:
+            Deadlock: See the class. Its tasks are left as they are.
+        """
+        self._check_open()
+        if self.is_running():
+            raise RuntimeError("this event loop is running already")
+        is_new = not asyncio.isfuture(future)
+        task: asyncio.Future[_T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
+        task.add_done_callback(self._stop_when_done)
+        try:
+            self.run_forever()
+        except BaseException:
+            if is_new and task.done() and not task.cancelled():
+                task.exception()  # it was seen: the error that ended the run tells of it
+            raise
+        finally:
+            task.remove_done_callback(self._stop_when_done)
+        if not task.done():
+            raise RuntimeError("the event loop was stopped before the future was done")
+        return task.result()
+
+    def _stop_when_done(self, future: asyncio.Future[Any]) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End ``run_forever`` after the present pass."""
+        self._stopping = True
+
+    def is_running(self) -> bool:
+        """Whether the loop runs."""
+        return self._thread is not None
+
+    def close(self) -> None:
+        """Forget all that is scheduled; the loop cannot be used afterwards."""
+        if self.is_running():
+            raise RuntimeError("cannot close a running event loop")
+        self._closed = True
+        self._ready.clear()
+        self._steps.clear()
+        self._timers.clear()
+
+    async def settled(self) -> None:
+        """Wait until nothing is ready at the present virtual time; see ``settle``.
+
+        Cancellation: safe.
+        """
+        future = self.create_future()
+        self._settling.append(future)
+        await future
+
+    def _pass(self) -> None:
+        """Run what is ready; if nothing is, make the next thing ready."""
+        self._take_due_timers()
+        if not self._ready and not self._steps and not self._stopping:
+            self._move_on()
+        self._passes += 1
+        if self._passes > SPIN_PASSES:
+            raise self._deadlock(f"{SPIN_PASSES} passes of the loop did not let the clock move")
+        for _ in range(len(self._ready) + len(self._steps)):
+            handle = self._next()
+            if not handle.cancelled():
+                handle._run()
+
+    def _move_on(self) -> None:
+        """Wake who waits for a settled loop, else jump to the next timer."""
+        if self._settling:
+            settling, self._settling = self._settling, []
+            for future in settling:
+                if not future.done():
+                    future.set_result(None)
+            return
+        while self._timers and self._timers[0][2].cancelled():
+            heapq.heappop(self._timers)
+        when = self._timers[0][0] if self._timers else math.inf
+        if when == math.inf:
+            raise self._deadlock("nothing is ready and no timer is set")
+        if when > self.time_limit_s:
+            raise self._deadlock(f"no end within {self.time_limit_s:g} virtual seconds")
+        self._now = when
+        self._passes = 0
+        self._take_due_timers()
+
+    def _take_due_timers(self) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= self._now:
+            handle = heapq.heappop(timers)[2]
+            if not handle.cancelled():
+                self._add(handle)
+
+    def _add(self, handle: asyncio.Handle) -> None:
+        if self._random is not None and _is_step(handle):
+            self._steps.append(handle)
+        else:
+            self._ready.append(handle)
+
+    def _next(self) -> asyncio.Handle:
+        if not self._steps:
+            return self._ready.popleft()
+        assert self._random is not None  # for the type checker: without a seed there are no _steps
+        drawn = self._random.randrange(len(self._steps) + bool(self._ready))
+        if drawn == len(self._steps):
+            return self._ready.popleft()
+        self._steps[drawn], self._steps[-1] = self._steps[-1], self._steps[drawn]
+        return self._steps.pop()
+
+    def _deadlock(self, reason: str) -> Deadlock:
+        names, text = describe_tasks(self)
+        return Deadlock(f"{reason}, at virtual time {self._now:g} s; {text}", names)
+
+
+def _is_step(handle: asyncio.Handle) -> bool:
+    """Whether a handle lets a task go on (asyncio's own debug output tells them this way)."""
+    callback = handle._callback  # type: ignore[attr-defined]  # None once it is cancelled
+    return isinstance(getattr(callback, "__self__", None), asyncio.Task)
+
+
+def _run_inline(future: asyncio.Future[_T], func: Callable[..., _T], args: tuple[Any, ...]) -> None:
+    """Settle ``future`` with what ``func`` does, as an executor would."""
+    if future.cancelled():
+        return
+    try:
+        result = func(*args)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as exc:
+        if not future.cancelled():
+            future.set_exception(exc)
+    else:
+        if not future.cancelled():
+            future.set_result(result)
+
+
+def run_virtual(
+    main: Callable[..., Coroutine[Any, Any, _T]], *args: Any, seed: int | None = None
+) -> _T:
+    """Run ``main(*args)`` on a ``VirtualClockLoop`` and return its result.
+
+    Args:
+        main: A coroutine function.
+        args: Its arguments.
+        seed: Of the order in which tasks run; None: first come, first served.
+
+    Raises:
+        Deadlock: See ``VirtualClockLoop``.
+    """
+    with asyncio.Runner(loop_factory=lambda: VirtualClockLoop(seed)) as runner:
+        return runner.run(main(*args))
+
+
+async def settle() -> None:
+    """Let everything run that can run now, without time passing.
+
+    On a ``VirtualClockLoop`` it returns exactly when nothing else is ready. The other loops
+    do not tell; there it gives a fixed number of rounds, and what comes from a socket may come
+    later still: wait for an event instead.
+
+    Cancellation: safe.
+    """
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, VirtualClockLoop):
+        await loop.settled()
+        return
+    for _ in range(SETTLE_ROUNDS):
+        await asyncio.sleep(0)

@@ -1,0 +1,364 @@
+"""A connection in memory as a test sees it: two directions that can be made to fail.
+
+Layer: L4. Imports: testing.segments, testing.memory_transport.
+
+Bytes are handed over late and in pieces of drawn sizes, as a network may. Where they are, and
+who is told what, follows the kernel: while a receiver takes nothing, up to ``kernel_bytes`` are
+copied out of the writer's hands, and what is beyond counts in its write buffer; a side learns
+that the other one is gone when it reads or writes, not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from psync.testing.memory_transport import MemoryTransport, reset_error
+from psync.testing.segments import Buffer, BufferChanged, Segment
+
+LATE = 0.25
+"""How often a piece that could be delivered now waits for another pass of the loop."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The two ends of a connection by name: hosts ("" if unnamed) and the server's address."""
+
+    client_host: str
+    server_host: str
+    address: str
+
+    def server_is(self, name: str) -> bool:
+        """Whether ``name`` is the server's address or host."""
+        return name in (self.address, self.server_host)
+
+    def are(self, a: str, b: str | None) -> bool:
+        """Whether ``a`` is one end and ``b`` (None: anybody) the other."""
+        if b is None:
+            return a == self.client_host or self.server_is(a)
+        return (a == self.client_host and self.server_is(b)) or (
+            b == self.client_host and self.server_is(a)
+        )
+
+
+@dataclass
+class Fabric:
+    """Settings, faults and live links of one network; see ``MemoryNetwork``."""
+
+    seed: int
+    latency: tuple[float, float]
+    chunk: tuple[int, int]
+    check_buffers: bool
+    kernel_bytes: int
+    problems: list[BufferChanged] = field(default_factory=list)
+    links: dict[int, Link] = field(default_factory=dict)  # live ones, by number
+    separations: list[tuple[str, str | None]] = field(default_factory=list)
+    on_delivery: Callable[[Link, str, int], None] | None = None
+
+    def stream(self, name: str) -> random.Random:
+        """Return a generator of its own, so that one decision does not shift another."""
+        return random.Random(f"{self.seed}:{name}")
+
+    def are_separated(self, ends: Ends) -> bool:
+        """Whether a partition lies between the two ends."""
+        return any(ends.are(a, b) for a, b in self.separations)
+
+
+class Direction:
+    """One of the two streams of a link, with its faults.
+
+    Attributes:
+        name: ``"to_server"`` or ``"to_client"``.
+        written_bytes: What the sender's transport has accepted.
+        buffered_bytes: What of it is still in the sender's write buffer.
+        delivered_bytes: What the receiver's protocol has got.
+    """
+
+    def __init__(self, link: Link, name: str) -> None:
+        self.link = link
+        self.name = name
+        self.written_bytes = 0
+        self.buffered_bytes = 0
+        self.delivered_bytes = 0
+        self._kernel_bytes = 0  # taken from the sender, not yet delivered
+        self._segments: deque[Segment] = deque()  # those that the kernel took come first
+        self._end: tuple[float, OSError | None] | None = None  # when it is due, and which
+        self._last_due = 0.0
+        self._pump_handle: asyncio.Handle | None = None
+        self._stalled = False
+        self._cut_after: int | None = None
+        self._random = link.fabric.stream(f"{link.number}:{name}")
+        self._context = contextvars.Context()  # nobody's: the transports have their own
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.link!r}>"
+
+    @property
+    def sender(self) -> MemoryTransport:
+        """The transport that writes."""
+        return self.link.client if self.name == "to_server" else self.link.server
+
+    @property
+    def receiver(self) -> MemoryTransport:
+        """The transport that reads."""
+        return self.link.server if self.name == "to_server" else self.link.client
+
+    # Faults.
+
+    def stall(self) -> None:
+        """Let the receiver take nothing, as if it were too slow, until ``flow``."""
+        self._stalled = True
+        self.wake()
+
+    def flow(self) -> None:
+        """End a ``stall``."""
+        self._stalled = False
+        self.wake()
+
+    def cut_after(self, num_bytes: int) -> None:
+        """Cut the link when ``num_bytes`` more have been delivered in this direction."""
+        self._cut_after = num_bytes
+        if num_bytes <= 0:
+            self.link.cut()
+
+    # For the transports.
+
+    def write(self, data: Buffer) -> None:
+        """Accept bytes from the sender."""
+        check = self.link.fabric.check_buffers
+        segment = Segment(data, start=self.written_bytes, due=self._draw_arrival(), check=check)
+        self.written_bytes += len(data)
+        self.buffered_bytes += len(data)
+        self._segments.append(segment)
+        self.wake()
+
+    def end(self, error: OSError | None) -> None:
+        """Let the receiver see the end: in order (None), or a reset, which overtakes the bytes."""
+        if error is not None:
+            self.drop_all()
+        if self._end is None:
+            self._end = self._draw_arrival(), error
+            self.wake()
+
+    def end_abruptly(self) -> None:
+        """Let the receiver see what an aborted socket shows.
+
+        That is what the kernel has taken and then an orderly end, in the middle of
+        anything, or a reset: the peer's kernel decides.
+        """
+        is_reset = self._random.random() < 0.5
+        self.end(reset_error("the peer aborted the connection") if is_reset else None)
+
+    def drop_unsent(self) -> None:
+        """Forget what is in the sender's write buffer."""
+        self._segments = deque(segment for segment in self._segments if segment.is_taken)
+        self.buffered_bytes = 0
+
+    def drop_all(self) -> None:
+        """Forget everything that was not delivered."""
+        self._segments.clear()
+        self.buffered_bytes = self._kernel_bytes = 0
+        self._end = None
+
+    def wake(self) -> None:
+        """See to it that what can be delivered will be."""
+        if self._pump_handle is not None or not (self._segments or self._end):
+            return
+        due = self._segments[0].due if self._segments else self._end[0] if self._end else 0.0
+        loop, context = self.link.loop, self._context
+        if due > loop.time() and not self._is_blocked():
+            self._pump_handle = loop.call_at(due, self._pump, due, context=context)
+        else:
+            self._pump_handle = loop.call_soon(self._pump, due, context=context)
+
+    def _draw_arrival(self) -> float:
+        arrival = self.link.loop.time() + self._random.uniform(*self.link.fabric.latency)
+        self._last_due = max(self._last_due, arrival)  # nothing overtakes
+        return self._last_due
+
+    def _draw_size(self) -> int:
+        """Draw a size evenly over the orders of magnitude, since small pieces tell most."""
+        low, high = self.link.fabric.chunk
+        size = int(low * (high / low) ** self._random.random())
+        return size if self._cut_after is None else min(size, self._cut_after)
+
+    def _is_blocked(self) -> bool:
+        if self.link.is_partitioned:
+            return True
+        return not self.receiver.is_lost and (self._stalled or not self.receiver.takes_bytes())
+
+    def _pump(self, due: float) -> None:
+        """Deliver one piece, or the end; or let the kernel take what the receiver does not."""
+        self._pump_handle = None
+        if self._is_blocked():
+            self._absorb()
+            return  # whatever ends the blockade wakes this direction
+        if self.receiver.is_lost:
+            self._refuse()
+            return
+        if self._random.random() >= LATE:
+            if self._segments:
+                # A real loop may call a little early, so its clock alone will not do.
+                self._deliver(max(self.link.loop.time(), due))
+            elif self._end is not None:
+                (_, error), self._end = self._end, None
+                self.receiver.ended(error)
+        self.wake()
+
+    def _deliver(self, now: float) -> None:
+        room = self.receiver.next_buffer()
+        if room is None:
+            return
+        with room:
+            filled = self._fill(room, now)
+        if filled is None:
+            return
+        self.delivered_bytes += filled
+        if self.link.fabric.on_delivery is not None:
+            self.link.fabric.on_delivery(self.link, self.name, filled)
+        if self._cut_after is not None:
+            self._cut_after -= filled
+        self.receiver.received(filled)
+        self.sender.sent()
+        if self._cut_after is not None and self._cut_after <= 0:
+            self.link.cut()
+
+    def _fill(self, room: memoryview, now: float) -> int | None:
+        """Move bytes that have arrived into ``room``; None if they were not what was written."""
+        wanted = min(len(room), self._draw_size())
+        filled = 0
+        while filled < wanted and self._segments and self._segments[0].due <= now:
+            segment = self._segments[0]
+            piece = segment.hand_over(wanted - filled)
+            room[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            if segment.is_taken:
+                self._kernel_bytes -= len(piece)
+            else:
+                self.buffered_bytes -= len(piece)
+            if segment.left_bytes == 0:
+                self._segments.popleft()
+                if not self._verify(segment):
+                    return None
+        return filled
+
+    def _absorb(self) -> None:
+        """Let the kernel take whole segments while it has room."""
+        for segment in self._segments:
+            if segment.is_taken:
+                continue
+            num_bytes = segment.left_bytes
+            if self._kernel_bytes + num_bytes > self.link.fabric.kernel_bytes:
+                break
+            if not self._verify(segment):
+                return
+            segment.take()
+            self._kernel_bytes += num_bytes
+            self.buffered_bytes -= num_bytes
+        self.sender.sent()
+
+    def _refuse(self) -> None:
+        """Answer bytes for a closed socket as a kernel does: with a reset."""
+        has_bytes = bool(self._segments)
+        self.drop_all()
+        if has_bytes:
+            self.sender.fail(reset_error("the peer has closed the connection"))
+
+    def _verify(self, segment: Segment) -> bool:
+        if segment.is_intact():
+            return True
+        problem = BufferChanged(
+            f"{len(segment.view)} bytes, written at position {segment.start} {self.name} of "
+            f"{self.link!r}, were changed before they were sent; written at {segment.writer}"
+        )
+        self.link.fabric.problems.append(problem)
+        self.link.cut(problem)
+        return False
+
+
+class Link:
+    """One connection, seen from outside; ``MemoryNetwork.links`` lists them.
+
+    Attributes:
+        number: Its number on the network, in the order in which connections were made.
+        ends: Who connected, who listens, and where.
+        to_server, to_client: The two directions, with their counters and faults.
+        client, server: The transports.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ends: Ends,
+        fabric: Fabric,
+        client_context: contextvars.Context,
+        server_context: contextvars.Context,
+    ) -> None:
+        self.number = number
+        self.ends = ends
+        self.fabric = fabric
+        self.loop = asyncio.get_running_loop()
+        self._is_partitioned = False
+        self.to_server = to_server = Direction(self, "to_server")
+        self.to_client = to_client = Direction(self, "to_client")
+        client, server = f"{ends.client_host or 'client'}#{number}", ends.address
+        self.client = MemoryTransport(
+            to_server, to_client, client_context, name=client, peer=server
+        )
+        self.server = MemoryTransport(
+            to_client, to_server, server_context, name=server, peer=client
+        )
+        fabric.links[number] = self
+
+    def __repr__(self) -> str:
+        return f"<link {self.number} from {self.ends.client_host or 'client'} to {self.address}>"
+
+    @property
+    def address(self) -> str:
+        """Where the server listens."""
+        return self.ends.address
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one side, or both, still have their connection."""
+        return not (self.client.is_lost and self.server.is_lost)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether nothing gets through at present."""
+        return self._is_partitioned or self.fabric.are_separated(self.ends)
+
+    def cut(self, error: Exception | None = None) -> None:
+        """End the connection: both sides get ``connection_lost`` with a ConnectionResetError.
+
+        Args:
+            error: What they get instead.
+        """
+        for transport in (self.client, self.server):
+            transport.fail(error or reset_error("the connection was cut"), tell_peer=False)
+        self.to_server.drop_all()
+        self.to_client.drop_all()
+
+    def partition(self) -> None:
+        """Let nothing through, in neither direction, and tell nobody, until ``heal``."""
+        self._is_partitioned = True
+        self.wake()
+
+    def heal(self) -> None:
+        """End a ``partition``: what was sent meanwhile arrives now, in order, as TCP does it."""
+        self._is_partitioned = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again at what can be delivered."""
+        self.to_server.wake()
+        self.to_client.wake()
+
+    def side_lost(self) -> None:
+        """Leave the list of live links when both sides are gone; the transports call it."""
+        if not self.is_live:
+            self.fabric.links.pop(self.number, None)

@@ -1,0 +1,295 @@
+"""A network in memory, with the faults of a real one.
+
+Layer: L4. Imports: errors, testing.segments, testing.memory_transport, testing.link.
+
+It has the interface of the networks in ``psync.transport`` and runs on any event loop, as it
+uses nothing but the running loop's ``call_soon``, ``call_at`` and ``time``. On a
+``VirtualClockLoop`` the same seed gives the same run, piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import itertools
+from collections.abc import Callable
+
+from psync.errors import ConfigurationError, UsageError
+from psync.testing.link import Ends, Fabric, Link
+from psync.testing.memory_transport import reset_error
+from psync.testing.segments import BufferChanged
+
+Factory = Callable[[], asyncio.BufferedProtocol]
+
+_FIRST_FREE_PORT = 20_000
+
+
+class MemoryHost:
+    """A network as one host sees it: what it connects and listens to bears its name.
+
+    Faults can then name the host: ``network.partition("worker0")`` reaches the connections
+    that worker0 has made as well as those made to it.
+    """
+
+    def __init__(self, network: MemoryNetwork, name: str) -> None:
+        self._network = network
+        self.name = name
+
+    async def connect(
+        self, address: str, factory: Factory
+    ) -> tuple[asyncio.Transport, asyncio.BufferedProtocol]:
+        """Open a connection; see ``MemoryNetwork.connect``. Cancellation: as there."""
+        return await self._network._connect(self.name, address, factory)
+
+    async def listen(self, address: str, factory: Factory) -> MemoryListener:
+        """Listen; see ``MemoryNetwork.listen``. Cancellation: as there."""
+        return self._network._listen(self.name, address, factory)
+
+
+class MemoryListener:
+    """An address on which somebody listens.
+
+    Attributes:
+        address: As bound: port 0 has been replaced by a free one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        host: str,
+        factory: Factory,
+        listeners: dict[str, MemoryListener],
+    ) -> None:
+        self.address = address
+        self.host = host
+        self.context = contextvars.copy_context()
+        self._factory = factory
+        self._listeners = listeners
+
+    def close(self) -> None:
+        """Stop listening; open connections stay."""
+        if self._listeners.get(self.address) is self:
+            del self._listeners[self.address]
+
+    async def wait_closed(self) -> None:
+        """Wait until the address is free again. Cancellation: safe."""
+        await asyncio.sleep(0)
+
+    def accept(self, link: Link) -> None:
+        """Start the server's side of a new link."""
+        if link.server.is_lost:
+            return  # cut meanwhile
+        try:
+            protocol = self._factory()
+        except Exception as exc:
+            link.loop.call_exception_handler(
+                {"message": f"the factory of {self.address} failed", "exception": exc}
+            )
+            link.cut()
+            return
+        link.server.start(protocol)
+
+
+class MemoryNetwork:
+    """A network in memory.
+
+    Addresses are names that mean nothing to it; ``"host:0"`` is replaced by a free port.
+    Every write is kept by reference, delivered later, in pieces of drawn sizes, and, with
+    ``check_buffers``, compared with the checksum it had when it was written. A buffer that
+    has changed ends the connection on both sides with ``BufferChanged``, which is also put on
+    ``problems``: a program that survives lost connections would hide it otherwise. Let every
+    test end with ``check()``.
+
+    Args:
+        seed: Of everything that is drawn.
+        latency: Seconds between which the time is drawn that a write takes to the other side.
+        chunk: Sizes in bytes between which that of a delivered piece is drawn.
+        check_buffers: Whether to watch over what was written; costs two checksums of it.
+        kernel_bytes: What the kernels hold per direction while the receiver takes nothing; only
+            what is beyond counts in ``get_write_buffer_size()``.
+
+    Attributes:
+        problems: Every ``BufferChanged`` so far.
+
+    Raises:
+        ConfigurationError: A range is empty or negative.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        latency: tuple[float, float] = (0.0, 0.0),
+        chunk: tuple[int, int] = (1, 65_536),
+        check_buffers: bool = True,
+        kernel_bytes: int = 65_536,
+    ) -> None:
+        if not 0 <= latency[0] <= latency[1]:
+            raise ConfigurationError(f"expected 0 <= latency[0] <= latency[1], got {latency}")
+        if not 1 <= chunk[0] <= chunk[1]:
+            raise ConfigurationError(f"expected 1 <= chunk[0] <= chunk[1], got {chunk}")
+        if kernel_bytes < 0:
+            raise ConfigurationError(f"expected kernel_bytes >= 0, got {kernel_bytes}")
+        self._fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes)
+        self._random = self._fabric.stream("connect")
+        self._numbers = itertools.count()
+        self._ports = itertools.count(_FIRST_FREE_PORT)
+        self._listeners: dict[str, MemoryListener] = {}
+        self._refused: set[str] = set()
+        self._unreachable: list[asyncio.Future[None]] = []  # who waits for a partition to heal
+
+    # The interface of a network.
+
+    async def connect(
+        self, address: str, factory: Factory
+    ) -> tuple[asyncio.Transport, asyncio.BufferedProtocol]:
+        """Open a connection.
+
+        Raises:
+            ConnectionRefusedError: Nobody listens there, or ``refuse`` says so.
+            ConnectionResetError: The connection was cut before it was there.
+
+        Cancellation: safe, nothing stays open. Through a partition it waits until that heals.
+        """
+        return await self._connect("", address, factory)
+
+    async def listen(self, address: str, factory: Factory) -> MemoryListener:
+        """Listen on ``address``.
+
+        Raises:
+            OSError: EADDRINUSE: somebody listens there.
+
+        Cancellation: safe.
+        """
+        return self._listen("", address, factory)
+
+    def host(self, name: str) -> MemoryHost:
+        """Return this network as the host ``name`` sees it."""
+        return MemoryHost(self, name)
+
+    # What a test sees and does. ``where`` is an address or the name of a host.
+
+    @property
+    def problems(self) -> list[BufferChanged]:
+        """Every ``BufferChanged`` so far."""
+        return self._fabric.problems
+
+    def check(self) -> None:
+        """Raise the first of ``problems``, if there is one.
+
+        Raises:
+            BufferChanged: Memory was changed between ``write()`` and delivery.
+        """
+        if self.problems:
+            raise self.problems[0]
+
+    def links(self, where: str | None = None) -> list[Link]:
+        """Return the live links, oldest first; with ``where``, those that end there."""
+        links = list(self._fabric.links.values())
+        return [link for link in links if where is None or link.ends.are(where, None)]
+
+    def cut(self, where: str) -> None:
+        """Cut the links that end at ``where``: connections are lost on both sides."""
+        for link in self.links(where):
+            link.cut()
+
+    def partition(self, a: str, b: str | None = None) -> None:
+        """Let nothing through between ``a`` and ``b`` (None: everybody) until ``heal``.
+
+        Nobody is told: connections stay open and silent, new ones wait. ``cut`` ends a
+        connection for good, as a host that has given up would see it.
+        """
+        self._fabric.separations.append((a, b))
+        self._look_again()
+
+    def heal(self, a: str, b: str | None = None) -> None:
+        """End a ``partition`` with the same arguments: what was sent arrives now, in order.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if (a, b) not in self._fabric.separations:
+            raise UsageError(f"no partition between {a} and {b or 'everybody'}")
+        self._fabric.separations.remove((a, b))
+        self._look_again()
+
+    def refuse(self, where: str) -> None:
+        """Refuse new connections to ``where``, until ``admit``."""
+        self._refused.add(where)
+
+    def admit(self, where: str) -> None:
+        """End ``refuse``."""
+        self._refused.discard(where)
+
+    def trace_deliveries(self, trace: Callable[[Link, str, int], None] | None) -> None:
+        """Let ``trace(link, direction, num_bytes)`` be called for every delivered piece."""
+        self._fabric.on_delivery = trace
+
+    def _look_again(self) -> None:
+        for waiter in self._unreachable:
+            if not waiter.done():
+                waiter.set_result(None)
+        for link in self.links():
+            link.wake()
+
+    def _ends(self, client_host: str, address: str) -> Ends:
+        listener = self._listeners.get(address)
+        return Ends(client_host, listener.host if listener else "", address)
+
+    def _listen(self, host: str, address: str, factory: Factory) -> MemoryListener:
+        name, colon, port = address.rpartition(":")
+        if colon and port == "0":
+            free = (f"{name}:{number}" for number in self._ports)
+            address = next(candidate for candidate in free if candidate not in self._listeners)
+        if address in self._listeners:
+            raise OSError(errno.EADDRINUSE, f"somebody listens on {address} already")
+        listener = MemoryListener(address, host, factory, self._listeners)
+        self._listeners[address] = listener
+        return listener
+
+    async def _connect(
+        self, host: str, address: str, factory: Factory
+    ) -> tuple[asyncio.Transport, asyncio.BufferedProtocol]:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._random.uniform(*self._fabric.latency))
+        while self._fabric.are_separated(self._ends(host, address)):
+            waiter = loop.create_future()
+            self._unreachable.append(waiter)
+            try:
+                await waiter
+            finally:
+                self._unreachable.remove(waiter)
+        ends = self._ends(host, address)
+        listener = self._listeners.get(address)
+        if listener is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {address}")
+        if any(ends.server_is(where) for where in self._refused):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{address} refuses connections")
+        protocol = factory()
+        client_context, server_context = contextvars.copy_context(), listener.context.copy()
+        link = Link(next(self._numbers), ends, self._fabric, client_context, server_context)
+        opened = loop.create_future()
+        loop.call_soon(listener.accept, link, context=server_context)
+        loop.call_soon(_open_client, link, protocol, opened, context=client_context)
+        try:
+            is_open = await opened
+        except asyncio.CancelledError:
+            link.client.abort()
+            raise
+        if not is_open:
+            raise reset_error("the connection was cut before it was there")
+        return link.client, protocol
+
+
+def _open_client(
+    link: Link, protocol: asyncio.BufferedProtocol, opened: asyncio.Future[bool]
+) -> None:
+    """Start the client's side of a new link, unless it was cancelled or cut meanwhile."""
+    if opened.done():
+        return
+    if link.client.is_lost:
+        opened.set_result(False)
+        return
+    opened.set_result(True)
+    link.client.start(protocol)

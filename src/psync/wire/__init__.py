@@ -1,0 +1,1 @@
+"""Bytes to events and back: frames, messages, the handshake. No I/O."""

@@ -1,0 +1,333 @@
+"""Frames: a fixed prefix, a small header, raw segments.
+
+Layer: L1 wire. Imports: errors, limits.
+
+The decoder never copies a large segment: it asks its ``sink`` where the bytes belong as
+soon as the header is known, and from then on offers exactly that memory to the transport
+(``asyncio.BufferedProtocol``), which reads from the socket straight into it. Only what
+arrived together with the header passes through the scratch buffer.
+
+Frames are handed out one at a time, and the next one is not looked at before it is asked
+for. So the limits may change between two frames that arrived in one read, and a sink is
+asked about a frame only when the one before it has been dealt with.
+
+    prefix (32 bytes, little endian)
+    magic "PSYN" | version u8 | kind u8 | flags u16 | request id u64 | header length u32
+    | number of segments u32 | body length u64
+    then: segment lengths u64 each, header, segments
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from psync.errors import (
+    FrameTooLarge,
+    LocalProtocolError,
+    ProtocolError,
+    RemoteProtocolError,
+    VersionMismatch,
+)
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+
+MAGIC = b"PSYN"
+VERSION = 1
+PREFIX = struct.Struct("<4sBBHQIIQ")
+PREFIX_BYTES = PREFIX.size
+
+SCRATCH_BYTES = 128 << 10
+"""Room for prefixes, headers and small frames; Dask's asyncio transport used the same."""
+
+SMALL_BODY_BYTES = 64 << 10
+"""Above this a body counts as bulk: it travels on the bulk connection."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSED = 5
+    REQUEST = 16
+    REPLY = 17
+    ERROR = 18
+    NOTIFY = 19
+    CANCEL = 20
+    PING = 21
+    PONG = 22
+
+
+_KINDS = frozenset(int(kind) for kind in Kind)
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes; a memoryview has format "B", so that its ``len`` counts bytes."""
+
+Segment = Buffer | Sequence[memoryview]
+"""What may be sent as one segment: one buffer of bytes, or several that are sent as one."""
+
+
+class Frame:
+    """One received frame; its segments are complete once the decoder returns it."""
+
+    __slots__ = ("header", "kind", "lengths", "request_id", "segments", "token")
+
+    def __init__(self, kind: int, request_id: int, header: bytes, lengths: tuple[int, ...]) -> None:
+        self.kind = kind  # a value of Kind
+        self.request_id = request_id  # 0 where there is none
+        self.header = header  # msgpack
+        self.lengths = lengths  # bytes of each segment
+        self.segments: list[memoryview] = []  # the sink's to fill
+        self.token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
+
+
+Sink = Callable[[Frame], "Sequence[memoryview] | None"]
+"""Decides where the body of a frame goes.
+
+Called once the header is complete, if the frame has segments. Returns writable byte views
+whose lengths add up to the body's, in order (their borders need not be those of the
+segments), or None: then the body is read and thrown away.
+"""
+
+
+def encode_frame(
+    kind: int,
+    request_id: int,
+    header: bytes,
+    segments: Sequence[Segment] = (),
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[Buffer]:
+    """Return the buffers of one frame, to be written with a single ``writelines``.
+
+    Segments are not copied: they must not change until the transport has let go of them.
+
+    Raises:
+        LocalProtocolError: If it is more than ``limits`` allow: the peer would refuse it.
+    """
+    if not segments:
+        if len(header) > limits.header_bytes:
+            _check_sizes(LocalProtocolError, limits, len(header), 0, 0)
+        return [PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), 0, 0) + header]
+    lengths: list[int] = []
+    buffers: list[Buffer] = [b""]
+    for segment in segments:
+        if isinstance(segment, (bytes, bytearray, memoryview)):
+            lengths.append(len(segment))
+            if lengths[-1]:
+                buffers.append(segment)
+        else:
+            lengths.append(sum(map(len, segment)))
+            buffers += filter(len, segment)
+    count, body_len = len(lengths), sum(lengths)
+    _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
+    _check_segments(LocalProtocolError, limits, lengths)
+    buffers[0] = b"".join(
+        (
+            PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), count, body_len),
+            struct.pack(f"<{count}Q", *lengths),
+            header,
+        )
+    )
+    return buffers
+
+
+class FrameDecoder:
+    """Turns bytes into frames; once broken, stays broken.
+
+    Use: ``get_buffer`` → fill it → ``buffer_updated(n)`` → a frame or None; after a frame,
+    ``next_frame()`` until it returns None.
+    """
+
+    def __init__(self, limits: Limits, sink: Sink) -> None:
+        self.limits = limits  # may be replaced between frames, when the peer has proved itself
+        self._sink = sink
+        # Not zeroed: memory that small frames never reach is never taken from the system.
+        self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
+        self._start = 0  # first unread byte of scratch
+        self._end = 0  # behind the last received byte of scratch
+        self._frame: Frame | None = None  # whose body is being received, else None
+        self._targets: Sequence[memoryview] = ()  # where the rest of the body goes
+        self._target = 0  # index of the one being filled
+        self._filled = 0  # bytes of it that are there
+        self._discard = 0  # bytes of a body still to be thrown away
+        self._error: Exception | None = None  # set once broken
+
+    def get_buffer(self) -> memoryview:
+        """Return memory for the next bytes of the stream; never empty."""
+        if self._targets:
+            return self._targets[self._target][self._filled :]
+        if self._discard:
+            return self._scratch[: self._discard]
+        if self._start == self._end:
+            self._start = self._end = 0
+            return self._scratch
+        if self._end == len(self._scratch):
+            self._compact(0)
+        return self._scratch[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> Frame | None:
+        """Account for ``nbytes`` put into the last ``get_buffer()``; return a complete frame.
+
+        Raises:
+            RemoteProtocolError: If the bytes are not a frame, or declare more than the
+                limits allow.
+        """
+        if self._targets:
+            return self._body_updated(nbytes)
+        if self._discard:
+            self._discard -= nbytes
+            return None if self._discard else self._body_done()
+        self._end += nbytes
+        return self.next_frame()
+
+    def next_frame(self) -> Frame | None:
+        """Return the next frame if all of it has arrived already.
+
+        Raises:
+            RemoteProtocolError: As ``buffer_updated``.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._parse() if self._frame is None else None
+        except Exception as exc:
+            self._error = exc
+            raise
+
+    def redirect(self, token: object) -> None:
+        """Throw away the rest of the body whose frame carries ``token``, if one is coming in.
+
+        For a receiver that gave up: its memory is not written to any more.
+        """
+        if self._frame is not None and self._frame.token is token and self._targets:
+            self._discard = sum(map(len, self._targets[self._target :])) - self._filled
+            self._targets = ()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether the stream would end inside a frame if it ended now."""
+        return self._frame is not None or self._start != self._end
+
+    # Prefix and header: from scratch.
+
+    def _parse(self) -> Frame | None:
+        start, there = self._start, self._end - self._start
+        if there < PREFIX_BYTES:
+            return None
+        magic, version, kind, flags, request_id, header_len, count, body_len = PREFIX.unpack_from(
+            self._scratch, start
+        )
+        limits = self.limits
+        if magic != MAGIC or version != VERSION or kind not in _KINDS or flags:
+            raise _not_a_frame(magic, version, kind, flags)
+        if header_len > limits.header_bytes or count or body_len:
+            _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
+        at = start + PREFIX_BYTES + 8 * count
+        head = at - start + header_len
+        if there < head:
+            if start + head > len(self._scratch):
+                self._compact(head)
+            return None
+        header = bytes(self._scratch[at : at + header_len])
+        self._start += head
+        if not (count or body_len):
+            return Frame(kind, request_id, header, ())
+        lengths = struct.unpack_from(f"<{count}Q", self._scratch, start + PREFIX_BYTES)
+        _check_segments(FrameTooLarge, limits, lengths)
+        if sum(lengths) != body_len:
+            raise RemoteProtocolError(
+                f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
+            )
+        return self._begin_body(Frame(kind, request_id, header, lengths), body_len)
+
+    def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
+        """Take from scratch what is there of the body; return the frame if that was all."""
+        targets = self._sink(frame)
+        there = min(self._end - self._start, body_len)
+        body = self._scratch[self._start : self._start + there]
+        self._start += there
+        self._frame = frame
+        if targets is None:
+            self._discard = body_len - there
+            return None if self._discard else self._body_done()
+        if sum(map(len, targets)) != body_len:
+            raise LocalProtocolError(
+                f"{sum(map(len, targets))} bytes of memory given for a body of {body_len}"
+            )
+        self._targets, self._target, self._filled = targets, 0, 0
+        while there:
+            target = targets[self._target]
+            count = min(len(target) - self._filled, there)
+            target[self._filled : self._filled + count] = body[:count]
+            body = body[count:]
+            there -= count
+            self._advance(count)
+        self._advance(0)  # past empty targets at the front
+        return None if self._targets else self._body_done()
+
+    def _compact(self, need: int) -> None:
+        """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""
+        unread = bytes(self._scratch[self._start : self._end])
+        if need > len(self._scratch):
+            self._scratch = np.empty(need, np.uint8).data
+        self._scratch[: len(unread)] = unread
+        self._start, self._end = 0, len(unread)
+
+    # Body: straight into its targets.
+
+    def _body_updated(self, nbytes: int) -> Frame | None:
+        self._advance(nbytes)
+        return None if self._targets else self._body_done()
+
+    def _advance(self, nbytes: int) -> None:
+        """Count ``nbytes`` more in the current target; go on to one that has room, or to none."""
+        self._filled += nbytes
+        while self._target < len(self._targets):
+            if self._filled < len(self._targets[self._target]):
+                return
+            self._filled = 0
+            self._target += 1
+        self._targets = ()
+
+    def _body_done(self) -> Frame | None:
+        frame, self._frame = self._frame, None
+        return frame
+
+
+def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
+    if magic != MAGIC:
+        return RemoteProtocolError(
+            f"expected a psync frame, which starts with {MAGIC!r}, got {magic!r}",
+            hint="something that is not psync is talking to this port",
+        )
+    if version != VERSION:
+        return VersionMismatch(
+            f"the peer speaks version {version} of the wire protocol, this task speaks {VERSION}",
+            hint="install the same version of psync for all tasks",
+        )
+    return RemoteProtocolError(f"unknown frame of kind {kind} with flags {flags:#06x}")
+
+
+def _check_sizes(
+    error: type[ProtocolError], limits: Limits, header_len: int, count: int, body_len: int
+) -> None:
+    if header_len > limits.header_bytes:
+        raise error(f"header of {header_len} bytes, at most {limits.header_bytes} are allowed")
+    if count > limits.segments:
+        raise error(f"{count} segments, at most {limits.segments} are allowed")
+    if body_len > limits.body_bytes:
+        raise error(f"body of {body_len} bytes, at most {limits.body_bytes} are allowed")
+
+
+def _check_segments(error: type[ProtocolError], limits: Limits, lengths: Sequence[int]) -> None:
+    largest = max(lengths, default=0)
+    if largest > limits.segment_bytes:
+        raise error(
+            f"segment of {largest} bytes, at most {limits.segment_bytes} are allowed",
+            hint="split the variable into more shards, see variable_partitioner",
+        )

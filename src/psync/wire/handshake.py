@@ -1,0 +1,191 @@
+"""Mutual proof of the cluster's secret, before anything else is said.
+
+Layer: L1 wire. Imports: errors, codec, frames (version), messages.
+
+    client                                   server
+    HELLO  versions, task, nonce     →
+                                     ←       CHALLENGE  version, task, nonce,
+                                                        HMAC(server key, transcript)
+    PROOF  HMAC(client key, transcript)  →
+                                     ←       WELCOME
+
+The transcript holds both nonces, both tasks, both incarnations, the versions and whether
+each side holds a secret, so nothing of it can be changed or replayed. Each direction has
+a key of its own (no reflection). The server proves first: a client that reaches a
+stranger tells it nothing. Without TLS this proves who is at the other end when the
+connection opens; it neither hides nor seals what follows.
+
+Both halves are plain objects: message in, message out. Nonces are given, never drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import replace
+
+from psync.errors import (
+    AuthenticationError,
+    ConnectFailed,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+    VersionMismatch,
+)
+from psync.wire.codec import encode
+from psync.wire.frames import VERSION
+from psync.wire.messages import Challenge, Hello, Proof, Refused
+
+NONCE_BYTES = 32
+MAX_NAME_CHARS = 200
+
+LANES = ("control", "bulk")
+"""A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""
+
+_SAME_VERSION = "install the same version of psync for all tasks"
+_SAME_SECRET = "give all tasks of the cluster the same PSYNC_SECRET"
+
+
+def _is_greeting(task: str, nonce: bytes) -> bool:
+    """Whether a stranger's words may be used: names are logged, also before they are proved."""
+    return len(nonce) == NONCE_BYTES and len(task) <= MAX_NAME_CHARS and task.isprintable()
+
+
+def _mac(secret: bytes, label: bytes, hello: Hello, challenge: Challenge) -> bytes:
+    key = hmac.digest(secret, b"psync/1 key " + label, "sha256")
+    unsigned = replace(challenge, mac=b"")
+    first, second = encode(hello), encode(unsigned)
+    transcript = hashlib.sha256(
+        len(first).to_bytes(4, "little") + first + len(second).to_bytes(4, "little") + second
+    ).digest()
+    return hmac.digest(key, b"psync/1 " + label + transcript, "sha256")
+
+
+class ClientHandshake:
+    """The connecting side.
+
+    Args:
+        secret: The cluster's secret, or None when the cluster runs without one.
+        task: Own task name.
+        incarnation: Own incarnation.
+        lane: "control" or "bulk".
+        nonce: 32 fresh random bytes.
+        expect: Name of the task that should answer, or None for any.
+    """
+
+    def __init__(
+        self,
+        secret: bytes | None,
+        task: str,
+        incarnation: int,
+        lane: str,
+        nonce: bytes,
+        expect: str | None,
+    ) -> None:
+        self._secret = secret
+        self._expect = expect
+        self.hello = Hello(VERSION, VERSION, task, incarnation, lane, nonce, secret is not None)
+
+    def answer(self, challenge: Challenge) -> Proof:
+        """Check the server's proof and return our own.
+
+        Raises:
+            AuthenticationError: If the server does not hold the same secret.
+            VersionMismatch: If it chose a version that was not offered.
+            RemoteProtocolError: If the challenge is malformed, or another task answers than
+                the one expected.
+        """
+        if not _is_greeting(challenge.task, challenge.nonce):
+            raise RemoteProtocolError("malformed challenge")
+        if challenge.version != VERSION:
+            raise VersionMismatch(
+                f"{challenge.task} speaks version {challenge.version} of the wire protocol, "
+                f"this task speaks {VERSION}",
+                hint=_SAME_VERSION,
+            )
+        if challenge.secured != (self._secret is not None):
+            ours, theirs = ("no", "one") if self._secret is None else ("a", "none")
+            raise AuthenticationError(
+                f"this task has {ours} secret, {challenge.task} has {theirs}",
+                hint=f"{_SAME_SECRET}, or start all of them with --insecure",
+            )
+        if self._secret is not None:
+            expected = _mac(self._secret, b"server", self.hello, challenge)
+            if not hmac.compare_digest(expected, challenge.mac):
+                raise AuthenticationError(
+                    f"{challenge.task} does not hold the same secret as this task",
+                    hint=_SAME_SECRET,
+                )
+        if self._expect is not None and challenge.task != self._expect:
+            raise RemoteProtocolError(
+                f"expected {self._expect} at this address, {challenge.task} answered",
+                hint="check the addresses of the cluster, in TF_CONFIG for example",
+            )
+        if self._secret is None:
+            return Proof(b"")
+        return Proof(_mac(self._secret, b"client", self.hello, challenge))
+
+
+class ServerHandshake:
+    """The listening side.
+
+    Args:
+        secret: The cluster's secret, or None when the cluster runs without one.
+        task: Own task name.
+        incarnation: Own incarnation.
+        nonce: 32 fresh random bytes.
+    """
+
+    def __init__(self, secret: bytes | None, task: str, incarnation: int, nonce: bytes) -> None:
+        self._secret = secret
+        self._task = task
+        self._incarnation = incarnation
+        self._nonce = nonce
+        self.hello: Hello  # what the client said; set by ``challenge``, like the next one
+        self._challenge: Challenge
+
+    def challenge(self, hello: Hello) -> Challenge | Refused:
+        """Answer the client's first word."""
+        if not _is_greeting(hello.task, hello.nonce) or hello.lane not in LANES:
+            return Refused("protocol", "malformed greeting")
+        if not hello.oldest_version <= VERSION <= hello.newest_version:
+            return Refused(
+                "version",
+                f"{self._task} speaks version {VERSION} of the wire protocol, the peer speaks "
+                f"{hello.oldest_version} to {hello.newest_version}",
+            )
+        if self._secret is not None and not hello.secured:
+            return Refused("authentication", f"{self._task} has a secret, the peer has none")
+        self.hello = hello
+        self._challenge = Challenge(
+            VERSION, self._task, self._incarnation, self._nonce, self._secret is not None, b""
+        )
+        if self._secret is not None:
+            mac = _mac(self._secret, b"server", hello, self._challenge)
+            self._challenge = replace(self._challenge, mac=mac)
+        return self._challenge
+
+    def verify(self, proof: Proof) -> Refused | None:
+        """Return None if the client proved that it holds the secret. Call after ``challenge``."""
+        if self._secret is None:
+            return None
+        expected = _mac(self._secret, b"client", self.hello, self._challenge)
+        if not hmac.compare_digest(expected, proof.mac):
+            return Refused("authentication", "the proof does not match")
+        return None
+
+
+def refusal(refused: Refused, task: str) -> PsyncError:
+    """Return the exception for a connection that ``task`` refused."""
+    detail = refused.detail if refused.detail.isprintable() else ascii(refused.detail)
+    text = f"{task} refused the connection: {detail}"
+    match refused.reason:
+        case "version":
+            return VersionMismatch(text, hint=_SAME_VERSION)
+        case "authentication":
+            return AuthenticationError(text, hint=_SAME_SECRET)
+        case "fenced":
+            return FencedError(text)
+        case "full":  # it may have room later
+            return ConnectFailed(text)
+    return RemoteProtocolError(text)

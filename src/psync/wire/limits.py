@@ -1,0 +1,35 @@
+"""How much a peer may ask this task to hold.
+
+Layer: L1 wire. Imports: nothing of psync.
+
+Every size that a peer declares is compared with these before memory is taken for it.
+The figures follow what comparable systems chose: gRPC refuses messages over 4 MiB by
+default, Dask ships frames of 64 MiB and more; tensors need more, headers far less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Upper bounds on what one frame may declare. All sizes in bytes."""
+
+    header_bytes: int = 1 << 20  # msgpack header of one frame
+    segments: int = 65_536  # raw segments in one frame
+    segment_bytes: int = 1 << 30  # one segment: one shard of a variable, one pickle buffer
+    body_bytes: int = 4 << 30  # all segments of one frame
+    # Bodies of one peer's requests that handlers still work on: above it, no more is read.
+    unfinished_bytes: int = 256 << 20
+    connections: int = 4096  # open connections of one listening task
+    handshakes: int = 64  # connections of one listening task that have not proved who they are
+
+
+DEFAULT_LIMITS = Limits()
+
+HANDSHAKE_LIMITS = Limits(header_bytes=4096, segments=0, segment_bytes=0, body_bytes=0)
+"""What a peer may send before it has proved that it knows the secret."""
+
+HANDSHAKE_TIMEOUT_S = 5.0
+"""A peer that has not finished its handshake by then is disconnected."""

@@ -1,0 +1,328 @@
+"""Every message of the protocol, one frozen class each.
+
+Layer: L1 wire. Imports: codec.
+
+Fields of tuples come back as lists: msgpack knows one kind of array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from psync.wire.codec import Message as Message
+from psync.wire.codec import message
+
+# Handshake. ``mac`` and nonces: 32 bytes.
+
+
+@message(1)
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """Client's first word."""
+
+    oldest_version: int
+    newest_version: int
+    task: str  # name of the client's task
+    incarnation: int  # of the client
+    lane: str  # "control" or "bulk"
+    nonce: bytes
+    secured: bool  # whether the client holds a secret
+
+
+@message(2)
+@dataclass(frozen=True, slots=True)
+class Challenge(Message):
+    """Server's answer: proves first, so that a client never proves itself to a stranger."""
+
+    version: int
+    task: str
+    incarnation: int
+    nonce: bytes
+    secured: bool
+    mac: bytes
+
+
+@message(3)
+@dataclass(frozen=True, slots=True)
+class Proof(Message):
+    """Client's proof."""
+
+    mac: bytes
+
+
+@message(4)
+@dataclass(frozen=True, slots=True)
+class Welcome(Message):
+    """The connection is open."""
+
+
+@message(5)
+@dataclass(frozen=True, slots=True)
+class Refused(Message):
+    """The connection ends here."""
+
+    reason: str  # "version", "authentication", "protocol", "fenced" or "full"
+    detail: str
+
+
+# Replies that several requests share.
+
+
+@message(8)
+@dataclass(frozen=True, slots=True)
+class Done(Message):
+    """The request was carried out; there is nothing more to say."""
+
+
+@message(9)
+@dataclass(frozen=True, slots=True)
+class Failure(Message):
+    """Header of an ERROR frame."""
+
+    error: str  # class name in psync.errors, or "" for any other exception
+    type_name: str  # of any exception
+    task: str  # that it tells of (TaskLost, RemoteError); else ""
+    message: str
+    hint: str | None
+    traceback: str
+
+
+# Coordinator → worker.
+
+
+@message(16)
+@dataclass(frozen=True, slots=True)
+class AttachWorker(Message):
+    """The coordinator takes a worker into its cluster; answered by Done."""
+
+    worker_index: int
+    num_workers: int
+    incarnation: int  # that the worker bears from now on
+    coordinator: int  # incarnation of the coordinator
+    origin: str  # of the strategy: marks its variables
+    program: str  # of the coordinator's process: marks its optimizers
+    ps_addresses: list[str]
+    ps_timeout_s: float  # a ps that cannot be reached for this many seconds is lost
+
+
+@message(17)
+@dataclass(frozen=True, slots=True)
+class RunClosures(Message):
+    """Closures for a worker, in order. Segments: each closure's pickled arguments.
+
+    A closure: (id, function key, number of segments or -1 when the worker has to fetch
+    the arguments when it is about to run it, number of segments of each RemoteValue input).
+    """
+
+    closures: list[tuple[int, bytes, int, list[int]]]
+
+
+@message(18)
+@dataclass(frozen=True, slots=True)
+class GiveBack(Message):
+    """Return those of these closures that have not started."""
+
+    closures: list[int]
+
+
+@message(19)
+@dataclass(frozen=True, slots=True)
+class GivenBack(Message):
+    """Worker's answer to GiveBack: these have not started and never will, here."""
+
+    closures: list[int]
+
+
+@message(20)
+@dataclass(frozen=True, slots=True)
+class CancelClosures(Message):
+    """Stop these closures; each still ends with a result."""
+
+    closures: list[int]
+
+
+@message(21)
+@dataclass(frozen=True, slots=True)
+class ClosureResults(Message):
+    """Closures that ended. Segments: each one's pickled result or exception.
+
+    A result: (id, outcome, number of segments, error or None), where outcome is "ok",
+    "error", "end_of_data" or "cancelled".
+    """
+
+    results: list[tuple[int, str, int, tuple[str, str, str] | None]]
+    mean_seconds: float  # of those that succeeded
+
+
+@message(22)
+@dataclass(frozen=True, slots=True)
+class FetchFunction(Message):
+    """Worker → coordinator: send a step function. Answered by Function."""
+
+    key: bytes
+
+
+@message(23)
+@dataclass(frozen=True, slots=True)
+class Function(Message):
+    """A pickled function. Segments: the pickle, then its buffers."""
+
+    name: str
+
+
+@message(24)
+@dataclass(frozen=True, slots=True)
+class FetchArguments(Message):
+    """Worker → coordinator: send the arguments of a closure. Answered by Arguments."""
+
+    closure: int
+
+
+@message(25)
+@dataclass(frozen=True, slots=True)
+class Arguments(Message):
+    """Segments as in RunClosures."""
+
+    segments: int
+    remote_values: list[int]
+
+
+@message(26)
+@dataclass(frozen=True, slots=True)
+class ReleaseIterators(Message):
+    """Per-worker iterators that nobody on the coordinator refers to any more."""
+
+    uids: list[str]
+
+
+@message(27)
+@dataclass(frozen=True, slots=True)
+class Shutdown(Message):
+    """Finish and exit; answered by Done."""
+
+    reason: str
+
+
+@message(28)
+@dataclass(frozen=True, slots=True)
+class AskStatistics(Message):
+    """Answered by Statistics."""
+
+
+@message(29)
+@dataclass(frozen=True, slots=True)
+class Statistics(Message):
+    """Counters of a task."""
+
+    counters: dict[str, Any]
+
+
+# To a ps.
+
+
+@message(32)
+@dataclass(frozen=True, slots=True)
+class AttachPs(Message):
+    """The coordinator takes a ps into its cluster; answered by Done.
+
+    A coordinator incarnation that the ps has not seen yet empties it and fences the older one.
+    """
+
+    coordinator: int
+    ps_index: int
+    num_ps: int
+
+
+@message(33)
+@dataclass(frozen=True, slots=True)
+class CreateShards(Message):
+    """Declared shards and their first values; idempotent. Segments: one per shard."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+
+
+@message(34)
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Values of a set of shards, or of one slot of each. Answered by Pulled.
+
+    ``members`` defines set ``set_id`` for this connection; later requests leave it out.
+    """
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(35)
+@dataclass(frozen=True, slots=True)
+class Pulled(Message):
+    """Segments: one per member of the set, in its order."""
+
+
+@message(36)
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int  # of this client, from 1
+    acked_below: int  # the client has the answers to all smaller sequences
+    closure: int  # id, or -1 outside a closure
+    ordinal: int  # of the call within the closure
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any] | None  # defines the optimizer for this connection
+    step: int  # highest step of this optimizer that the client knows
+
+
+@message(37)
+@dataclass(frozen=True, slots=True)
+class Assign(Message):
+    """Values for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    set_id: int
+    members: list[tuple[int, int]] | None
+    op: str  # "assign", "add" or "sub"
+
+
+@message(38)
+@dataclass(frozen=True, slots=True)
+class Pushed(Message):
+    """What became of a push or assign."""
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    step: int  # the optimizer's step on this ps after it; 0 for an assign
+
+
+@message(41)
+@dataclass(frozen=True, slots=True)
+class DefineOptimizer(Message):
+    """Make an optimizer known before its first push; answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]
+
+
+@message(39)
+@dataclass(frozen=True, slots=True)
+class Fence(Message):
+    """Refuse incarnations of a task below this one; answered by Done."""
+
+    task: str
+    below: int
+
+
+@message(40)
+@dataclass(frozen=True, slots=True)
+class FinalBelow(Message):
+    """All closures with smaller ids are final."""
+
+    closure: int

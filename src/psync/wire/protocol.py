@@ -1,0 +1,219 @@
+"""One connection: handshake first, then frames. Bytes in, frames and bytes out.
+
+Layer: L1 wire. Imports: errors, codec, frames, handshake, limits, messages.
+
+The shell's contract: ``get_buffer``, fill it, ``received`` (a frame for the shell, or
+None), ``next_frame`` until there is none; ``data_to_send`` (bytes to write) and
+``close_expected`` after each step of the handshake.
+
+    server                             client
+    AWAIT_HELLO  --HELLO-->            AWAIT_CHALLENGE --CHALLENGE-->
+    AWAIT_PROOF  --PROOF-->            AWAIT_WELCOME   --WELCOME-->
+    OPEN                               OPEN
+    any state --REFUSED, fault--> CLOSED; once closed, stays closed.
+
+The ``received`` that opens the connection returns no frame even if some are there
+already: the shell says first that it is open, then asks for them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from psync.errors import LocalProtocolError, RemoteProtocolError
+from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import Buffer, Frame, FrameDecoder, Kind, Sink, encode_frame
+from psync.wire.handshake import ClientHandshake, ServerHandshake, refusal
+from psync.wire.limits import HANDSHAKE_LIMITS, Limits
+from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
+
+
+class State(enum.Enum):
+    """Where a connection stands."""
+
+    AWAIT_HELLO = "waiting for the peer's greeting"
+    AWAIT_PROOF = "waiting for the peer's proof"
+    AWAIT_CHALLENGE = "waiting for the peer's challenge"
+    AWAIT_WELCOME = "waiting to be let in"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+TRANSITIONS: dict[State, dict[Kind, State]] = {
+    State.AWAIT_HELLO: {Kind.HELLO: State.AWAIT_PROOF},
+    State.AWAIT_PROOF: {Kind.PROOF: State.OPEN},
+    State.AWAIT_CHALLENGE: {Kind.CHALLENGE: State.AWAIT_WELCOME, Kind.REFUSED: State.CLOSED},
+    State.AWAIT_WELCOME: {Kind.WELCOME: State.OPEN, Kind.REFUSED: State.CLOSED},
+    State.OPEN: {
+        kind: State.OPEN
+        for kind in (
+            Kind.REQUEST, Kind.REPLY, Kind.ERROR, Kind.NOTIFY, Kind.CANCEL, Kind.PING, Kind.PONG,
+        )
+    },
+    State.CLOSED: {},
+}  # fmt: skip
+
+MESSAGE_OF: dict[Kind, type[Message]] = {
+    Kind.HELLO: Hello,
+    Kind.CHALLENGE: Challenge,
+    Kind.PROOF: Proof,
+    Kind.WELCOME: Welcome,
+    Kind.REFUSED: Refused,
+}
+"""What a frame of the handshake carries; anything else could skip a step of it."""
+
+Admit = Callable[[Hello], Refused | None]
+"""Last word on a peer that has proved itself, such as on a fenced incarnation."""
+
+
+class Protocol:
+    """The state of one connection; single owner, no I/O.
+
+    Args:
+        handshake: This side's half.
+        limits: In force once the connection is open.
+        sink: Where the bodies of frames go, see ``frames.Sink``.
+        admit: Server side: refuse a proven peer, or None.
+        refused: Server side: turn the peer away before it has said anything.
+    """
+
+    def __init__(
+        self,
+        handshake: ClientHandshake | ServerHandshake,
+        limits: Limits,
+        sink: Sink,
+        admit: Admit | None = None,
+        refused: Refused | None = None,
+    ) -> None:
+        self._handshake = handshake
+        self._limits = limits
+        self._admit = admit
+        self._decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
+        self._out: list[Buffer] = []
+        self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
+        self.peer_incarnation = 0
+        self.lane = ""  # "control" or "bulk"
+        self.refused: Refused | None = None  # what this side answered to a peer it turned away
+        self.get_buffer = self._decoder.get_buffer  # memory for the next bytes from the peer
+        self.redirect = self._decoder.redirect  # throw away the rest of a body
+        if isinstance(handshake, ClientHandshake):
+            self.state = State.AWAIT_CHALLENGE
+            self.lane = handshake.hello.lane
+            self._send(Kind.HELLO, handshake.hello)
+        else:
+            self.state = State.AWAIT_HELLO
+            if refused is not None:
+                self._refuse(refused)
+
+    def received(self, nbytes: int) -> Frame | None:
+        """Account for ``nbytes`` in the last buffer; return a frame of the open connection.
+
+        Raises:
+            RemoteProtocolError: The peer broke the protocol. The connection is CLOSED.
+            AuthenticationError: The peer did not prove itself, or refused us. Likewise.
+            FencedError, ConnectFailed: It refused us for another reason. Likewise.
+        """
+        if self.state is State.CLOSED:
+            raise LocalProtocolError("bytes were received on a closed connection")
+        try:
+            frame = self._decoder.buffer_updated(nbytes)
+            if self.state is not State.OPEN:
+                self._shake_hands(frame)
+                return None
+            return frame
+        except Exception:
+            self._fault()
+            raise
+
+    def next_frame(self) -> Frame | None:
+        """Return the next frame if all of it has arrived already.
+
+        Raises:
+            RemoteProtocolError: As ``received``.
+        """
+        try:
+            return self._decoder.next_frame()
+        except Exception:
+            self._fault()
+            raise
+
+    def data_to_send(self) -> list[Buffer]:
+        """Return what the handshake has to say, once."""
+        out, self._out = self._out, []
+        return out
+
+    def close_expected(self) -> bool:
+        """Whether the shell should close the connection once its bytes are written."""
+        return self.state is State.CLOSED
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a frame is incomplete."""
+        return self._decoder.receiving
+
+    # Handshake.
+
+    def _shake_hands(self, frame: Frame | None) -> None:
+        while frame is not None:
+            self._step(frame)
+            if self.state in (State.OPEN, State.CLOSED):
+                return
+            frame = self._decoder.next_frame()
+
+    def _step(self, frame: Frame) -> None:
+        kind = Kind(frame.kind)
+        following = TRANSITIONS[self.state].get(kind)
+        if following is None:
+            raise RemoteProtocolError(
+                f"got a frame {kind.name} while {self.state.value}",
+                hint="the peer must finish the handshake first",
+            )
+        message = decode(frame.header)
+        if type(message) is not MESSAGE_OF[kind]:
+            raise RemoteProtocolError(f"got {type(message).__name__} in a frame {kind.name}")
+        if isinstance(message, Refused):
+            raise refusal(message, self.peer_task or "the peer")
+        refused: Refused | None = None
+        if isinstance(self._handshake, ServerHandshake):
+            refused = self._server_step(self._handshake, message)
+        elif isinstance(message, Challenge):
+            self._send(Kind.PROOF, self._handshake.answer(message))
+            self.peer_task, self.peer_incarnation = message.task, message.incarnation
+        if refused is not None:
+            self._refuse(refused)
+            return
+        self.state = following
+        if following is State.OPEN:
+            self._decoder.limits = self._limits
+
+    def _server_step(self, handshake: ServerHandshake, message: Message) -> Refused | None:
+        if isinstance(message, Hello):
+            answer = handshake.challenge(message)
+            if isinstance(answer, Refused):
+                return answer
+            self.peer_task, self.peer_incarnation = message.task, message.incarnation
+            self.lane = message.lane
+            self._send(Kind.CHALLENGE, answer)
+            return None
+        assert isinstance(message, Proof)  # a server awaits nothing else, see MESSAGE_OF
+        refused = handshake.verify(message)
+        if refused is None and self._admit is not None:
+            refused = self._admit(handshake.hello)
+        if refused is None:
+            self._send(Kind.WELCOME, Welcome())
+        return refused
+
+    def _fault(self) -> None:
+        if isinstance(self._handshake, ServerHandshake) and self.state is not State.OPEN:
+            self._out = []
+            self._send(Kind.REFUSED, Refused("protocol", "malformed greeting"))
+        self.state = State.CLOSED
+
+    def _refuse(self, refused: Refused) -> None:
+        self.refused = refused
+        self._send(Kind.REFUSED, refused)
+        self.state = State.CLOSED
+
+    def _send(self, kind: Kind, message: Message) -> None:
+        self._out += encode_frame(kind, 0, encode(message))

@@ -1,0 +1,54 @@
+"""Arrays to bytes and back: the only place where that border is crossed.
+
+Layer: L1 wire. Imports: errors, specs.
+
+The wire carries C order, little endian. ``memoryview(a).cast("B")`` fails for arrays with
+a 0 in their shape, for Fortran order and for bfloat16, so views go through ``uint8``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psync.errors import PartitionError
+from psync.specs import dtype_of
+
+
+def to_bytes_view(array: NDArray[np.generic]) -> memoryview:
+    """Return the bytes of ``array`` in C order, little endian, as a flat memoryview.
+
+    No copy is made for a C-contiguous native array: the view aliases the array, which must
+    not change while the view may still be in flight.
+    """
+    if array.dtype.isnative and array.flags.c_contiguous:
+        try:
+            return array.data.cast("B")  # three times as fast as what follows
+        except (TypeError, ValueError):
+            pass  # empty, or a dtype that memoryview does not know: float16, bfloat16, …
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def array_from_bytes(
+    data: memoryview | bytearray | bytes | NDArray[np.uint8], shape: tuple[int, ...], dtype: str
+) -> NDArray[np.generic]:
+    """Return an array of ``shape`` and ``dtype`` over ``data``, without a copy.
+
+    The array is writable if ``data`` is, and keeps ``data`` alive.
+
+    Raises:
+        PartitionError: If the number of bytes does not fit shape and dtype.
+    """
+    kind = dtype_of(dtype)
+    raw = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    expected = kind.itemsize
+    for extent in shape:
+        expected *= extent
+    if raw.nbytes != expected or min(shape, default=0) < 0:
+        raise PartitionError(
+            f"expected {expected} bytes for shape {shape} {dtype}, got {raw.nbytes} bytes"
+        )
+    return raw.view(kind).reshape(shape)

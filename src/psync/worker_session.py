@@ -1,0 +1,376 @@
+"""What a worker does for one coordinator: runs closures, one after the other.
+
+Layer: L3. Imports: errors, closure_inputs, context, failures, iterators, payloads, platform, rpc,
+runtime, step_thread, wire.
+
+    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterators
+    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments
+
+A closure is queued here until its turn; from its turn on it is running, and its end is
+reported, whatever it is, once the updates that it began have ended too. A session ends with its
+connections: what runs is cancelled, what is queued is forgotten, and updates of what cannot be
+cancelled are refused by the ps tasks, which are told that this incarnation is over.
+
+All steps run in one task: a task for each would double what an empty closure costs. So every
+step has to leave that task as it found it: uncancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from psync.closure_inputs import ClosureInputs, HeldClosure, LoadedStep
+from psync.context import ClosureContext, enter_closure
+from psync.errors import ClosureCancelled, EndOfData, TransportError
+from psync.failures import describe_exception
+from psync.iterators import IteratorTable
+from psync.payloads import EMPTY, Payload, check_size, pack
+from psync.platform import Platform
+from psync.rpc import Peer, Received
+from psync.runtime import Runtime
+from psync.step_thread import StepThread
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import (
+    AttachWorker,
+    CancelClosures,
+    ClosureResults,
+    GiveBack,
+    GivenBack,
+    Message,
+    ReleaseIterators,
+    RunClosures,
+)
+
+logger = logging.getLogger(__name__)
+
+SHORT_S = 200e-6
+"""After a step that took longer the loop gets a turn, so that results leave and requests arrive
+before the next one may compute for minutes."""
+
+TURN_S = 0.002
+"""Short steps that never await give the loop a turn after this long."""
+
+CLOSE_TIMEOUT_S = 3.0
+"""How long the end of a session waits for a step that does not stop when it is cancelled."""
+
+
+class _CoordinatorGone(Exception):
+    """A connection of the session is gone, and so the session is over."""
+
+
+class _Outcome(NamedTuple):
+    """How a closure ended, as it is reported."""
+
+    kind: str  # "ok", "error", "end_of_data" or "cancelled"
+    payload: Payload = EMPTY  # of the value, or of the exception
+    error: tuple[str, str, str] | None = None  # type name, message, traceback
+
+
+_CANCELLED = _Outcome("cancelled")
+
+
+class Session:
+    """The closures of one coordinator on this worker.
+
+    Args:
+        attach: What the coordinator said.
+        control: Its control connection: closures come and results go here.
+        bulk: Its bulk connection: large arguments and results.
+        runtime: The way to the ps tasks.
+        iterators: Per-worker iterators; closed with the session.
+        platform: For failpoints, and whether there are threads.
+        main_by_name: Whether this process runs the coordinator's script.
+    """
+
+    def __init__(
+        self,
+        attach: AttachWorker,
+        control: Peer,
+        bulk: Peer,
+        runtime: Runtime,
+        iterators: IteratorTable,
+        platform: Platform,
+        main_by_name: bool,
+    ) -> None:
+        self.attach = attach
+        self.control = control
+        self.runtime = runtime
+        self.bulk = bulk
+        self._iterators = iterators
+        self._inputs = ClosureInputs(
+            self._fetch, iterators, attach.worker_index, threads=platform.threads
+        )
+        self._thread = StepThread() if platform.threads else None
+        self._failpoints = platform.failpoints
+        self._limits = platform.limits
+        self._main_by_name = main_by_name
+        self._queue: deque[HeldClosure] = deque()
+        self._running: HeldClosure | None = None
+        self._wake = asyncio.Event()
+        self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
+        self._result_segments: list[Any] = []
+        self._result_bytes = 0
+        self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
+        self._loop = asyncio.get_running_loop()
+        self._now = 0.0  # loop time when the last step ended
+        self._last_turn = 0.0  # loop time when other callbacks had their turn
+        self._ended = False
+        self._runner = self._loop.create_task(self._run())
+
+    # What the coordinator says.
+
+    def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
+        """Queue closures."""
+        at = 0
+        for closure_id, key, count, counts in message.closures:
+            end = at
+            if count > 0:  # else they are none, or to be fetched
+                end += count + sum(counts)
+            self._queue.append(HeldClosure(closure_id, key, count, counts, segments[at:end]))
+            at = end
+        self._wake.set()
+
+    def give_back(self, message: GiveBack) -> None:
+        """Return closures that have not started; the answer comes in any case."""
+        returned = [closure.id for closure in self._take_queued(message.closures)]
+        self.control.notify(GivenBack(returned))
+
+    def cancel_closures(self, message: CancelClosures) -> None:
+        """Stop closures; those that have not started end at once."""
+        for closure in self._take_queued(message.closures):
+            self._report(closure.id, _CANCELLED)
+        running = self._running
+        if running is not None and running.id in message.closures:
+            assert running.context is not None, "a running closure has a context"
+            if not running.context.cancelled:
+                running.context.cancel()
+                self._runner.cancel()
+        self._flush()
+
+    def release_iterators(self, message: ReleaseIterators) -> None:
+        """Close iterators that nobody refers to any more."""
+        for uid in message.uids:
+            self._iterators.release(uid)
+
+    async def close(self) -> None:
+        """Stop what runs. Waits a few seconds for it, and says so if it goes on.
+
+        Cancellation: Safe; everything is told to stop.
+        """
+        self._ended = True
+        self._queue.clear()
+        running = self._running
+        if running is not None and running.context is not None:
+            running.context.cancel()
+        self._runner.cancel()
+        if self._thread is not None:
+            self._thread.close()
+        self._iterators.close()
+        await asyncio.wait((self._runner,), timeout=CLOSE_TIMEOUT_S)
+        if not self._runner.done():
+            logger.warning(
+                "worker %d: closure %s does not stop although it was cancelled; its updates are "
+                "refused", self.attach.worker_index, running.id if running is not None else "?",
+            )  # fmt: skip
+
+    def _take_queued(self, ids: Sequence[int]) -> list[HeldClosure]:
+        wanted = set(ids)
+        taken = [closure for closure in self._queue if closure.id in wanted]
+        if taken:
+            self._queue = deque(c for c in self._queue if c.id not in wanted)
+        return taken
+
+    # Running.
+
+    async def _run(self) -> None:
+        while not self._ended:
+            try:
+                await self._run_queued()
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
+                self._uncancel()  # a step cancelled its task, and ended before it noticed
+            except _CoordinatorGone as exc:
+                self.control.abort(exc.__cause__ if isinstance(exc.__cause__, Exception) else None)
+                return
+            except Exception as exc:  # of psync itself: the closures run again elsewhere
+                logger.exception("worker %d cannot go on", self.attach.worker_index)
+                self.control.abort(exc)
+                return
+
+    async def _run_queued(self) -> None:
+        while not self._ended:
+            if not self._queue:
+                self._flush()
+                self._wake.clear()
+                await self._wake.wait()
+                self._last_turn = self._loop.time()
+                continue
+            self._running = self._queue.popleft()
+            try:
+                await self._run_one(self._running)
+            finally:
+                self._running = None
+            if self._result_bytes > SMALL_BODY_BYTES:
+                self._flush()
+                if self.bulk.connection is not None:
+                    await self.bulk.connection.wait_writable()
+            if self._now - self._last_turn > TURN_S:
+                await self._turn()
+
+    async def _turn(self) -> None:
+        """Let results leave and requests arrive."""
+        self._flush()
+        await asyncio.sleep(0)
+        self._last_turn = self._loop.time()
+
+    async def _run_one(self, closure: HeldClosure) -> None:
+        context = closure.context = ClosureContext(
+            worker_index=self.attach.worker_index,
+            closure_id=closure.id,
+            runtime=self.runtime,
+            loop=self._loop,
+        )
+        began = self._loop.time()
+        try:
+            outcome = await self._outcome(closure, context)
+        finally:
+            context.close()
+        await self._drain_pushes()
+        if self._runner.cancelling():
+            self._uncancel()
+        self._running = None  # from here on there is nothing to cancel
+        self._now = self._loop.time()
+        if outcome.kind == "ok":
+            self._seconds.append(self._now - began)
+        self._report(closure.id, outcome)
+
+    async def _outcome(self, closure: HeldClosure, context: ClosureContext) -> _Outcome:
+        """Run a closure to its end; whatever user code raises is an outcome."""
+        name = "the step"
+        try:
+            step = await self._inputs.step(closure.key)
+            name = step.name
+            args, kwargs = await self._inputs.arguments(closure, step)
+            if step.seconds > SHORT_S:
+                await self._turn()
+            self._failpoints.hit("worker.closure.start")
+            value = await self._call(step, args, kwargs, context)
+            self._failpoints.hit("worker.closure.end")
+            if context.cancelled:  # it did not let itself be stopped
+                return _CANCELLED
+            payload = pack(
+                value,
+                subject=f'the result of step "{name}"',
+                receiver="the coordinator",
+                main_by_name=self._main_by_name,
+            )
+            if payload.nbytes > SMALL_BODY_BYTES:
+                check_size(payload, f'the result of step "{name}"', self._limits)
+        except asyncio.CancelledError:
+            if self._ended:
+                raise
+            if context.cancelled:
+                return _CANCELLED
+            return self._failed("error", ClosureCancelled(f'step "{name}" cancelled itself'))
+        except (_CoordinatorGone, KeyboardInterrupt):
+            raise
+        except GeneratorExit as exc:
+            if asyncio.current_task(self._loop) is not self._runner:
+                raise  # this coroutine itself is thrown away
+            return self._failed("error", exc)
+        except EndOfData as exc:
+            return _CANCELLED if context.cancelled else self._failed("end_of_data", exc)
+        except BaseException as exc:
+            return _CANCELLED if context.cancelled else self._failed("error", exc)
+        return _Outcome("ok", payload)
+
+    async def _call(
+        self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
+    ) -> Any:
+        began = self._loop.time()
+        with enter_closure(context):
+            if step.is_coroutine:
+                value = await step.fn(*args, **kwargs)
+            else:
+                value = await self._call_plain(functools.partial(step.fn, *args, **kwargs))
+                if inspect.isawaitable(value):
+                    value = await value
+        step.seconds = self._loop.time() - began
+        return value
+
+    async def _call_plain(self, function: Callable[[], Any]) -> Any:
+        if self._thread is None:
+            return function()
+        work = self._thread.run(function)
+        cancelled = False
+        while not work.done():  # a thread cannot be stopped: wait for it, whatever comes
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
+                cancelled = True
+        value, error = work.result()
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise error
+        return value
+
+    async def _drain_pushes(self) -> None:
+        """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
+        while True:
+            try:
+                return await self.runtime.ps.drain()
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
+
+    def _uncancel(self) -> None:
+        while self._runner.uncancel() > 0:
+            pass
+
+    # The coordinator.
+
+    async def _fetch(self, message: Message) -> Received:
+        try:
+            return await self.bulk.call(message)
+        except TransportError as exc:
+            raise _CoordinatorGone from exc
+
+    def _failed(self, kind: str, exc: BaseException) -> _Outcome:
+        described = describe_exception(exc, main_by_name=self._main_by_name)
+        return _Outcome(
+            kind,
+            described.payload or EMPTY,
+            (described.type_name, described.message, described.traceback_text),
+        )
+
+    def _report(self, closure_id: int, outcome: _Outcome) -> None:
+        """Gather a result; it leaves with the next turn of the loop at the latest."""
+        if not self._results:
+            self._loop.call_soon(self._flush)
+        segments = outcome.payload.segments
+        self._results.append((closure_id, outcome.kind, len(segments), outcome.error))
+        if segments:
+            self._result_segments += segments
+            self._result_bytes += outcome.payload.nbytes
+        if outcome.error is not None:  # texts add up in the header, whose size is limited
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send the results that have gathered."""
+        if not self._results:
+            return
+        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
+        lane = self.bulk if self._result_bytes > SMALL_BODY_BYTES else self.control
+        lane.notify(ClosureResults(self._results, mean), self._result_segments)
+        self._results, self._result_segments, self._seconds = [], [], []
+        self._result_bytes = 0

@@ -1,0 +1,177 @@
+"""The worker task: waits for a coordinator and runs its closures.
+
+Layer: L3. Imports: errors, blocks, endpoint, iterators, platform, ps_client, rpc, runtime,
+worker_session, wire.
+
+    idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
+
+One session at a time. A worker listens and never connects to the coordinator: whoever proves
+that it knows the secret, and is a chief newer than the one before, may attach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from psync.blocks import BlockPool
+from psync.endpoint import Endpoint
+from psync.errors import FencedError, UsageError
+from psync.iterators import IteratorTable
+from psync.platform import Platform
+from psync.ps_client import PsClient
+from psync.rpc import Handler, Peer, Reply
+from psync.runtime import Runtime
+from psync.transport import Listener
+from psync.wire.messages import (
+    AskStatistics,
+    AttachWorker,
+    CancelClosures,
+    Done,
+    GiveBack,
+    Message,
+    ReleaseIterators,
+    RunClosures,
+    Shutdown,
+    Statistics,
+)
+from psync.worker_session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerTask:
+    """One worker.
+
+    Args:
+        platform: Network, secret, randomness.
+        index: Of this task among the workers.
+        address: Where to listen.
+        main_by_name: Whether this process runs the coordinator's script, so that classes of
+            its ``__main__`` are found here by name.
+    """
+
+    def __init__(
+        self, platform: Platform, index: int, address: str, *, main_by_name: bool = False
+    ) -> None:
+        self.task = f"/job:worker/task:{index}"
+        self.stopped = asyncio.Event()  # set when someone asked this task to end
+        self._platform = platform
+        self._address = address
+        self._main_by_name = main_by_name
+        self._pool = BlockPool()
+        self._endpoint = Endpoint(
+            platform, self.task, platform.new_incarnation(), self._handlers(), self._pool
+        )
+        self._session: Session | None = None
+        self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
+        self._lanes: dict[tuple[str, int, str], Peer] = {}  # newest of each coordinator and lane
+        self._endpoint.on_peer.append(self._note_lane)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> Listener:
+        """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
+        return await self._endpoint.listen(self._address)
+
+    async def close(self) -> None:
+        """Stop what runs and close all connections. Cancellation: safe."""
+        self._end_session()
+        while self._ending:
+            await asyncio.wait(list(self._ending))
+        await self._endpoint.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of the connections."""
+        return {"network": self._endpoint.statistics()}
+
+    def _handlers(self) -> dict[type[Message], Handler]:
+        return {
+            AttachWorker: Handler(self._attach),
+            RunClosures: Handler(
+                self._of_session(lambda session, *said: session.run_closures(*said))
+            ),
+            GiveBack: Handler(self._of_session(lambda session, said, _: session.give_back(said))),
+            CancelClosures: Handler(
+                self._of_session(lambda session, said, _: session.cancel_closures(said))
+            ),
+            ReleaseIterators: Handler(
+                self._of_session(lambda session, said, _: session.release_iterators(said))
+            ),
+            AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
+            Shutdown: Handler(self._shutdown),
+        }
+
+    def _of_session(
+        self, act: Callable[[Session, Any, list[memoryview]], None]
+    ) -> Callable[[Peer, Any, list[memoryview]], None]:
+        """Serve a notification that only the coordinator of the present session may send."""
+
+        def run(peer: Peer, message: Any, segments: list[memoryview]) -> None:
+            session = self._session
+            if session is not None and peer is session.control:
+                act(session, message, segments)
+
+        return run
+
+    def _note_lane(self, peer: Peer) -> None:
+        self._lanes[(peer.task, peer.incarnation, peer.lane)] = peer
+        peer.on_closed.append(self._forget_lane)
+
+    def _forget_lane(self, peer: Peer) -> None:
+        key = (peer.task, peer.incarnation, peer.lane)
+        if self._lanes.get(key) is peer:
+            del self._lanes[key]
+        session = self._session
+        if session is not None and (peer is session.control or peer is session.bulk):
+            logger.debug("%s: the coordinator is gone", self.task)
+            self._end_session()
+            session.control.abort()  # without the other lane this one is of no use
+            session.bulk.abort()
+
+    def _attach(self, peer: Peer, message: AttachWorker, _: list[memoryview]) -> Reply:
+        if not peer.task.startswith("/job:chief/") or peer.lane != "control":
+            raise UsageError(f"{peer.task} is not a coordinator")
+        session = self._session
+        if session is not None and message.coordinator < session.attach.coordinator:
+            raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
+        bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
+        if bulk is None:
+            raise UsageError(f"{peer.task} attaches {self.task} before its bulk connection")
+        self._end_session()
+        if session is not None and session.control is not peer:
+            # Or an earlier coordinator would wait for ever for what it has sent here.
+            session.control.abort(FencedError(f"{peer.task} has attached {self.task} anew"))
+            session.bulk.abort()
+        clients = Endpoint(self._platform, self.task, message.incarnation, {}, self._pool)
+        ps = PsClient(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
+        iterators = IteratorTable()
+        runtime = Runtime(ps, message.origin, message.program, None, iterators)
+        self._clients = clients
+        self._session = Session(
+            message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
+        )
+        return Reply(Done())
+
+    def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
+        if not peer.task.startswith("/job:chief/"):
+            raise UsageError(f"{peer.task} is not a coordinator")
+        logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
+        self.stopped.set()
+        return Reply(Done())
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        clients, self._clients = self._clients, None
+        if session is None or clients is None:
+            return
+
+        async def end() -> None:
+            await session.close()
+            await session.runtime.ps.close()
+            await clients.close()
+
+        task = asyncio.get_running_loop().create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)

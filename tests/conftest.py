@@ -1,0 +1,156 @@
+"""What holds for every test: both event loops, a time limit, and nothing left behind.
+
+- A coroutine test runs on uvloop and on the stock loop; one marked ``virtual_time`` runs once, on
+  the loop of ``psync.testing`` whose clock is virtual.
+- A test fails that leaves an asyncio task, a file descriptor or a child process behind, that lets
+  an error reach the loop's exception handler, or that takes longer than 60 s (another limit:
+  ``@pytest.mark.timeout(seconds)``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+TIMEOUT_S = 60.0
+
+# Opened once in a process by libraries and kept: not a leak of the test that happens to be first.
+KEPT_FILES = ("/dev/null", "/dev/urandom")
+
+
+# --- event loops -----------------------------------------------------------------------------
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    if item.get_closest_marker("virtual_time"):
+        from psync.testing import VirtualClockLoop
+
+        return {"virtual": VirtualClockLoop}
+    return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
+            # Set up before the test's own fixtures, so that those stop their tasks before it looks.
+            names = item.fixturenames
+            names.insert(names.index("nothing_left_behind") + 1, "clean_loop")
+
+
+@pytest.fixture
+async def clean_loop(nothing_left_behind: None) -> AsyncIterator[None]:
+    """Fail the test if a task outlives it, or an error reaches the loop's exception handler."""
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    yield
+    for _ in range(3):  # what the test closed or cancelled last needs a turn of the loop to end
+        await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not tasks, f"tasks left running: {tasks}"
+    gc.collect(1)  # a task whose error nobody has seen speaks up when it is collected
+    assert not unhandled, f"the loop's exception handler was called: {unhandled}"
+
+
+# --- file descriptors and processes ----------------------------------------------------------
+
+
+def open_files() -> dict[int, str]:
+    """The open file descriptors of this process and what they stand for."""
+    files = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            files[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
+    return files
+
+
+def child_processes() -> set[str]:
+    """The process ids of this process's children, zombies among them."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {pid for children in lists for pid in children.read_text().split()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_outlives_the_suite() -> Iterator[None]:
+    """Fail the suite if a process is left that a fixture of wider scope than a test has started."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))  # opens libuv's pipe for signals, once and for ever
+    yield
+    assert not child_processes(), f"processes left behind: {child_processes()}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the test if a file, socket or process is still there when all else is torn down."""
+    files_before, children_before = set(open_files().items()), child_processes()
+    yield
+
+    def left() -> list[str]:
+        files = [
+            f"fd {fd}: {target}"
+            for fd, target in sorted(set(open_files().items()) - files_before)
+            if target not in KEPT_FILES
+        ]
+        return files + [f"process {pid}" for pid in sorted(child_processes() - children_before)]
+
+    if left():
+        gc.collect()  # held by a cycle only, such as the traceback of an error that was expected
+    assert not left(), f"left behind: {left()}"
+
+
+# --- time limit ------------------------------------------------------------------------------
+
+
+class TooLate(KeyboardInterrupt):
+    """Raised by the alarm. Both loops let a KeyboardInterrupt through, and uvloop nothing else."""
+
+
+def on_alarm(signum: int, frame: object) -> None:
+    with contextlib.suppress(RuntimeError):  # no loop runs
+        for task in asyncio.all_tasks():
+            task.print_stack(file=sys.stderr)
+    raise TooLate
+
+
+@contextlib.contextmanager
+def time_limit(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0]) if marker else TIMEOUT_S
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except TooLate as exc:
+        raise TimeoutError(f"{item.nodeid} took longer than {seconds:g} s") from exc
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with time_limit(item):
+        return (yield)

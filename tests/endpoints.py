@@ -1,0 +1,101 @@
+"""What the tests of connections share: endpoints that know each other, on any network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psync.access import Secret
+from psync.endpoint import Endpoint
+from psync.platform import Platform
+from psync.rpc import Handler, Peer, Reply
+from psync.testing import MemoryNetwork
+from psync.transport import Network, SocketNetwork
+from psync.wire.codec import Message
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.messages import Done, Hello, Refused
+
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
+SECRET = Secret(b"a secret of the whole cluster")
+
+Handlers = dict[type[Message], Handler]
+
+
+def done(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+    """A handler that has nothing to do."""
+    return Reply(Done())
+
+
+def new_endpoint(
+    network: Network,
+    task: str = PS,
+    handlers: Handlers | None = None,
+    *,
+    incarnation: int = 1,
+    secret: Secret | None = SECRET,
+    limits: Limits = DEFAULT_LIMITS,
+    admit: Callable[[Hello], Refused | None] | None = None,
+    random_bytes: Callable[[int], bytes] = os.urandom,
+) -> Endpoint:
+    platform = Platform(
+        network, secret, limits=limits, random_bytes=random_bytes, uniform=lambda: 0.5
+    )
+    return Endpoint(platform, task, incarnation, handlers or {}, admit=admit)
+
+
+@dataclass
+class Pair:
+    """Two tasks with one connection."""
+
+    network: Network
+    server: Endpoint  # a ps, which listens
+    client: Endpoint  # a worker, which has connected
+    peer: Peer  # the ps, as the worker sees it
+    back: Peer  # the worker, as the ps sees it
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    network: Network | None = None,
+    server: Handlers | None = None,
+    client: Handlers | None = None,
+    *,
+    address: str = "ps0:1",
+    lane: str = "control",
+    limits: Limits = DEFAULT_LIMITS,
+) -> AsyncIterator[Pair]:
+    """A worker connected to a ps. At the end nothing may be left, and nothing was torn."""
+    network = MemoryNetwork() if network is None else network
+    ps = new_endpoint(network, PS, server, limits=limits)
+    worker = new_endpoint(network, WORKER, client, incarnation=2, limits=limits)
+    accepted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
+    ps.on_peer.append(lambda peer: accepted.done() or accepted.set_result(peer))
+    try:
+        listener = await ps.listen(address)
+        peer = await worker.connect(listener.address, PS, lane)
+        yield Pair(network, ps, worker, peer, await accepted)
+    finally:
+        await worker.close()
+        await ps.close()
+    assert not ps._peers
+    assert not worker._peers
+    assert not ps._tasks
+    if isinstance(network, MemoryNetwork):
+        network.check()
+
+
+def places(directory: Path) -> dict[str, Callable[[], tuple[Network, str]]]:
+    """Every kind of network, and an address on it to listen on."""
+    return {
+        "memory": lambda: (MemoryNetwork(), "ps0:1"),
+        "tcp": lambda: (SocketNetwork(), "127.0.0.1:0"),
+        "unix": lambda: (SocketNetwork(), f"unix:{directory}/ps0"),
+    }
+
+
+PLACES = ("memory", "tcp", "unix")

@@ -1,0 +1,46 @@
+"""A whole cluster in this process, for tests of the user's API."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psync
+
+shared: dict[str, Any] = {}
+"""What a step in this process shares with its test: steps capture by value, but not modules."""
+
+
+@contextlib.asynccontextmanager
+async def training(
+    num_ps: int = 2, num_workers: int = 1, partitioner: Callable[..., Any] | None = None
+) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
+    """A strategy and its running coordinator, on a cluster joined by memory."""
+    async with psync.LocalCluster(num_ps, num_workers, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, partitioner)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            yield strategy, coordinator
+
+
+def strategy_of(
+    num_ps: int = 2, partitioner: Callable[..., Any] | None = None
+) -> psync.ParameterServerStrategy:
+    """A strategy without a coordinator, for what is decided at declaration."""
+    cluster = psync.ClusterSpec(
+        {
+            "chief": ["localhost:1"],
+            "ps": [f"localhost:{2 + index}" for index in range(num_ps)],
+            "worker": ["localhost:100"],
+        }
+    )
+    return psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(cluster, task_type="chief", task_id=0), partitioner
+    )
+
+
+async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any]) -> Any:
+    """Run one step, and return its result."""
+    value = coordinator.schedule(step)
+    await coordinator.join()
+    return await value

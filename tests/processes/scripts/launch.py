@@ -1,0 +1,14 @@
+"""Call the launcher as `psync run` does, with task.py in place of `psync serve` as well.
+
+Arguments: options of `launch` as JSON, then those of the script.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from psync.launcher import launch
+
+script = str(Path(__file__).with_name("task.py"))
+options = {"ps_command": [sys.executable, script, *sys.argv[2:]], **json.loads(sys.argv[1])}
+sys.exit(launch(script, sys.argv[2:], **options))

@@ -1,0 +1,30 @@
+"""Print ``ready PID`` and sleep until a signal ends it, or the launcher has gone.
+
+Arguments: ``stubborn`` ignores SIGTERM; ``parent`` starts a child that sleeps, too, and prints
+``child PID``; ``daemon`` as well, but the child leaves the session.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+arguments = sys.argv[1:]
+if "stubborn" in arguments:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "child" in arguments:
+    print("child", os.getpid(), flush=True)
+else:
+    if "parent" in arguments or "daemon" in arguments:
+        child = subprocess.Popen(
+            [sys.executable, __file__, "child", *arguments],
+            stderr=subprocess.DEVNULL,
+            start_new_session="daemon" in arguments,
+        )
+    if "PSYNC_LIFELINE_FD" in os.environ:
+        from psync.processes import watch_lifeline
+
+        watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
+    print("ready", os.getpid(), flush=True)
+while True:
+    signal.pause()

@@ -1,0 +1,118 @@
+"""One main() for each test: `steps.py NAME`."""
+
+import asyncio
+import logging
+import os
+import sys
+
+import numpy as np
+
+import psync
+
+logger = logging.getLogger("mine")
+
+
+class Point:
+    """Known to workers by name, since they run this script too."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def coordinator_of(strategy=None):
+    return psync.ClusterCoordinator(
+        strategy or psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    )
+
+
+async def nothing():
+    """Neither connects nor prints."""
+
+
+async def prints():
+    async def step():
+        print("printed in a step")
+        print("an error of the step's", file=sys.stderr)
+        logger.warning("logged in a step")
+
+    async with coordinator_of() as coordinator:
+        await coordinator.schedule(step)
+        await coordinator.join()
+
+
+async def fails():
+    async def step():
+        return {}["no such key"]
+
+    async with coordinator_of() as coordinator:
+        coordinator.schedule(step)
+        await coordinator.join()
+
+
+async def twice():
+    for number in (1, 2):
+        strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+        async with coordinator_of(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(number)
+
+            async def step():
+                return int(await v.read())  # noqa: B023
+
+            value = coordinator.schedule(step)
+            await coordinator.join()
+            print(await value)
+
+
+async def classes():
+    async def step(point):
+        assert type(point) is Point
+        return Point(point.x + 1)
+
+    async with coordinator_of() as coordinator:
+        value = coordinator.schedule(step, args=(Point(1),))
+        await coordinator.join()
+        assert type(await value) is Point
+        print((await value).x, isinstance(asyncio.get_running_loop(), asyncio.SelectorEventLoop))
+
+
+async def counts():
+    """Count with 40 closures; workers may be killed meanwhile."""
+    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    async with coordinator_of(strategy) as coordinator:
+        with strategy.scope():
+            one, other = psync.Variable(0.0), psync.Variable(np.zeros(3, np.float32))
+        sgd = psync.optimizers.SGD(1.0)
+
+        async def step():
+            await sgd.apply_gradients([(-1.0, one), (np.full(3, -1, np.float32), other)])
+
+        for _ in range(40):
+            coordinator.schedule(step)
+        await coordinator.join()
+        print(*[value.tolist() for value in await psync.pull((one, other))])
+
+
+async def endless():
+    """Say that steps run, and go on until killed."""
+    strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+    async with coordinator_of(strategy) as coordinator:
+        with strategy.scope():
+            v = psync.Variable(0.0)
+        sgd = psync.optimizers.SGD(1.0)
+
+        async def step():
+            await sgd.apply_gradients([(1.0, v)])
+            return os.getpid()
+
+        first = coordinator.schedule(step)
+        await coordinator.join()
+        print("running", await first, flush=True)
+        while True:
+            for _ in range(100):
+                coordinator.schedule(step)
+            await coordinator.join()
+
+
+if __name__ == "__main__":
+    psync.run(globals()[sys.argv[1]])

@@ -1,0 +1,28 @@
+"""Stands in for a training script, and for `psync serve`: every task says that it is ready.
+
+The chief reads commands from stdin, one a line: ``exit N``, ``abort``. A ps or worker sleeps until
+it is stopped; with the argument ``workers-exit N`` workers exit at once. All end with the launcher.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from psync.processes import watch_lifeline
+
+job = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
+watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", os.getpid(), flush=True)
+if job == "worker" and "workers-exit" in sys.argv:
+    sys.exit(int(sys.argv[-1]))
+if job == "chief":
+    match sys.stdin.readline().split():
+        case ["exit", code]:
+            sys.exit(int(code))
+        case ["abort"]:
+            os.abort()
+while True:
+    signal.pause()

@@ -1,0 +1,307 @@
+"""`psync run` from outside: a launcher with real tasks, which are killed, stopped and left alone.
+
+The tasks run scripts/task.py: it says that it is ready, and the chief does what its stdin says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+pytestmark = pytest.mark.processes
+
+
+class Run:
+    """A launcher with one chief, one ps and some workers."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        self.popen = popen
+        self._stdin, self._stdout, self._stderr = popen.stdin, popen.stdout, popen.stderr
+        self.pids: dict[str, int] = {}  # the latest process of each task
+        self.errors = ""  # what has been read of stderr
+        self._ends: dict[int, str] = {}  # descriptors that can be read when their process has ended
+
+    def wait_ready(self, *names: str) -> None:
+        """Read stdout until each of these tasks has said that it is ready."""
+        missing = set(names)
+        while missing:
+            line = self._stdout.readline()
+            found = re.fullmatch(r"(?:\[([a-z]+-\d)\] )?ready (\d+)\n", line)
+            assert found, f"got {line!r} while waiting for {missing}: {self._stderr.read()}"
+            name = found[1] or "chief-0"
+            self.pids[name] = int(found[2])
+            with contextlib.suppress(ProcessLookupError):  # it had nothing to wait for
+                self._ends[os.pidfd_open(self.pids[name])] = name
+            missing.discard(name)
+
+    def wait_error(self, text: str) -> None:
+        """Read stderr until this line."""
+        while not self.errors.endswith(text):
+            line = self._stderr.readline()
+            assert line, f"no {text!r} in {self.errors!r}"
+            self.errors += line
+
+    def read_output(self) -> str:
+        """The rest of stdout, when the launcher has ended."""
+        return self._stdout.read()
+
+    def tell_chief(self, command: str) -> None:
+        self._stdin.write(command + "\n")
+        self._stdin.flush()
+
+    def wait(self) -> int:
+        """The launcher's exit code. No task may be there any more when it has gone."""
+        code = self.popen.wait()
+        left = [name for end, name in self._ends.items() if not select.select([end], [], [], 0)[0]]
+        assert left == []
+        self.errors += self._stderr.read()
+        return code
+
+    def wait_for_all_tasks(self) -> None:
+        for end in self._ends:
+            select.select([end], [], [])
+
+    def close(self) -> None:
+        """Kill the launcher; the lifeline takes along what a failed test has left."""
+        self.popen.kill()
+        self.wait_for_all_tasks()
+        for end in self._ends:
+            os.close(end)
+
+
+ALL = ("chief-0", "ps-0", "worker-0", "worker-1")
+
+
+@contextlib.contextmanager
+def launched(
+    *args: str, prelude: Sequence[str] = (), environ: Mapping[str, str] = {}, **options: Any
+) -> Iterator[Run]:
+    options = {"num_workers": 2, **options}
+    command = [sys.executable, str(SCRIPTS / "launch.py"), json.dumps(options), *args]
+    own_environ = {k: v for k, v in os.environ.items() if not k.startswith("PSYNC_")}
+    with subprocess.Popen(
+        [*prelude, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**own_environ, **environ},
+    ) as popen:
+        run = Run(popen)
+        try:
+            yield run
+        finally:
+            run.close()
+
+
+# --- the chief decides -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_run_ends_when_the_chief_does_with_its_exit_code(code: int) -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        run.tell_chief(f"exit {code}")
+        assert run.wait() == code
+        assert run.errors == ""
+
+
+def test_a_chief_that_crashes_gives_128_plus_the_signal() -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        run.tell_chief("abort")
+        assert run.wait() == 128 + signal.SIGABRT
+        assert run.errors == "psync: the chief was killed by SIGABRT\n"
+
+
+def test_a_chief_that_is_killed_takes_everybody_along() -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        os.kill(run.pids["chief-0"], signal.SIGKILL)
+        assert run.wait() == 128 + signal.SIGKILL
+        assert run.errors == "psync: the chief was killed by SIGKILL\n"
+
+
+# --- tasks die ---------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_is_started_again() -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        first = run.pids["worker-1"]
+        os.kill(first, signal.SIGKILL)
+        run.wait_ready("worker-1")
+        assert run.pids["worker-1"] != first
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+        assert run.errors == (
+            "psync: worker-1 was killed by SIGKILL and is started again "
+            "(at most 3 times a minute)\n"
+        )
+
+
+def test_a_worker_that_dies_too_often_ends_the_run() -> None:
+    with launched("workers-exit", "7", num_workers=1, max_restarts=2) as run:
+        assert run.wait() == 1
+        again = "psync: worker-0 exited with code 7 and is started again (at most 2 times a minute)"
+        end = "psync: error: worker-0 exited with code 7, 3 deaths within a minute: the run ends"
+        assert run.errors.splitlines() == [again, again, end]
+
+
+def test_without_restarts_the_first_worker_that_dies_ends_the_run() -> None:
+    with launched("workers-exit", "7", num_workers=1, max_restarts=0, quiet=True) as run:
+        assert run.wait() == 1
+        assert run.errors == (
+            "psync: error: worker-0 exited with code 7, restarts are off: the run ends; "
+            "run without --quiet to see what it prints\n"
+        )
+
+
+def test_a_worker_that_ends_by_itself_is_not_started_again() -> None:
+    with launched("workers-exit", "0", num_workers=1) as run:
+        run.wait_error(
+            "psync: worker-0 exited with code 0: it has ended by itself and is not started again\n"
+        )
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+
+
+def test_a_ps_that_dies_is_reported_and_left_to_the_chief() -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        os.kill(run.pids["ps-0"], signal.SIGKILL)
+        run.wait_error("psync: ps-0 was killed by SIGKILL; its shards are lost with it\n")
+        run.tell_chief("exit 4")
+        assert run.wait() == 4
+
+
+def test_a_task_that_cannot_be_started_ends_the_run() -> None:
+    with launched(ps_command=["/nonexistent/program"]) as run:
+        assert run.wait() == 1
+        assert run.errors == (
+            "psync: error: ps-0 could not be started: "
+            "[Errno 2] No such file or directory: '/nonexistent/program': the run ends\n"
+        )
+
+
+# --- signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_all_tasks(signum: signal.Signals) -> None:
+    with launched() as run:
+        run.wait_ready(*ALL)
+        run.popen.send_signal(signum)
+        assert run.wait() == 128 + signum
+        assert run.errors == (f"psync: {signum.name}: stopping all tasks; once more to kill them\n")
+
+
+def test_a_second_signal_kills_tasks_that_do_not_stop() -> None:
+    with launched("stubborn") as run:
+        run.wait_ready(*ALL)
+        run.popen.send_signal(signal.SIGINT)
+        run.wait_error("psync: SIGINT: stopping all tasks; once more to kill them\n")
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGINT
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    with launched(prelude=["sh", "-c", "trap '' HUP; exec \"$@\"", "nohup"]) as run:
+        run.wait_ready(*ALL)
+        run.popen.send_signal(signal.SIGHUP)
+        run.tell_chief("exit 5")
+        assert run.wait() == 5
+        assert run.errors == ""
+
+
+@pytest.mark.parametrize("kind", [(), ("stubborn",)])
+def test_a_launcher_that_is_killed_leaves_no_task_behind(kind: tuple[str, ...]) -> None:
+    with launched(*kind) as run:
+        run.wait_ready(*ALL)
+        run.popen.kill()
+        run.wait_for_all_tasks()
+
+
+# --- what tasks are given ----------------------------------------------------------------------
+
+
+def words(pid: int, name: str) -> list[str]:
+    """The words of a file of ``/proc``, where null bytes separate them."""
+    return Path(f"/proc/{pid}/{name}").read_text().rstrip("\0").split("\0")
+
+
+def secrets_of(run: Run) -> set[str]:
+    environs = [dict(v.split("=", 1) for v in words(pid, "environ")) for pid in run.pids.values()]
+    return {environ["PSYNC_SECRET"] for environ in environs}
+
+
+def test_a_secret_of_its_own_is_given_to_each_run_and_shown_to_nobody() -> None:
+    with launched() as run, launched() as other:
+        run.wait_ready(*ALL)
+        other.wait_ready(*ALL)
+        (secret,), (other_secret,) = secrets_of(run), secrets_of(other)
+        assert secret != other_secret
+        assert len(secret) >= 32
+        for pid in (run.popen.pid, *run.pids.values()):
+            assert secret not in " ".join(words(pid, "cmdline"))
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+        assert secret not in run.errors + run.read_output()
+
+
+def test_the_secret_of_the_user_is_kept() -> None:
+    with launched(environ={"PSYNC_SECRET": "hunter2 hunter2 hunter2"}) as run:
+        run.wait_ready(*ALL)
+        assert secrets_of(run) == {"hunter2 hunter2 hunter2"}
+
+
+def test_quiet_shows_the_output_of_the_chief_alone() -> None:
+    with launched(quiet=True) as run:
+        run.wait_ready("chief-0")
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+        assert run.pids.keys() == {"chief-0"}
+        assert run.read_output() == ""
+
+
+def report_of(*args: str, stdin: int = subprocess.DEVNULL) -> dict[str, Any]:
+    """What `psync run report.py` is given as the chief."""
+    command = [sys.executable, "-m", "psync", "run", "--quiet", str(SCRIPTS / "report.py"), *args]
+    result = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=True)
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_the_command_line_hands_on_arguments_and_log_level() -> None:
+    report = report_of("--workers", "2", "--log-level", "DEBUG", "--", "--epochs", "3")
+    config = json.loads(report["environ"]["TF_CONFIG"])
+    assert report["argv"] == ["--epochs", "3"]
+    assert report["environ"]["PSYNC_LOG_LEVEL"] == "debug"
+    assert config["task"] == {"type": "chief", "index": 0}
+    assert {job: len(tasks) for job, tasks in config["cluster"].items()} == {
+        "chief": 1,
+        "ps": 1,
+        "worker": 2,
+    }
+
+
+def test_the_chief_does_not_read_from_the_terminal_that_belongs_to_the_launcher() -> None:
+    controller, terminal = os.openpty()
+    with open(controller, "rb"), open(terminal, "rb"):
+        assert report_of(stdin=terminal)["files"]["0"] == "/dev/null"

@@ -1,0 +1,254 @@
+"""Clusters that are not as they should be: one reason on stderr, a remedy, and exit code 2."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+from tasks_by_hand import (
+    SECRET,
+    SERVE,
+    Ended,
+    by_hand,
+    ended,
+    interrupt,
+    script,
+    wait_for_line,
+)
+
+pytestmark = pytest.mark.processes
+
+IDLE = script("idle.py")
+TASK = '"task": {"type": "ps", "index": 0}'
+EITHER_WAY = pytest.mark.parametrize("command", [SERVE, IDLE], ids=["serve", "script"])
+
+
+def reason_of(run: Ended) -> str:
+    """The reason that a process has given; all else on stderr are hints and places."""
+    assert run.code == 2, run
+    assert run.out == ""
+    first, *others = run.err.splitlines()
+    assert all(line.startswith(("hint: ", "at ")) for line in others), run.err
+    return first.removeprefix("psync: error: ")
+
+
+# --- TF_CONFIG ---------------------------------------------------------------------------------
+
+
+@EITHER_WAY
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ('{"cluster": {"ps": ', "TF_CONFIG: expected a JSON object, got text that is not JSON"),
+        (f'{{"cluster": {{"sp": ["h:1"]}}, {TASK}}}', "TF_CONFIG: cluster.sp: expected the jobs"),
+        (f'{{"cluster": {{"ps": ["h"]}}, {TASK}}}', "address 'h': expected a port"),
+        (f'{{"cluster": {{"ps": ["h:0"]}}, {TASK}}}', "address 'h:0' names no port"),
+        ('{"cluster": {"ps": ["h:1"]}}', "TF_CONFIG: task.type is missing"),
+        (
+            '{"cluster": {"ps": ["h:1"]}, "task": {"type": "ps", "index": 1}}',
+            "TF_CONFIG: task.index is 1, and the job 'ps' has only task 0",
+        ),
+    ],
+)
+def test_a_mistake_in_tf_config_is_named(
+    config: str, reason: str, command: tuple[str, ...]
+) -> None:
+    with by_hand() as cluster:
+        run = cluster.run("ps", 0, command, environ={"TF_CONFIG": config})
+    assert reason in reason_of(run)
+
+
+def test_the_chief_does_not_serve() -> None:
+    with by_hand() as cluster:
+        run = cluster.run("chief", 0)
+    assert reason_of(run) == "only ps and worker tasks serve, this process is /job:chief/task:0"
+
+
+def test_two_tasks_with_one_address_are_found_in_the_description() -> None:
+    with by_hand(2) as cluster:
+        cluster.cluster["ps"][1] = cluster.cluster["ps"][0]
+        run = cluster.run("ps", 0)
+    assert cluster.cluster["ps"][0] in reason_of(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("PSYNC_LOOP", "trio", "PSYNC_LOOP: expected uvloop or asyncio, got 'trio'"),
+        ("PSYNC_LIMIT_CONNECTIONS", "no", "PSYNC_LIMIT_CONNECTIONS: expected a number above 0"),
+        ("PSYNC_INSECURE", "yes", "PSYNC_INSECURE: expected 0 or 1, got 'yes'"),
+        ("PSYNC_FAILPOINTS", "here=kill", "unknown failpoint 'here'"),
+        ("PSYNC_LOG_LEVEL", "loud", "loud"),
+    ],
+)
+@EITHER_WAY
+def test_a_variable_that_makes_no_sense_is_named(
+    name: str, value: str, reason: str, command: tuple[str, ...]
+) -> None:
+    with by_hand() as cluster:
+        run = cluster.run("ps", 0, command, environ={name: value})
+    assert run.code == 2
+    assert "Traceback" not in run.err
+    assert reason in run.err
+
+
+# --- secrets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", ["ps", "worker", "chief"])
+def test_without_a_secret_no_task_starts(job: str) -> None:
+    with by_hand() as cluster:
+        run = cluster.run(job, 0, IDLE, secret=None)
+        address = cluster.cluster[job][0]
+    assert reason_of(run) == (
+        f"no secret is set, and every user of this machine could run code on this task ({address})"
+    )
+    assert "hint: set PSYNC_SECRET, or PSYNC_SECRET_FILE" in run.err
+    assert "--insecure" in run.err
+
+
+def test_insecure_tasks_say_what_that_means() -> None:
+    with by_hand() as cluster:
+        task = cluster.start("ps", 0, (*SERVE, "--insecure"), secret=None)
+        line = wait_for_line(task, "running without a secret")
+        address = cluster.cluster["ps"][0]
+    assert line.endswith(
+        "WARNING psync.environment: running without a secret: every user of this machine can run "
+        f"code on this task ({address})\n"
+    )
+
+
+def test_a_whole_cluster_runs_without_a_secret_if_that_is_asked_for() -> None:
+    with by_hand() as cluster:
+        insecure = {"PSYNC_INSECURE": "1"}
+        tasks = [
+            cluster.start(job, 0, SERVE, secret=None, environ=insecure) for job in ("ps", "worker")
+        ]
+        run = cluster.run("chief", 0, script("steps.py", "counts"), secret=None, environ=insecure)
+        assert run.code == 0, run.err
+        assert run.err.count("running without a secret") == 1
+        assert [ended(task).code for task in tasks] == [0, 0]
+
+
+@pytest.mark.parametrize("secret", ["another secret, and a long one", None])
+def test_a_chief_with_another_secret_or_none_is_turned_away(secret: str | None) -> None:
+    with by_hand() as cluster:
+        ps, worker = cluster.serve_all()
+        environ = {} if secret else {"PSYNC_INSECURE": "1"}
+        run = cluster.run("chief", 0, IDLE, secret=secret, environ=environ)
+        assert run.code == 2
+        assert "Traceback" not in run.err
+        assert re.search(r"^psync: error: .*/job:(ps|worker)/task:0 ", run.err, re.MULTILINE)
+        assert "hint: give all tasks of the cluster the same PSYNC_SECRET" in run.err
+        assert SECRET not in run.err
+        for task in (ps, worker):  # they wait for somebody better
+            assert task.poll() is None
+            assert SECRET not in interrupt(task).err
+
+
+def test_a_secret_that_is_too_short_is_an_error_everywhere() -> None:
+    with by_hand() as cluster:
+        for job in ("chief", "ps", "worker"):
+            run = cluster.run(job, 0, IDLE, secret="abc")
+            assert reason_of(run) == "PSYNC_SECRET: expected at least 16 bytes, got 3"
+
+
+# --- addresses ---------------------------------------------------------------------------------
+
+
+@EITHER_WAY
+def test_an_address_that_is_taken_is_named(command: tuple[str, ...]) -> None:
+    with by_hand() as cluster:
+        address = cluster.cluster["ps"][0]
+        host, port = address.split(":")
+        with socket.create_server((host, int(port))):
+            run = cluster.run("ps", 0, command)
+    assert reason_of(run) == f"/job:ps/task:0 cannot listen on {address}: address already in use"
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    with by_hand() as cluster:
+        cluster.cluster["ps"][0] = "192.0.2.1:4711"
+        run = cluster.run("ps", 0)
+    assert reason_of(run).startswith("/job:ps/task:0 cannot listen on 192.0.2.1:4711: ")
+
+
+def test_tasks_that_are_not_there_are_named_with_their_addresses() -> None:
+    with by_hand(2, 1) as cluster:
+        tasks = cluster.serve_all()
+        for missing in (tasks[1], tasks[2]):
+            missing.kill()
+            missing.wait()
+        run = cluster.run("chief", 0, IDLE, environ={"CONNECT_TIMEOUT": "0.5"})
+        addresses = cluster.cluster
+    assert reason_of(run) == (
+        "the cluster did not come up within 0.5 s: no connection to "
+        f"/job:ps/task:1 at {addresses['ps'][1]}, /job:worker/task:0 at {addresses['worker'][0]}"
+    )
+    assert "hint: are these tasks running, and are these their addresses?" in run.err
+    assert f"at {IDLE[0]}:" in run.err
+
+
+def test_a_task_that_answers_at_the_address_of_another_is_not_taken_for_it() -> None:
+    with by_hand() as cluster:
+        cluster.serve_all()
+        cluster.cluster["ps"], cluster.cluster["worker"] = (
+            cluster.cluster["worker"],
+            cluster.cluster["ps"],
+        )
+        run = cluster.run("chief", 0, IDLE, environ={"CONNECT_TIMEOUT": "2"})
+    assert re.fullmatch(
+        "expected /job:(ps|worker)/task:0 at this address, /job:(ps|worker)/task:0 answered",
+        reason_of(run),
+    )
+
+
+def test_a_worker_is_waited_for_by_a_task_that_came_first() -> None:
+    with by_hand() as cluster:
+        chief = cluster.start("chief", 0, IDLE)
+        cluster.serve_all()
+        wait_for_line(chief, "connected", "stdout")
+
+
+# --- strangers ---------------------------------------------------------------------------------
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "zeros": bytes(4096),
+    "noise": bytes(range(256)) * 64,
+    "a frame too large": b"PSYN\x01\x00" + bytes(10) + b"\xff" * 16,
+    "the start of a frame": b"PSYN",
+}
+
+
+@pytest.mark.slow
+def test_garbage_and_silence_at_the_port_disturb_nobody() -> None:
+    with by_hand() as cluster:
+        tasks = cluster.serve_all()
+        strangers = []
+        for job in ("ps", "worker"):
+            host, port = cluster.cluster[job][0].split(":")
+            for garbage in (*GARBAGE.values(), b""):
+                stranger = socket.create_connection((host, int(port)))
+                stranger.sendall(garbage)
+                strangers.append(stranger)
+        chief = cluster.run("chief", 0, script("steps.py", "counts"))
+        assert (chief.code, chief.out) == (0, "40.0 [40.0, 40.0, 40.0]\n"), chief.err
+        for task in tasks:
+            run = ended(task)
+            assert run.code == 0, run.err
+            assert "Traceback" not in run.err
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.slow
+def test_who_says_nothing_is_let_go_after_five_seconds() -> None:
+    with by_hand() as cluster:
+        task, _ = cluster.serve_all()
+        host, port = cluster.cluster["ps"][0].split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            line = wait_for_line(task, "the handshake was not over within 5 s")
+            assert "127.0.0.1" in line
+            assert silent.recv(1) == b""  # closed

@@ -1,0 +1,187 @@
+"""Ps tasks and clients of them in one process, on a network in memory, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from psync.access import Secret
+from psync.blocks import BlockPool
+from psync.creation import Creation
+from psync.declarations import Declaration, split
+from psync.endpoint import Endpoint
+from psync.failpoints import Failpoints
+from psync.partitioners import FixedShardsPartitioner
+from psync.platform import Platform
+from psync.ps_client import Plan, PsClient
+from psync.ps_task import PsTask
+from psync.specs import VariableSpec, dtype_name, dtype_of
+from psync.testing import MemoryNetwork
+from psync.update_rules import SGD
+from psync.wire.messages import AttachPs, Pushed
+
+CHIEF = "/job:chief/task:0"
+WORKER = "/job:worker/task:0"
+OTHER = "/job:worker/task:1"
+SECRET = Secret(b"a secret of at least thirty-two bytes")
+
+RATE = 0.5
+CONFIG = SGD(RATE).to_config()
+
+
+class PsCluster:
+    """Ps tasks, the chief's client, and clients of workers; an async context manager.
+
+    Everything a test sends goes through ``network``, whose check ends the test.
+    """
+
+    def __init__(self, num_ps: int = 1, *, lost_after_s: float = 15.0, **network: Any) -> None:
+        self.network = MemoryNetwork(**network)
+        self.ps = [PsTask(self.platform(), index, f"ps{index}:1") for index in range(num_ps)]
+        self.declared: list[Declaration] = []
+        self.variables = itertools.count()
+        self.places = itertools.cycle(range(num_ps))
+        self._lost_after_s = lost_after_s
+        self._incarnations = itertools.count(1000)
+        self._stack = AsyncExitStack()
+
+    def platform(self, failpoints: Failpoints | None = None, incarnation: int = 7) -> Platform:
+        return Platform(
+            self.network,
+            SECRET,
+            failpoints=failpoints or Failpoints(),
+            new_incarnation=lambda: incarnation,
+        )
+
+    async def __aenter__(self) -> Self:
+        for task in self.ps:
+            await task.start()
+            self._stack.push_async_callback(task.close)
+        self.chief = self.client(CHIEF, 100)
+        await self.attach(self.chief, 100)
+        self.creation = Creation(self.declared, self.chief)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+        if exc is None:
+            self.network.check()
+
+    def client(
+        self,
+        task: str = WORKER,
+        incarnation: int | None = None,
+        *,
+        host: str = "",
+        failpoints: Failpoints | None = None,
+        secret: Secret | None = SECRET,
+    ) -> PsClient:
+        """A task's links to all ps tasks, closed at the end."""
+        network = self.network.host(host) if host else self.network
+        platform = Platform(network, secret, failpoints=failpoints or Failpoints())
+        pool = BlockPool()
+        number = next(self._incarnations) if incarnation is None else incarnation
+        endpoint = Endpoint(platform, task, number, {}, pool)
+        client = PsClient(
+            endpoint, [f"ps{index}:1" for index in range(len(self.ps))], pool, self._lost_after_s
+        )
+        self._stack.push_async_callback(endpoint.close)
+        self._stack.push_async_callback(client.close)
+        return client
+
+    async def attach(self, client: PsClient, incarnation: int) -> None:
+        for index, link in enumerate(client.links):
+            message = AttachPs(incarnation, index, len(client.links))
+            await link.call(lambda peer, message=message: message)
+
+    def declare(self, name: str, value: Any, shards: int = 1) -> VariableSpec:
+        """Declare a variable, its shards on one ps after the other."""
+        array = np.asarray(value)
+        spec = split(
+            name, next(self.variables), array.shape, dtype_name(array.dtype), trainable=True,
+            partitioner=FixedShardsPartitioner(shards), place=lambda nbytes: next(self.places),
+            where="train.py:1",
+        )  # fmt: skip
+        self.declared.append(Declaration(spec, array))
+        return spec
+
+    async def create(self, name: str, value: Any, shards: int = 1) -> VariableSpec:
+        """Declare a variable and create it."""
+        spec = self.declare(name, value, shards)
+        await self.creation.ensure()
+        return spec
+
+
+async def pull(client: PsClient, *variables: VariableSpec, **options: Any) -> list[np.ndarray]:
+    return await client.pull(client.plan(variables), **options)
+
+
+async def push(
+    client: PsClient,
+    variables: Sequence[VariableSpec],
+    gradients: Sequence[Any],
+    *,
+    closure: int = -1,
+    ordinal: int = 0,
+    optimizer: int = 1,
+    config: dict[str, Any] = CONFIG,
+    plan: Plan | None = None,
+) -> list[Pushed]:
+    """Push gradients, each an array or a number for all elements."""
+    arrays = [
+        gradient
+        if isinstance(gradient, np.ndarray)
+        else np.full(variable.shape, gradient, variable.dtype)
+        for variable, gradient in zip(variables, gradients, strict=True)
+    ]
+    return await client.push(
+        plan or client.plan(variables), arrays, optimizer=optimizer, config=config, step=0,
+        closure=closure, ordinal=ordinal,
+    )  # fmt: skip
+
+
+async def assign(
+    client: PsClient,
+    variable: VariableSpec,
+    value: Any,
+    op: str = "assign",
+    *,
+    closure: int = -1,
+    ordinal: int = 0,
+) -> list[Pushed]:
+    plan = client.plan((variable,))
+    return await client.assign(plan, [np.asarray(value)], op=op, closure=closure, ordinal=ordinal)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Let everything run until something holds; the test's time limit ends it otherwise."""
+    while not holds():  # noqa: ASYNC110  what is waited for tells nobody
+        await asyncio.sleep(0)
+
+
+def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
+    return lambda: task._store.busy((variable.variable_id, 0))
+
+
+def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
+    """Keep a variable's first shard busy; return what ends that."""
+    shard = variable.shards[0]
+    work = task._store.assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
+
+    def release() -> None:
+        for _ in work:
+            pass
+        task._wake()
+
+    return release

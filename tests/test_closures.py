@@ -1,0 +1,790 @@
+"""The closure queue: order and outcomes, errors, inputs, cancellation, and what join is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.closure_states import Closure, State
+from psync.closures import (
+    Action,
+    Cancel,
+    ClosureQueue,
+    Dispatch,
+    GiveBack,
+    QueueStatistics,
+    Settle,
+    WorkerStatistics,
+)
+from psync.errors import (
+    ClosureCancelled,
+    ClosureError,
+    ClosureInputError,
+    EndOfData,
+    LocalProtocolError,
+    RemoteProtocolError,
+    WorkerLost,
+)
+
+SLOW = 1.0  # seconds per closure: one is held ahead
+
+
+class Bench:
+    """A queue whose closures are called by their ids."""
+
+    def __init__(self, *workers: str, **options: int) -> None:
+        self.queue = ClosureQueue(**options)  # type: ignore[arg-type]
+        self.closures: dict[int, Closure] = {}
+        for worker in workers:
+            self.queue.worker_joined(worker)
+
+    def schedule(self, closure_id: int, *inputs: int, name: str = "step") -> list[Action]:
+        closure = self.closures[closure_id] = Closure(
+            closure_id, name=name, dependencies=[self.closures[i] for i in inputs]
+        )
+        return self.queue.schedule(closure)
+
+    def run(self, *ids: int) -> list[Action]:
+        """Schedule closures without inputs and dispatch them."""
+        for closure_id in ids:
+            assert self.schedule(closure_id) == []
+        return self.queue.dispatch()
+
+    def dispatch(self, worker: str, *ids: int) -> Dispatch:
+        """What the action of sending these closures looks like."""
+        return Dispatch(worker, tuple(self.closures[i] for i in ids))
+
+    def settle(self, *ids: int) -> Settle:
+        return Settle(tuple(self.closures[i] for i in ids))
+
+    def states(self) -> dict[int, str]:
+        return {closure_id: closure.state.value for closure_id, closure in self.closures.items()}
+
+    def error(self, closure_id: int) -> BaseException:
+        error = self.closures[closure_id].error
+        assert error is not None
+        return error
+
+
+# --- the ordinary life -----------------------------------------------------------------------
+
+
+def test_closure_is_sent_by_the_next_dispatch_and_settled_by_the_report() -> None:
+    bench = Bench("a")
+    assert bench.schedule(0) == []
+    assert bench.queue.dispatch() == [bench.dispatch("a", 0)]
+    assert bench.queue.dispatch() == []
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.closures[0].state is State.FINISHED
+    assert bench.closures[0].error is None
+
+
+def test_report_settles_in_the_order_reported_and_then_sends_more() -> None:
+    bench = Bench("a")
+    bench.run(0, 1, 2, 3)
+    assert bench.queue.finished("a", (1, 0), SLOW) == [
+        bench.settle(1, 0),
+        bench.dispatch("a", 2),
+    ]
+
+
+def test_report_sends_what_was_scheduled_since_the_last_dispatch() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1)
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0), bench.dispatch("a", 1)]
+
+
+def test_worker_that_joins_gets_what_is_queued() -> None:
+    bench = Bench()
+    assert bench.run(0, 1) == []
+    assert bench.queue.worker_joined("a") == [bench.dispatch("a", 0)]
+
+
+def test_ids_must_grow() -> None:
+    bench = Bench()
+    bench.schedule(5)
+    with pytest.raises(LocalProtocolError, match=r"^closure 5 \(step\) was scheduled after closu"):
+        bench.queue.schedule(bench.closures[5])
+    with pytest.raises(
+        LocalProtocolError,
+        match=r"^closure 4 \(step\) was scheduled after closure 5, but ids must grow$",
+    ):
+        bench.schedule(4)
+    assert bench.queue.statistics().queued == 1
+
+
+def test_closure_that_was_used_before_is_refused() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.closures[0].id = 7
+    with pytest.raises(LocalProtocolError, match=r"^closure 7 \(step\) cannot be queued: it is he"):
+        bench.queue.schedule(bench.closures[0])
+    assert bench.queue.next_id == 1
+
+
+def test_worker_joins_once() -> None:
+    with pytest.raises(LocalProtocolError, match=r"^a joined twice$"):
+        Bench("a").queue.worker_joined("a")
+
+
+def test_report_of_a_worker_that_was_lost_is_refused() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.worker_lost("a")
+    for report in (
+        lambda: bench.queue.finished("a", (0,), SLOW),
+        lambda: bench.queue.failed("a", 0, ValueError()),
+        lambda: bench.queue.end_of_data("a", 0, EndOfData()),
+        lambda: bench.queue.cancelled("a", 0),
+        lambda: bench.queue.given_back("a", (0,)),
+        lambda: bench.queue.worker_lost("a"),
+    ):
+        with pytest.raises(LocalProtocolError, match=r"^a has not joined, or was lost$"):
+            report()
+    assert bench.states() == {0: "queued"}
+
+
+@pytest.mark.parametrize("closure_id", [1, 9])
+def test_report_about_a_closure_that_the_worker_does_not_hold_is_refused(closure_id: int) -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.cancel(1)
+    tail = f"closure {closure_id}, which it does not hold$"
+    with pytest.raises(RemoteProtocolError, match=f"^a finished {tail}"):
+        bench.queue.finished("a", (0, closure_id), SLOW)
+    with pytest.raises(RemoteProtocolError, match=f"^a failed {tail}"):
+        bench.queue.failed("a", closure_id, ValueError())
+    with pytest.raises(RemoteProtocolError, match=f"^a met the end of data in {tail}"):
+        bench.queue.end_of_data("a", closure_id, EndOfData())
+    with pytest.raises(RemoteProtocolError, match=f"^a cancelled {tail}"):
+        bench.queue.cancelled("a", closure_id)
+    with pytest.raises(RemoteProtocolError, match=f"^a gave back {tail}"):
+        bench.queue.given_back("a", (closure_id,))
+    assert bench.states() == {0: "held", 1: "cancelling"}
+
+
+# --- workers that are lost -------------------------------------------------------------------
+
+
+def test_closures_of_a_lost_worker_run_elsewhere_before_the_others() -> None:
+    bench = Bench("a", "b")
+    bench.run(*range(6))
+    assert bench.queue.in_flight() == [
+        ("a", bench.closures[0]),
+        ("a", bench.closures[2]),
+        ("b", bench.closures[1]),
+        ("b", bench.closures[3]),
+    ]
+    assert bench.queue.worker_lost("a") == []
+    assert bench.states() == {0: "queued", 1: "held", 2: "queued", 3: "held"} | dict.fromkeys(
+        (4, 5), "queued"
+    )
+    assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1)]
+    assert bench.queue.finished("b", (3,), SLOW) == [bench.settle(3), bench.dispatch("b", 0)]
+    assert bench.closures[0].attempts == 1
+    assert bench.queue.statistics().put_back == 2
+
+
+def test_closure_that_was_lost_with_three_workers_fails_and_names_them() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.worker_lost("a")
+    bench.queue.worker_joined("b")
+    bench.queue.worker_lost("b")
+    bench.queue.worker_joined("a")
+    assert bench.queue.worker_lost("a") == [bench.settle(0)]
+    error = bench.error(0)
+    assert type(error) is ClosureError
+    assert str(error) == (
+        "closure 0 (step) was lost with its worker 3 times: a, b, a\n"
+        "hint: it seems to kill its process: look for a crash or lack of memory in their logs"
+    )
+    assert type(error.__cause__) is WorkerLost
+    assert str(error.__cause__) == "a was lost while it held closure 0 (step)"
+    assert bench.queue.collect_error() == (error, ())
+
+
+def test_worker_that_takes_several_closures_with_it_too_often_fails_one_of_them() -> None:
+    bench = Bench("a", max_losses=1)
+    bench.run(0, 1, 2, 3)
+    assert bench.queue.in_flight() == [("a", bench.closures[0]), ("a", bench.closures[1])]
+    assert bench.queue.worker_lost("a") == [bench.settle(0, 1, 2, 3)]
+    assert bench.states() == {0: "failed", 1: "cancelled", 2: "cancelled", 3: "cancelled"}
+    assert str(bench.error(1)) == (
+        "closure 1 (step) was cancelled: closure 0 (step) failed on a\n"
+        "hint: schedule it again after join has raised the error"
+    )
+
+
+def test_closures_given_back_run_elsewhere_and_no_attempt_is_counted() -> None:
+    bench = Bench("a")
+    bench.run(0, 1, 2)
+    bench.queue.worker_joined("b")
+    assert bench.queue.finished("b", (2,), SLOW) == [bench.settle(2), GiveBack("a", (1,))]
+    assert bench.queue.given_back("a", (1,)) == [bench.dispatch("b", 1)]
+    assert bench.closures[1].attempts == 0
+    assert bench.queue.statistics().given_back == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def test_first_error_cancels_what_is_queued_and_asks_for_the_rest_to_be_stopped() -> None:
+    bench = Bench("a", "b")
+    bench.run(*range(8))
+    assert bench.queue.in_flight() == [
+        ("a", bench.closures[0]),
+        ("a", bench.closures[2]),
+        ("b", bench.closures[1]),
+        ("b", bench.closures[3]),
+    ]
+    error = ValueError("boom")
+    assert bench.queue.failed("a", 0, error) == [
+        bench.settle(0, 4, 5, 6, 7),
+        Cancel("a", (2,)),
+        Cancel("b", (1, 3)),
+    ]
+    assert bench.error(0) is error
+    assert isinstance(bench.error(4), ClosureCancelled)
+    assert bench.queue.has_failed
+    assert not bench.queue.ready_to_raise
+
+
+def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1, 2, 3, 4)
+    error = ValueError("boom")
+    bench.queue.failed("a", 0, error)
+    assert not bench.queue.is_settled(bench.queue.next_id)
+    with pytest.raises(
+        LocalProtocolError, match=r"^the error was collected while 2 closures were in flight$"
+    ):
+        bench.queue.collect_error()
+    assert bench.queue.cancelled("b", 1) == [bench.settle(1)]
+    assert not bench.queue.ready_to_raise
+    assert bench.queue.cancelled("a", 2) == [bench.settle(2)]
+    assert bench.queue.ready_to_raise
+    assert bench.queue.is_settled(bench.queue.next_id)
+    assert bench.queue.collect_error() == (error, ())
+    assert not bench.queue.has_failed
+    assert not bench.queue.ready_to_raise
+    assert bench.queue.is_settled(bench.queue.next_id)
+    assert bench.queue.collect_error() is None
+
+
+def test_closure_in_flight_keeps_what_it_ended_with_after_an_error() -> None:
+    bench = Bench("a", "b", "c", "d")
+    bench.run(0, 1, 2, 3)
+    first, second = ValueError("first"), KeyError("second")
+    bench.queue.failed("a", 0, first)
+    assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1)]
+    assert bench.queue.failed("c", 2, second) == [bench.settle(2)]
+    assert bench.queue.cancelled("d", 3) == [bench.settle(3)]
+    assert bench.states() == {0: "failed", 1: "finished", 2: "failed", 3: "cancelled"}
+    assert bench.error(2) is second
+    assert bench.queue.collect_error() == (first, (second,))
+
+
+def test_what_cannot_be_stopped_is_waited_for_and_named() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.queue.in_flight() == [("b", bench.closures[1])]
+    bench.queue.finished("b", (1,), SLOW)
+    assert bench.queue.in_flight() == []
+    assert bench.queue.ready_to_raise
+
+
+def test_nothing_is_dispatched_while_an_error_waits_to_be_raised() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.schedule(1) == [bench.settle(1)]
+    assert str(bench.error(1)) == (
+        "closure 1 (step) was cancelled: closure 0 (step) failed on a\n"
+        "hint: schedule it again after join has raised the error"
+    )
+    assert bench.queue.dispatch() == []
+    assert bench.queue.worker_joined("b") == []
+    assert bench.queue.low_water() == 2
+
+
+def test_nothing_is_asked_back_while_an_error_waits_to_be_raised() -> None:
+    bench = Bench("a", "b")
+    bench.run(*range(8))
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.queue.cancelled("a", 2) == [bench.settle(2)]  # and b holds two
+
+
+def test_queue_runs_again_after_the_error_was_raised() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.failed("a", 0, ValueError())
+    bench.queue.cancelled("b", 1)
+    bench.queue.collect_error()
+    assert bench.run(2, 3) == [bench.dispatch("a", 2), bench.dispatch("b", 3)]
+    assert bench.queue.finished("a", (2,), SLOW) == [bench.settle(2)]
+
+
+def test_closures_of_a_worker_lost_after_an_error_end_cancelled() -> None:
+    bench = Bench("a", "b")
+    bench.run(*range(6))
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.queue.worker_lost("b") == [bench.settle(1, 3)]
+    assert bench.queue.worker_lost("a") == [bench.settle(2)]
+    assert bench.states()[1] == "cancelled"
+    assert bench.queue.statistics().put_back == 0
+    assert bench.queue.ready_to_raise
+
+
+def test_closures_given_back_after_an_error_end_cancelled() -> None:
+    bench = Bench("a", "b")
+    bench.run(*range(6))
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.queue.given_back("b", (3,)) == [bench.settle(3)]
+    assert bench.states()[3] == "cancelled"
+    assert bench.queue.statistics().given_back == 0
+
+
+# --- inputs ----------------------------------------------------------------------------------
+
+
+def test_closure_waits_for_its_inputs() -> None:
+    bench = Bench("a", "b", "c")
+    bench.run(0, 1)
+    assert bench.schedule(2, 0, 1, 0) == []
+    assert bench.queue.dispatch() == []
+    assert bench.states()[2] == "waiting"
+    assert bench.queue.statistics().waiting == 1
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1), bench.dispatch("c", 2)]
+    assert bench.closures[2].dependencies == ()
+
+
+def test_closure_whose_inputs_are_there_is_queued_at_once() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.finished("a", (0,), SLOW)
+    assert bench.schedule(1, 0) == []
+    assert bench.queue.dispatch() == [bench.dispatch("a", 1)]
+
+
+def test_closure_whose_input_was_late_goes_before_those_scheduled_after_it() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    assert bench.run(2, 3) == [bench.dispatch("a", 2)]  # ahead, as 1 waits for 0
+    assert bench.queue.finished("a", (0, 2), SLOW) == [
+        bench.settle(0, 2),
+        bench.dispatch("a", 1),
+    ]
+
+
+def test_several_closures_may_wait_for_the_same_input() -> None:
+    bench = Bench("a", "b")
+    bench.run(0)
+    bench.schedule(1, 0)
+    bench.schedule(2, 0)
+    assert bench.queue.finished("a", (0,), SLOW) == [
+        bench.settle(0),
+        bench.dispatch("b", 1),
+        bench.dispatch("a", 2),
+    ]
+
+
+def test_input_that_was_never_scheduled_is_refused() -> None:
+    bench = Bench()
+    bench.closures[0] = Closure(0, name="load")
+    with pytest.raises(
+        LocalProtocolError,
+        match=r"^closure 1 \(step\) takes the value of closure 0 \(load\), which was not schedul",
+    ):
+        bench.schedule(1, 0)
+    assert bench.queue.next_id == 0
+
+
+def test_closures_that_needed_the_value_of_a_failed_one_fail_with_its_error() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.schedule(2, 0)
+    bench.schedule(3, 2)
+    bench.schedule(4, 1)
+    error = ValueError("boom")
+    assert bench.queue.failed("a", 0, error) == [bench.settle(0, 2, 3, 4), Cancel("b", (1,))]
+    assert bench.states() == {
+        0: "failed",
+        1: "cancelling",
+        2: "failed",
+        3: "failed",
+        4: "cancelled",
+    }
+    for closure_id, source in ((2, 0), (3, 2)):
+        inner = bench.error(closure_id)
+        assert type(inner) is ClosureInputError
+        assert str(inner) == (
+            f"closure {closure_id} (step) was not run: its input, closure {source} (step), "
+            "ended with ValueError: boom"
+        )
+        assert inner.__cause__ is error  # never another ClosureInputError
+    bench.queue.finished("b", (1,), SLOW)
+    assert bench.queue.collect_error() == (error, ())  # told once, not once per closure
+
+
+def test_chain_of_inputs_may_be_long() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    for closure_id in range(1, 5000):
+        bench.schedule(closure_id, closure_id - 1)
+    bench.queue.failed("a", 0, ValueError("boom"))
+    assert bench.queue.low_water() == 5000
+    assert bench.queue.statistics().failed == 5000
+
+
+def test_closure_with_an_input_that_failed_earlier_fails_at_once_as_any_other_error() -> None:
+    bench = Bench("a", "b")
+    bench.run(0)
+    error = ValueError()
+    bench.queue.failed("a", 0, error)
+    bench.queue.collect_error()
+    bench.run(1, 2, 3, 4, 5)
+    assert bench.schedule(6, 0, 1) == [
+        bench.settle(6, 4, 5),
+        Cancel("a", (2,)),
+        Cancel("b", (1, 3)),
+    ]
+    assert str(bench.error(6)) == (
+        f"closure 6 (step) was not run: its input, closure 0 (step), ended with ValueError: {error}"
+    )
+    assert bench.error(6).__cause__ is error
+    assert str(bench.error(5)).startswith("closure 5 (step) was cancelled: closure 6 (step) failed")
+    bench.queue.worker_lost("a")
+    bench.queue.worker_lost("b")
+    assert bench.queue.collect_error() == (bench.error(6), ())
+
+
+def test_closure_scheduled_with_inputs_while_an_error_waits_is_cancelled() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.failed("a", 0, ValueError())
+    assert bench.schedule(1, 0) == [bench.settle(1)]
+    assert bench.states()[1] == "cancelled"
+
+
+def test_error_of_an_input_reported_by_a_worker_is_not_nested_either() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    root = OSError("no such file")
+    reported = ClosureInputError("the per-worker dataset failed")
+    reported.__cause__ = root
+    bench.queue.failed("a", 0, reported)
+    assert bench.error(1).__cause__ is root
+
+
+def test_input_error_without_a_cause_is_its_own_root() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    reported = ClosureInputError("the per-worker dataset failed")
+    bench.queue.failed("a", 0, reported)
+    assert bench.error(1).__cause__ is reported
+
+
+def test_input_that_is_ready_is_of_no_use_to_a_closure_cancelled_meanwhile() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    assert bench.queue.cancel(1) == [bench.settle(1)]
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.states()[1] == "cancelled"
+
+
+# --- end of data -----------------------------------------------------------------------------
+
+
+def test_end_of_data_cancels_nobody_and_is_raised_once_when_all_is_done() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1, 2)
+    end = EndOfData("the dataset of a has ended")
+    assert bench.queue.end_of_data("a", 0, end) == [bench.settle(0), bench.dispatch("a", 2)]
+    assert bench.states() == {0: "exhausted", 1: "held", 2: "held"}
+    assert bench.error(0) is end
+    assert not bench.queue.has_failed
+    assert not bench.queue.is_settled(3)
+    bench.queue.finished("b", (1,), SLOW)
+    bench.queue.end_of_data("a", 2, EndOfData("again"))
+    assert bench.queue.is_settled(3)
+    assert bench.queue.collect_error() == (end, ())
+    assert bench.queue.collect_error() is None
+    assert bench.queue.statistics().exhausted == 2
+
+
+def test_end_of_data_comes_after_the_errors() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    end, error = EndOfData(), ValueError()
+    bench.queue.end_of_data("a", 0, end)
+    bench.queue.failed("b", 1, error)
+    assert bench.queue.collect_error() == (error, (end,))
+
+
+def test_closure_that_needed_a_value_that_never_came_for_lack_of_data_cancels_nobody() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.schedule(2, 0)
+    end = EndOfData("the dataset of a has ended")
+    assert bench.queue.end_of_data("a", 0, end) == [bench.settle(0, 2)]
+    assert bench.states() == {0: "exhausted", 1: "held", 2: "exhausted"}
+    assert isinstance(bench.error(2), ClosureInputError)
+    assert bench.error(2).__cause__ is end
+    assert not bench.queue.has_failed
+    bench.queue.finished("b", (1,), SLOW)
+    assert bench.queue.collect_error() == (end, ())
+    bench.schedule(3, 2)
+    assert bench.states()[3] == "exhausted"
+    assert bench.queue.collect_error() == (end, ())
+
+
+# --- cancelling one --------------------------------------------------------------------------
+
+
+def test_queued_closure_is_cancelled_at_once() -> None:
+    bench = Bench("a")
+    bench.run(0, 1)
+    assert bench.queue.cancel(1) == [bench.settle(1)]
+    assert isinstance(bench.error(1), ClosureCancelled)
+    assert str(bench.error(1)) == "closure 1 (step) was cancelled"
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.queue.collect_error() is None
+
+
+def test_closure_in_flight_is_asked_to_stop_once_and_ends_when_its_worker_says_so() -> None:
+    bench = Bench("a")
+    bench.run(0, 1)
+    assert bench.queue.cancel(0) == [Cancel("a", (0,))]
+    assert bench.queue.cancel(0) == []
+    assert bench.queue.cancelled("a", 0) == [bench.settle(0), bench.dispatch("a", 1)]
+    assert str(bench.error(0)) == "closure 0 (step) was cancelled"
+    assert not bench.queue.has_failed
+
+
+def test_cancelling_what_is_final_or_unknown_does_nothing() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.finished("a", (0,), SLOW)
+    assert bench.queue.cancel(0) == []
+    assert bench.queue.cancel(99) == []
+
+
+def test_closure_that_finishes_before_it_is_stopped_has_its_value() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    bench.queue.cancel(0)
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0), bench.dispatch("a", 1)]
+
+
+def test_closure_that_fails_while_it_is_stopped_is_an_error() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.cancel(0)
+    error = ValueError("while cleaning up")
+    bench.queue.failed("a", 0, error)
+    assert bench.queue.collect_error() == (error, ())
+
+
+def test_cancelled_closure_whose_worker_is_lost_does_not_run_again() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.queue.cancel(0)
+    assert bench.queue.worker_lost("a") == [bench.settle(0)]
+    assert bench.states()[0] == "cancelled"
+
+
+def test_closure_that_needed_a_cancelled_value_fails_and_ends_everything() -> None:
+    bench = Bench("a")
+    bench.run(0, 1)
+    bench.schedule(2, 1)
+    bench.schedule(3, 2)
+    assert bench.queue.cancel(1) == [bench.settle(1, 2, 3), Cancel("a", (0,))]
+    assert bench.states() == {0: "cancelling", 1: "cancelled", 2: "failed", 3: "failed"}
+    assert str(bench.error(3)) == (
+        "closure 3 (step) was not run: its input, closure 2 (step), ended with "
+        "ClosureCancelled: closure 1 (step) was cancelled"
+    )
+    bench.queue.cancelled("a", 0)
+    assert bench.queue.collect_error() == (bench.error(2), ())
+
+
+def test_cancelled_closure_of_a_lost_worker_may_end_everything_and_nothing_stays_behind() -> None:
+    """The one that ends cancelled fails its dependent, while the others are just being put back."""
+    bench = Bench("a")
+    bench.run(0, 1, 2, 3)
+    bench.schedule(4, 0)
+    bench.queue.cancel(0)
+    assert bench.queue.worker_lost("a") == [bench.settle(0, 4, 1, 2, 3)]
+    assert bench.states() == {0: "cancelled", 4: "failed"} | dict.fromkeys((1, 2, 3), "cancelled")
+    assert bench.queue.low_water() == 5
+    assert bench.queue.ready_to_raise
+
+
+def test_worker_that_stops_what_nobody_asked_it_to_is_refused() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    with pytest.raises(
+        RemoteProtocolError, match=r"^a cancelled closure 0 \(step\), which it was not asked to$"
+    ):
+        bench.queue.cancelled("a", 0)
+    assert bench.states()[0] == "held"
+
+
+# --- pause and stop --------------------------------------------------------------------------
+
+
+def test_paused_queue_takes_reports_and_sends_nothing() -> None:
+    bench = Bench("a", "b")
+    bench.run(0)
+    bench.queue.pause()
+    bench.queue.pause()
+    assert bench.run(1) == []
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.queue.worker_joined("c") == []
+    assert bench.queue.resume() == []
+    assert bench.queue.resume() == [bench.dispatch("b", 1)]
+
+
+def test_resume_without_pause_is_refused() -> None:
+    with pytest.raises(
+        LocalProtocolError, match=r"^the closure queue was resumed more often than paused$"
+    ):
+        Bench().queue.resume()
+
+
+def test_failed_input_is_of_no_interest_to_a_closure_cancelled_meanwhile() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    bench.schedule(1, 0)
+    bench.queue.cancel(1)
+    assert bench.queue.failed("a", 0, ValueError()) == [bench.settle(0)]
+    assert bench.states()[1] == "cancelled"
+
+
+def test_error_that_is_no_closures_own_ends_everything_and_is_raised() -> None:
+    bench = Bench("a")
+    bench.run(0, 1, 2, 3)
+    lost = ConnectionError("a ps is gone")
+    assert bench.queue.fail(lost) == [bench.settle(2, 3), Cancel("a", (0, 1))]
+    assert "was cancelled: a ps is gone" in str(bench.error(2))
+    bench.queue.cancelled("a", 0)
+    bench.queue.cancelled("a", 1)
+    assert bench.queue.collect_error() == (lost, ())
+    assert bench.run(4) == [bench.dispatch("a", 4)]
+
+
+def test_stop_asks_each_worker_once() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    bench.queue.cancel(0)
+    assert bench.queue.stop() == [Cancel("b", (1,))]
+
+
+def test_stop_cancels_everything_now_and_later() -> None:
+    bench = Bench("a")
+    bench.run(0, 1, 2, 3)
+    assert bench.queue.stop() == [bench.settle(2, 3), Cancel("a", (0, 1))]
+    assert bench.queue.stop() == []
+    assert str(bench.error(2)) == "closure 2 (step) was cancelled: the coordinator was closed"
+    assert bench.queue.cancelled("a", 1) == [bench.settle(1)]
+    assert bench.queue.finished("a", (0,), SLOW) == [bench.settle(0)]
+    assert bench.schedule(4) == [bench.settle(4)]
+    assert bench.queue.is_settled(5)
+    assert bench.queue.collect_error() is None
+    assert bench.schedule(5) == [bench.settle(5)]
+
+
+def test_queue_stopped_after_an_error_still_raises_it_and_stays_stopped() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    error = ValueError()
+    bench.queue.failed("a", 0, error)
+    bench.queue.stop()
+    assert bench.queue.collect_error() == (error, ())
+    assert bench.schedule(1) == [bench.settle(1)]
+
+
+# --- join ------------------------------------------------------------------------------------
+
+
+def test_join_with_nothing_scheduled_is_over_at_once() -> None:
+    queue = ClosureQueue()
+    assert queue.next_id == 0
+    assert queue.is_settled(queue.next_id)
+    assert queue.collect_error() is None
+
+
+def test_join_waits_for_what_was_scheduled_before_it_and_for_nothing_else() -> None:
+    bench = Bench("a", "b")
+    bench.run(0, 1)
+    cutoff = bench.queue.next_id
+    bench.run(2)
+    assert not bench.queue.is_settled(cutoff)
+    bench.queue.finished("b", (1,), SLOW)
+    assert not bench.queue.is_settled(cutoff)
+    bench.queue.finished("a", (0,), SLOW)
+    assert bench.queue.is_settled(cutoff)
+    assert not bench.queue.is_settled(bench.queue.next_id)
+
+
+def test_low_water_is_the_lowest_id_that_is_not_final() -> None:
+    bench = Bench("a", "b", "c")
+    assert bench.queue.low_water() == 0
+    bench.run(3, 5, 9)
+    assert bench.queue.low_water() == 3
+    bench.queue.finished("b", (5,), SLOW)
+    assert bench.queue.low_water() == 3
+    bench.queue.finished("a", (3,), SLOW)
+    assert bench.queue.low_water() == 9
+    bench.queue.finished("c", (9,), SLOW)
+    assert bench.queue.low_water() == bench.queue.next_id == 10
+
+
+def test_error_between_two_joins_is_raised_by_the_next_one() -> None:
+    bench = Bench("a")
+    bench.run(0)
+    error = ValueError()
+    bench.queue.failed("a", 0, error)
+    assert bench.queue.is_settled(bench.queue.next_id)
+    assert bench.queue.collect_error() == (error, ())
+
+
+def test_statistics_count_what_is_where() -> None:
+    bench = Bench("a")
+    bench.run(0, 1, 2, 3, 4)
+    bench.schedule(5, 4)
+    bench.queue.cancel(3)
+    bench.queue.finished("a", (0,), 0.5)
+    assert bench.queue.statistics() == QueueStatistics(
+        waiting=1,
+        queued=1,
+        in_flight=2,
+        finished=1,
+        failed=0,
+        exhausted=0,
+        cancelled=1,
+        put_back=0,
+        given_back=0,
+        workers=(WorkerStatistics("a", in_flight=2, finished=1, ahead=1, mean_s=0.5),),
+    )
+
+
+def test_repr_is_a_status_line() -> None:
+    bench = Bench("a")
+    bench.run(0, 1)
+    assert repr(bench.queue) == (
+        "<ClosureQueue: 0 waiting, 1 queued, 1 in flight, 0 finished, 1 workers>"
+    )
+    bench.queue.failed("a", 0, ValueError())
+    assert repr(bench.queue) == (
+        "<ClosureQueue: 0 waiting, 0 queued, 0 in flight, 0 finished, 1 workers; "
+        "closure 0 (step) failed on a>"
+    )

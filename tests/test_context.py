@@ -1,0 +1,323 @@
+"""Who is running here, and how a plain step waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from psync.context import (
+    ClosureContext,
+    current_closure,
+    enter_closure,
+    enter_dataset,
+    forbid_in_dataset,
+    forbid_in_step,
+    get_worker_index,
+    in_dataset,
+    wait,
+)
+from psync.errors import ClosureCancelled, UsageError
+
+
+def closure(**changes: Any) -> ClosureContext:
+    return ClosureContext(**{"worker_index": 3, "closure_id": 7, **changes})
+
+
+async def run_plain_step(context: ClosureContext, step: Callable[[], Any]) -> Any:
+    """Run ``step`` as a worker runs a plain step: in a thread, in the closure's context."""
+    with enter_closure(context):
+        return await asyncio.to_thread(step)
+
+
+# --- who is running ---------------------------------------------------------------------------
+
+
+def test_nothing_is_running_in_the_program_itself() -> None:
+    assert current_closure() is None
+    assert not in_dataset()
+    forbid_in_dataset("pull")
+    forbid_in_step("declaring a variable")
+
+
+def test_a_step_is_running_inside_enter_closure_only() -> None:
+    context = closure()
+    with enter_closure(context):
+        assert current_closure() is context
+        assert not in_dataset()
+        assert get_worker_index() == 3
+    assert current_closure() is None
+
+
+def test_enter_closure_restores_what_was_running_when_the_step_raises() -> None:
+    outer = closure()
+    with enter_closure(outer):
+        with pytest.raises(KeyError), enter_closure(closure(closure_id=8)):
+            raise KeyError("x")
+        assert current_closure() is outer
+
+
+def test_dataset_code_knows_its_worker_and_is_no_step() -> None:
+    with enter_closure(closure()), enter_dataset(5):
+        assert in_dataset()
+        assert current_closure() is None
+        assert get_worker_index() == 5
+        forbid_in_step("declaring a variable")
+
+
+def test_worker_index_outside_a_step_is_an_error() -> None:
+    with pytest.raises(UsageError) as caught:
+        get_worker_index()
+    assert str(caught.value) == (
+        "get_worker_index outside a step: no worker is running this\n"
+        "hint: call it in a function given to schedule, or in a dataset function"
+    )
+
+
+def test_psync_in_dataset_code_is_an_error_that_names_the_operation() -> None:
+    with enter_dataset(0), pytest.raises(UsageError) as caught:
+        forbid_in_dataset("pull")
+    assert str(caught.value) == (
+        "pull in dataset code, which must not call psync\n"
+        "hint: do it in the step that gets the batch"
+    )
+
+
+def test_what_belongs_on_the_coordinator_is_an_error_inside_a_step() -> None:
+    with enter_closure(closure()), pytest.raises(UsageError) as caught:
+        forbid_in_step("declaring a variable", instead="declare it in strategy.scope()")
+    assert str(caught.value) == (
+        "declaring a variable inside a step (closure 7)\nhint: declare it in strategy.scope()"
+    )
+
+
+async def test_two_steps_on_one_loop_do_not_see_each_other() -> None:
+    async def step(index: int) -> int:
+        with enter_closure(closure(worker_index=index)):
+            await asyncio.sleep(0)
+            return get_worker_index()
+
+    assert await asyncio.gather(*map(step, range(4))) == [0, 1, 2, 3]
+
+
+async def test_a_task_that_a_step_starts_belongs_to_the_step() -> None:
+    context = closure()
+
+    async def child() -> ClosureContext | None:
+        return current_closure()
+
+    with enter_closure(context):
+        task = asyncio.create_task(child())
+    assert await task is context
+
+
+# --- the closure's own state ------------------------------------------------------------------
+
+
+def test_ordinals_count_the_calls_of_one_run() -> None:
+    first, second = closure(), closure()
+    assert [first.next_ordinal() for _ in range(3)] == [0, 1, 2]
+    assert second.next_ordinal() == 0
+
+
+def test_repr_tells_the_state() -> None:
+    context = closure()
+    assert repr(context) == "<closure 7 on worker 3, open>"
+    context.close()
+    assert repr(context) == "<closure 7 on worker 3, closed>"
+    context.cancel()
+    assert repr(context) == "<closure 7 on worker 3, cancelled>"
+
+
+def test_pushing_after_the_step_has_returned_is_an_error() -> None:
+    context = closure()
+    context.check_open()
+    context.close()
+    with pytest.raises(UsageError) as caught:
+        context.check_open()
+    assert str(caught.value) == (
+        "push after the step has returned (closure 7)\n"
+        "hint: await, inside the step, every task that it starts"
+    )
+
+
+def test_a_cancelled_closure_refuses_operations_whether_or_not_it_has_returned() -> None:
+    context = closure()
+    context.close()
+    context.cancel()
+    with pytest.raises(ClosureCancelled, match=r"^assign in closure 7: it was cancelled$"):
+        context.check_open("assign")
+
+
+# --- wait -------------------------------------------------------------------------------------
+
+
+async def test_wait_gives_a_plain_step_the_result_in_the_steps_context() -> None:
+    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+    context = closure(loop=loop)
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("of_the_thread")
+
+    async def pull() -> tuple[object, str, int]:
+        await asyncio.sleep(0)
+        return current_closure(), variable.get(), threading.get_ident()
+
+    def step() -> tuple[object, str, int]:
+        variable.set("set in the thread")
+        assert threading.get_ident() != loop_thread
+        return wait(pull())
+
+    assert await run_plain_step(context, step) == (context, "set in the thread", loop_thread)
+
+
+async def test_wait_takes_any_awaitable() -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(4)
+    assert await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(future)) == 4
+
+
+async def test_wait_raises_what_the_awaitable_raises() -> None:
+    async def pull() -> None:
+        raise LookupError("no such shard")
+
+    with pytest.raises(LookupError, match=r"^'no such shard'$|^no such shard$"):
+        await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(pull()))
+
+
+async def test_wait_on_the_loop_says_to_await() -> None:
+    with enter_closure(closure(loop=asyncio.get_running_loop())):
+        with pytest.raises(UsageError) as caught:
+            wait(asyncio.sleep(0))
+    assert str(caught.value) == (
+        "wait on an event loop, which it would block for ever\n"
+        "hint: in a coroutine write `await …` instead of `psync.wait(…)`"
+    )
+
+
+def test_wait_outside_a_step_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"^wait outside a step\nhint: it serves plain functions"):
+        wait(asyncio.sleep(0))
+
+
+def test_wait_in_dataset_code_is_an_error() -> None:
+    with enter_dataset(0), pytest.raises(UsageError, match=r"^wait in dataset code"):
+        wait(asyncio.sleep(0))
+
+
+def test_wait_of_something_else_than_an_awaitable_is_an_error() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        with enter_closure(closure(loop=loop)):
+            with pytest.raises(UsageError, match=r"^wait expected an awaitable, got list$"):
+                wait([1, 2])  # type: ignore[arg-type]
+    finally:
+        loop.close()
+
+
+def test_wait_in_a_closure_without_a_loop_is_an_error() -> None:
+    with enter_closure(closure()):
+        with pytest.raises(UsageError, match=r"^wait in closure 7, which has no event loop$"):
+            wait(asyncio.sleep(0))
+
+
+def test_wait_after_the_step_has_returned_is_an_error() -> None:
+    context = closure()
+    context.close()
+    with enter_closure(context):
+        with pytest.raises(UsageError, match=r"^wait after the step has returned"):
+            wait(asyncio.sleep(0))
+
+
+def test_wait_on_a_worker_that_has_stopped_ends_as_cancelled() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    future: asyncio.Future[None] = asyncio.Future(loop=loop)
+    with enter_closure(closure(loop=loop)):
+        with pytest.raises(ClosureCancelled, match=r"^closure 7: its worker has stopped$"):
+            wait(asyncio.sleep(0))
+        with pytest.raises(ClosureCancelled, match=r"its worker has stopped$"):
+            wait(future)
+
+
+async def test_cancelling_the_closure_wakes_the_thread_that_waits() -> None:
+    context = closure(loop=asyncio.get_running_loop())
+    reached = asyncio.Event()
+
+    async def never() -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    def step() -> str:
+        try:
+            wait(never())
+        except ClosureCancelled as exc:
+            return str(exc)
+        return "not cancelled"
+
+    running = asyncio.create_task(run_plain_step(context, step))
+    await reached.wait()
+    context.cancel()
+    assert await running == "closure 7 was cancelled while it waited"
+
+
+async def test_a_cancelled_closure_waits_for_nothing_more() -> None:
+    context = closure(loop=asyncio.get_running_loop())
+    context.cancel()
+    with pytest.raises(ClosureCancelled, match=r"^wait in closure 7: it was cancelled$"):
+        await run_plain_step(context, lambda: wait(asyncio.sleep(0)))
+
+
+async def test_a_result_that_comes_with_the_cancellation_is_not_given_to_the_step() -> None:
+    """Neither a result nor an error may reach a step that was cancelled meanwhile."""
+    context = closure(loop=asyncio.get_running_loop())
+    reached = asyncio.Event()
+
+    async def stubborn(error: Exception | None) -> int:
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if error is not None:
+                raise error from None
+        return 1
+
+    for error in (None, ValueError("late")):
+        context = closure(loop=asyncio.get_running_loop())
+        reached.clear()
+        running = asyncio.create_task(run_plain_step(context, lambda e=error: wait(stubborn(e))))
+        await reached.wait()
+        context.cancel()
+        with pytest.raises(ClosureCancelled, match=r"while it waited$"):
+            await running
+
+
+async def test_a_cancellation_between_the_check_and_the_loop_is_not_lost() -> None:
+    context = closure(loop=asyncio.get_running_loop())
+    asked, may_go = threading.Event(), threading.Event()
+
+    class CancelledMeanwhile:
+        """A loop that takes its time to accept what the thread hands over."""
+
+        def call_soon_threadsafe(self, *call: Any) -> None:
+            asked.set()
+            may_go.wait()
+            loop.call_soon_threadsafe(*call)
+
+    loop, context.loop = asyncio.get_running_loop(), CancelledMeanwhile()  # type: ignore[assignment]
+    running = asyncio.create_task(run_plain_step(context, lambda: wait(asyncio.Event().wait())))
+    await asyncio.to_thread(asked.wait)
+    context.cancel()
+    may_go.set()
+    with pytest.raises(ClosureCancelled, match=r"while it waited$"):
+        await running
+
+
+async def test_what_was_waited_for_may_be_cancelled_without_the_closure() -> None:
+    """A thread must never be left with asyncio's CancelledError, which means something else."""
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    with pytest.raises(ClosureCancelled, match=r"while it waited$"):
+        await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(future))

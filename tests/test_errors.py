@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from psync import errors
+from psync.errors import (
+    ClosureInputError,
+    ConfigurationError,
+    ConnectFailed,
+    ConnectionLost,
+    ParameterServerLost,
+    PsyncError,
+    RemoteError,
+    TaskLost,
+    WorkerLost,
+)
+
+TREE = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type)}
+MADE = {
+    TaskLost: lambda cls: cls("/job:ps/task:0", "is gone", hint="start it"),
+    RemoteError: lambda cls: cls("/job:worker/task:1", "ValueError", "bad", "Traceback …\n"),
+}
+
+
+def make(cls: type[PsyncError]) -> PsyncError:
+    for base, factory in MADE.items():
+        if issubclass(cls, base):
+            return factory(cls)
+    return cls("what happened", hint="what to do")
+
+
+@pytest.mark.parametrize("name", [name for name in TREE if name != "Any"])
+class TestEveryError:
+    def test_is_in_one_tree_and_says_what_it_means(self, name: str) -> None:
+        assert issubclass(TREE[name], PsyncError)
+        assert TREE[name].__doc__
+
+    def test_travels_by_pickle_as_it_is(self, name: str) -> None:
+        error = make(TREE[name])
+        error.add_note("while testing")
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            copy = pickle.loads(pickle.dumps(error, protocol))
+            assert type(copy) is type(error)
+            assert str(copy) == str(error)
+            assert copy.args == error.args
+            assert vars(copy) == vars(error)
+            assert str(pickle.loads(pickle.dumps(copy))) == str(error)
+
+    def test_can_be_raised_and_caught(self, name: str) -> None:
+        with pytest.raises(TREE[name]) as caught:
+            raise make(TREE[name])
+        assert repr(caught.value).startswith(f"{name}(")
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("ConfigurationError", ValueError),
+        ("PartitionError", ValueError),
+        ("GradientError", ValueError),
+        ("UnknownVariableError", LookupError),
+        ("CaptureError", TypeError),
+        ("ConnectFailed", OSError),
+        ("ConnectionLost", OSError),
+        ("DeadlineExceeded", TimeoutError),
+    ],
+)
+def test_those_that_python_has_a_name_for_are_these_too(name: str, base: type) -> None:
+    assert issubclass(TREE[name], base)
+
+
+def test_a_hint_stands_on_a_line_of_its_own() -> None:
+    assert str(ConfigurationError("no ps task", hint="add one")) == "no ps task\nhint: add one"
+    assert str(ConfigurationError("no ps task")) == "no ps task"
+    assert str(PsyncError()) == ""
+
+
+def test_those_of_the_network_keep_their_text_although_oserror_would_make_its_own() -> None:
+    assert str(ConnectFailed("nobody is there", hint="start it")) == (
+        "nobody is there\nhint: start it"
+    )
+    assert ConnectionLost("gone").errno is None
+
+
+def test_a_lost_task_is_named() -> None:
+    lost = WorkerLost("/job:worker/task:3")
+    assert (lost.task, str(lost)) == ("/job:worker/task:3", "/job:worker/task:3 was lost")
+    lost = ParameterServerLost("/job:ps/task:0", "was restarted", hint="start again")
+    assert str(lost) == "/job:ps/task:0 was restarted\nhint: start again"
+
+
+def test_a_remote_error_shows_the_remote_traceback() -> None:
+    error = RemoteError("/job:worker/task:1", "ValueError", "bad", "Traceback …\n  line\n")
+    assert (error.task, error.type_name) == ("/job:worker/task:1", "ValueError")
+    assert str(error) == (
+        "ValueError on /job:worker/task:1: bad\n"
+        "remote traceback (/job:worker/task:1):\nTraceback …\n  line"
+    )
+    assert str(RemoteError("/job:ps/task:0", "KeyError", "'x'")) == (
+        "KeyError on /job:ps/task:0: 'x'"
+    )
+
+
+def test_the_cause_of_an_error_is_not_part_of_its_pickle() -> None:
+    error = ClosureInputError("its dataset had failed")
+    error.__cause__ = ValueError("bad")
+    assert pickle.loads(pickle.dumps(error)).__cause__ is None

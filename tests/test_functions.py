@@ -1,0 +1,363 @@
+"""Steps: pickled once, known by content on workers, refused with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import sys
+import threading
+import types
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.errors import CaptureError
+from psync.functions import (
+    FunctionCache,
+    FunctionTable,
+    StaleCaptureWarning,
+    is_coroutine_step,
+    load_function,
+)
+from psync.payloads import INLINE_BYTES
+
+
+@pytest.fixture
+def table() -> FunctionTable:
+    return FunctionTable()
+
+
+def make_step(value: Any) -> Callable[[], Any]:
+    def step() -> Any:
+        return value
+
+    return step
+
+
+def load(function: Any) -> Callable[..., Any]:
+    return load_function(function.data, [bytearray(buffer) for buffer in function.buffers])
+
+
+class Trainer:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def step(self, x: float) -> float:
+        return self.rate * x
+
+    async def __call__(self) -> None: ...
+
+
+class RemoteValue:
+    __psync_remote_value__ = True
+
+
+# --- registering ------------------------------------------------------------------------------
+
+
+def test_a_function_arrives_with_what_it_captured(table: FunctionTable) -> None:
+    function = table.register(make_step([1, 2]))
+    assert function.name == "step"
+    assert len(function.key) == 16
+    assert load(function)() == [1, 2]
+
+
+def test_captured_arrays_travel_beside_the_pickle_and_are_frozen(table: FunctionTable) -> None:
+    array = np.zeros(INLINE_BYTES)
+    function = table.register(make_step(array))
+    array[:] = 1
+    assert len(function.buffers) == 1
+    captured = load(function)()
+    assert not captured.any()
+    assert captured.flags.writeable
+
+
+def test_a_function_is_pickled_once(table: FunctionTable) -> None:
+    pickled = []
+
+    class Counted:
+        def __reduce__(self) -> Any:
+            pickled.append(self)
+            return int, ()
+
+    step = make_step(Counted())
+    assert table.register(step) is table.register(step)
+    assert len(pickled) == 1
+
+
+def test_what_is_changed_after_the_first_schedule_is_not_captured(table: FunctionTable) -> None:
+    state = {"a": 1}
+    step = make_step(state)
+    first = table.register(step)
+    state["a"] = 2
+    assert table.register(step) is first
+    assert load(first)() == {"a": 1}
+
+
+def test_functions_of_equal_content_share_an_entry(table: FunctionTable) -> None:
+    assert table.register(make_step(1)) is table.register(make_step(1))
+    assert table.register(make_step(1)).key != table.register(make_step(2)).key
+
+
+def test_arrays_count_as_content(table: FunctionTable) -> None:
+    zeros, ones = make_step(np.zeros(INLINE_BYTES)), make_step(np.ones(INLINE_BYTES))
+    assert table.register(zeros).key != table.register(ones).key
+
+
+def test_bound_methods_partials_and_objects_are_known_by_content(table: FunctionTable) -> None:
+    trainer = Trainer(2.0)
+    method = table.register(trainer.step)
+    assert table.register(trainer.step) is method
+    assert method.name == "Trainer.step"
+    assert load(method)(3) == 6.0
+    trainer.rate = 4.0  # no identity to be frozen under: the new state counts
+    assert load(table.register(trainer.step))(3) == 12.0
+
+    partial = table.register(functools.partial(trainer.step, 5))
+    assert partial.name == "Trainer.step"
+    assert load(partial)() == 20.0
+    assert table.register(trainer).name == "Trainer"
+    assert load(table.register(len))([1]) == 1
+    assert load(table.register(dict))(a=1) == {"a": 1}
+
+
+def test_the_table_finds_functions_by_key(table: FunctionTable) -> None:
+    step = make_step(1)
+    function = table.register(step)
+    assert table.lookup(function.key) is function
+    assert table.lookup(b"?" * 16) is None
+
+
+def test_a_function_leaves_the_table_with_its_callable_and_its_closures(
+    table: FunctionTable,
+) -> None:
+    step = make_step(1)
+    queued = table.register(step)
+    key = queued.key
+    del step
+    gc.collect()
+    assert table.lookup(key) is queued  # a closure that is queued refers to it
+    del queued
+    gc.collect()
+    assert table.lookup(key) is None
+    assert len(table) == 0
+
+
+def test_a_recursive_function_leaves_the_table_too(table: FunctionTable) -> None:
+    def make() -> bytes:
+        def step() -> Any:
+            return step
+
+        return table.register(step).key
+
+    key = make()
+    gc.collect()
+    assert table.lookup(key) is None
+
+
+# --- coroutine or plain -----------------------------------------------------------------------
+
+
+async def coroutine_step() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (coroutine_step, True),
+        (functools.partial(coroutine_step), True),
+        (Trainer(1.0), True),
+        (Trainer(1.0).step, False),
+        (make_step(1), False),
+        (len, False),
+        (dict, False),
+        (functools.partial(functools.partial(make_step), 1), False),
+    ],
+)
+def test_coroutine_functions_are_told_from_plain_ones(
+    table: FunctionTable, fn: Any, expected: bool
+) -> None:
+    assert is_coroutine_step(fn) is expected
+    function = table.register(fn)
+    assert function.is_coroutine is expected
+    assert is_coroutine_step(load(function)) is expected
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def test_what_is_not_callable_is_refused(table: FunctionTable) -> None:
+    with pytest.raises(CaptureError, match=r"^expected a function, got int$"):
+        table.register(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        table.register(None)  # type: ignore[arg-type]
+
+
+def test_a_coroutine_is_refused_with_the_remedy(table: FunctionTable) -> None:
+    coroutine = coroutine_step()
+    with pytest.raises(CaptureError) as caught:
+        table.register(coroutine)  # type: ignore[arg-type]
+    coroutine.close()
+    assert str(caught.value) == (
+        "expected a function, got the coroutine coroutine_step()\n"
+        "hint: schedule the function itself: schedule(step, args=(…)) and not schedule(step(…))"
+    )
+
+
+def generator_step() -> Iterator[int]:
+    yield 1
+
+
+async def async_generator_step() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    "fn", [generator_step, async_generator_step, functools.partial(generator_step)]
+)
+def test_generator_functions_are_refused(table: FunctionTable, fn: Any) -> None:
+    with pytest.raises(CaptureError, match=r'generator_step" is a generator function, whose'):
+        table.register(fn)
+
+
+def test_a_capture_that_cannot_be_sent_is_named(table: FunctionTable) -> None:
+    with pytest.raises(CaptureError) as caught:
+        table.register(make_step(threading.Lock()))
+    assert str(caught.value) == (
+        'step "step" captures "value" (_thread.lock), which cannot be sent to a worker\n'
+        "hint: make it inside the step, or pass the data from which the step can make it"
+    )
+    assert len(table) == 0
+
+
+def test_objects_say_why_they_cannot_be_captured(table: FunctionTable) -> None:
+    class Coordinator:
+        __psync_capture_error__ = "it lives in the program, not on workers"
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    with pytest.raises(
+        CaptureError,
+        match=r'^step "step" captures "value" \(.*Coordinator\), which cannot be sent to a worker: '
+        "it lives in the program, not on workers\n",
+    ):
+        table.register(make_step(Coordinator()))
+    with pytest.raises(CaptureError, match=r"belongs to the event loop of this process"):
+        table.register(make_step(asyncio.Event()))
+
+
+def test_a_captured_remote_value_is_refused_with_the_remedy(table: FunctionTable) -> None:
+    with pytest.raises(CaptureError) as caught:
+        table.register(make_step({"fine": 1, "loss": RemoteValue()}))
+    assert str(caught.value) == (
+        'step "step" captures "value", which holds [\'loss\'] '
+        f"({__name__}.RemoteValue), which cannot be sent to a worker with it: it may have no "
+        "value yet\nhint: pass it as an argument: schedule(step, args=(value,))"
+    )
+    assert len(table) == 0
+
+
+def test_a_remote_value_is_found_in_an_object_with_parts_that_do_not_travel(
+    table: FunctionTable,
+) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.lock, self.loss = threading.Lock(), RemoteValue()
+
+        def __reduce__(self) -> Any:
+            return list, ([self.loss],)
+
+    with pytest.raises(CaptureError, match=r'captures "value", which has "loss" \(.*RemoteValue\)'):
+        table.register(make_step(Holder()))
+
+
+def test_dataset_functions_may_be_generators_and_capture_anew_each_time(
+    table: FunctionTable,
+) -> None:
+    size = 1
+
+    def dataset_fn() -> Iterator[int]:
+        yield from range(size)
+
+    first = table.register_dataset(dataset_fn)
+    assert table.register_dataset(dataset_fn) is first
+    assert table.lookup(first.key) is first
+    size = 2
+    assert list(load(table.register_dataset(dataset_fn))()) == [0, 1]
+    with pytest.raises(CaptureError, match=r'^dataset function "step" captures "value" \(_thread'):
+        table.register_dataset(make_step(threading.Lock()))
+
+
+# --- captures that went stale -----------------------------------------------------------------
+
+
+def test_a_rebound_capture_earns_one_warning_at_the_line_that_schedules(
+    table: FunctionTable,
+) -> None:
+    rate = 0.1
+
+    def step() -> float:
+        return rate
+
+    def schedule() -> Any:
+        return table.register(step)
+
+    first = schedule()
+    rate = 0.2
+    with pytest.warns(StaleCaptureWarning) as caught:
+        assert schedule() is first
+    assert [str(each.message) for each in caught] == [
+        'step "step" captured "rate" when it was first scheduled; "rate" was bound to something '
+        "else since, but workers go on with what was captured; pass it as an argument, or define "
+        "the step anew"
+    ]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rate = 0.3
+        schedule()
+
+
+# --- on the worker ----------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
+    module = types.ModuleType("only_on_the_coordinator")
+    exec("def step(): pass", module.__dict__)
+    sys.modules["only_on_the_coordinator"] = module
+    try:
+        function = table.register(module.step)
+    finally:
+        del sys.modules["only_on_the_coordinator"]
+    with pytest.raises(CaptureError) as caught:
+        load_function(function.data, function.buffers, name=function.name)
+    assert str(caught.value) == (
+        'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
+        "'only_on_the_coordinator'\n"
+        "hint: what it imports must be installed here, and its script be the same"
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_pickle_of_something_else_is_no_step() -> None:
+    with pytest.raises(CaptureError, match=r'^step "f": expected a callable, got NoneType$'):
+        load_function(b"", name="f")
+
+
+def test_the_cache_forgets_what_was_used_longest_ago() -> None:
+    cache = FunctionCache(max_functions=2)
+    cache.put(b"a", len)
+    cache.put(b"b", max)
+    assert cache.get(b"a") is len
+    cache.put(b"c", min)
+    assert cache.get(b"b") is None
+    assert cache.get(b"a") is len
+    assert cache.get(b"c") is min
+    cache.put(b"a", sum)
+    assert cache.get(b"a") is sum
+    assert len(cache) == 2

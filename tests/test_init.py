@@ -1,0 +1,78 @@
+"""The public names: each is where it is said to be, and nothing is loaded before it is used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import psync
+
+SOURCE = Path(psync.__file__).read_text()
+
+
+def names_for_type_checkers() -> set[str]:
+    (block,) = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.If)]
+    names = set()
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, f"{alias.name} is not re-exported"
+            names.add(alias.name)
+    return names
+
+
+def test_type_checkers_see_what_all_lists() -> None:
+    assert names_for_type_checkers() == set(psync.__all__)
+
+
+def test_all_is_sorted_and_names_nothing_twice() -> None:
+    assert psync.__all__ == sorted(set(psync.__all__))
+
+
+@pytest.mark.parametrize("name", psync.__all__)
+def test_each_name_is_there_and_has_a_docstring(name: str) -> None:
+    assert getattr(psync, name).__doc__
+
+
+def test_dir_lists_the_public_names() -> None:
+    assert set(psync.__all__) <= set(dir(psync))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'psync' has no attribute 'Varable'"):
+        _ = psync.Varable  # type: ignore[attr-defined]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The modules that a new interpreter has loaded after running ``code``."""
+    printing = f"import sys\n{code}\nprint(*sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", printing], capture_output=True, text=True, check=True
+    )
+    return set(run.stdout.split())
+
+
+def test_importing_psync_loads_none_of_its_modules() -> None:
+    loaded = loaded_after("import psync")
+    assert {name for name in loaded if name.startswith("psync")} == {"psync"}
+    assert not loaded & {"numpy", "asyncio", "uvloop", "click"}
+
+
+def test_errors_can_be_had_without_numpy() -> None:
+    assert "numpy" not in loaded_after("from psync import PsyncError")
+
+
+def test_the_launcher_does_not_load_numpy() -> None:
+    assert "numpy" not in loaded_after("import psync.launcher")
+
+
+def test_a_serving_task_does_not_load_what_only_others_need() -> None:
+    loaded = loaded_after("import psync.cli, psync.tasks")
+    assert not loaded & {
+        "cloudpickle", "multiprocessing", "rich", "ml_dtypes", "psync.testing",
+        "psync.coordinator", "psync.launcher", "psync.local",
+    }  # fmt: skip

@@ -1,0 +1,53 @@
+"""The launcher's own decisions. Runs of real clusters: tests/processes/test_psync_run.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from psync.errors import ConfigurationError
+from psync.launcher import launch, script_command
+
+
+def test_a_script_runs_in_this_interpreter_with_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    command = script_command(str(script), ["--lr", "0.1"])
+    assert command == [sys.executable, str(script), "--lr", "0.1"]
+
+
+def test_a_directory_with_a_main_file_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").touch()
+    assert script_command(str(tmp_path)) == [sys.executable, str(tmp_path)]
+
+
+def test_a_missing_script_is_an_error(tmp_path: Path) -> None:
+    script = str(tmp_path / "train.py")
+    with pytest.raises(ConfigurationError) as caught:
+        script_command(script)
+    assert str(caught.value) == f"script {script!r} does not exist"
+
+
+def test_a_directory_without_a_main_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        script_command(str(tmp_path))
+    assert str(caught.value) == f"script {str(tmp_path)!r} is a directory without a __main__.py"
+
+
+def test_a_file_that_is_not_python_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.touch()
+    with pytest.raises(ConfigurationError) as caught:
+        launch(str(script))
+    assert str(caught.value) == (
+        f"script {str(script)!r} is not a Python file: expected a name ending in .py"
+    )
+
+
+def test_a_secret_that_cannot_be_used_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match="PSYNC_SECRET: expected at least 16 bytes, got 5"):
+        launch(str(script), environ={"PSYNC_SECRET": "short"})

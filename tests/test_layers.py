@@ -1,0 +1,164 @@
+"""The import law of docs/design.md section 1, read from the source with ``ast``.
+
+A module that is new gets a line in ``LAYERS``, at the place that says what it may know, and a
+test file of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "psync"
+
+# A module imports modules named before it, and "wire" and "rules" know nothing of each other.
+LAYERS = {
+    "L0 ground": ["errors", "specs", "cluster"],
+    "L1 wire": [
+        "wire", "wire.limits", "wire.tensors", "wire.frames", "wire.codec", "wire.messages",
+        "wire.remote_errors", "wire.handshake", "wire.protocol",
+    ],
+    "L1 rules": [
+        "partitioners", "placement", "schedules", "update_rules", "blocks", "store", "ledger",
+        "closure_states", "dispatching", "closures", "membership",
+    ],
+    "L2 shell": [
+        "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",
+        "endpoint", "environment",
+    ],
+    "L3 roles": [
+        "context", "captures", "payloads", "failures", "functions", "iterators", "declarations",
+        "plans", "ps_link", "ps_client", "creation", "runtime", "scopes", "updates", "ps_task",
+        "step_thread", "closure_inputs", "worker_session", "worker_task",
+        "remote_value", "closure_messages", "closure_timeout", "joins", "cluster_links",
+        "coordinator",
+    ],
+    "L4 user API": [
+        "variables", "pulls", "optimizers", "strategy", "datasets", "cluster_coordinator",
+        "task_output", "processes",
+        "testing.deadlock", "testing.segments", "testing.loop_base", "testing.clock",
+        "testing.memory_transport", "testing.link", "testing.network", "testing",
+        "tasks", "local", "__init__",
+    ],
+    "L5 edge": ["launcher", "cli", "__main__"],
+}  # fmt: skip
+ORDER = [module for modules in LAYERS.values() for module in modules]
+LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}
+
+# Ground, wire and rules are pure: what they need of these is given to them as a value.
+IMPURE = {
+    "asyncio", "concurrent", "datetime", "multiprocessing", "os", "random", "secrets", "select",
+    "selectors", "signal", "socket", "ssl", "subprocess", "threading", "time", "uvloop",
+}  # fmt: skip
+PURE_LAYERS = {"L0 ground", "L1 wire", "L1 rules"}
+
+WITHOUT_TEST_FILE = {
+    "__init__": "only re-exports; test_init.py reads it",
+    "testing": "only re-exports",
+    "wire": "a docstring",
+    "__main__": "two lines; the tests of cli start it as a process",
+}
+
+# Arrays become bytes in wire/tensors.py. The others handle memory that is bytes already.
+BYTES_ALLOWED = {
+    "wire.tensors": "the border itself",
+    "wire.frames": "cuts what was received without copying it",
+    "wire.protocol": "the same, before a frame is complete",
+    "transport": "hands the buffers of segments to the loop",
+    "rpc": "gathers the small segments of a reply in one buffer",
+    "blocks": "memory of shards is cut into blocks of bytes",
+    "testing.segments": "finds memory that is changed while it is in flight",
+    "testing.memory_transport": "copies into the receiver's buffer, as a kernel does",
+}
+BYTES_CALL = re.compile(r"\.tobytes\(|\bfrombuffer\(|\bmemoryview\((?!b\")")
+
+
+def module_of(path: Path) -> str:
+    """The module's name without the leading ``psync.``; ``__init__`` is psync itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+each_module = pytest.mark.parametrize("module", [name for name in MODULES if name in LAYER_OF])
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, those in functions too, except what stands under ``if TYPE_CHECKING:``."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imports_of(module: str) -> list[tuple[int, str]]:
+    """What a module imports when it runs: (line, dotted name)."""
+    path = MODULES[module]
+    found: list[tuple[int, str]] = []
+    for node in runtime_nodes(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute in psync"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}".removeprefix("psync.")
+                is_module = submodule in LAYER_OF and node.module.split(".")[0] == "psync"
+                found.append((node.lineno, f"psync.{submodule}" if is_module else node.module))
+    return found
+
+
+def test_every_module_has_its_place() -> None:
+    assert [name for name in MODULES if name not in LAYER_OF] == []
+
+
+@each_module
+def test_docstring_names_the_layer(module: str) -> None:
+    if module not in WITHOUT_TEST_FILE:
+        docstring = ast.get_docstring(ast.parse(MODULES[module].read_text())) or ""
+        assert f"\nLayer: {LAYER_OF[module].split()[0]}" in docstring, MODULES[module]
+
+
+@each_module
+def test_imports_go_down_only(module: str) -> None:
+    allowed = set(ORDER[: ORDER.index(module)])
+    if LAYER_OF[module] == "L1 rules":
+        allowed -= set(LAYERS["L1 wire"])
+    for line, name in imports_of(module):
+        if name.split(".")[0] == "psync":
+            imported = name.removeprefix("psync").lstrip(".") or "__init__"
+            assert imported in allowed, (
+                f"{MODULES[module]}:{line}: psync.{module} ({LAYER_OF[module]}) must not import "
+                f"psync.{imported} ({LAYER_OF.get(imported, 'no layer')})"
+            )
+
+
+@each_module
+def test_ground_wire_and_rules_are_pure(module: str) -> None:
+    if LAYER_OF[module] in PURE_LAYERS:
+        for line, name in imports_of(module):
+            assert name.split(".")[0] not in IMPURE, (
+                f"{MODULES[module]}:{line}: {LAYER_OF[module]} must not import {name}"
+            )
+
+
+@each_module
+def test_every_module_has_its_test_file(module: str) -> None:
+    if module not in WITHOUT_TEST_FILE:
+        *folders, name = module.split(".")
+        mirror = TESTS.joinpath(*folders, f"test_{name}.py")
+        assert mirror.exists(), f"{mirror} is missing"
+
+
+@each_module
+def test_arrays_become_bytes_in_one_place(module: str) -> None:
+    if module not in BYTES_ALLOWED:
+        for number, line in enumerate(MODULES[module].read_text().splitlines(), 1):
+            assert not BYTES_CALL.search(line), (
+                f"{MODULES[module]}:{number}: only wire/tensors.py turns arrays into bytes"
+            )

@@ -1,0 +1,174 @@
+"""Local clusters: in this process or of real ones, they start, train and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from psync.errors import CaptureError, ConfigurationError, UsageError
+
+BOTH_KINDS = pytest.mark.parametrize(
+    "processes", [False, pytest.param(True, marks=pytest.mark.processes)]
+)
+
+
+@BOTH_KINDS
+async def test_it_trains(processes: bool) -> None:
+    async with psync.LocalCluster(2, 2, processes) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros(100_000, np.float32))
+            sgd = psync.optimizers.SGD(0.5)
+
+            async def step() -> int:
+                value = await v.read()
+                await sgd.apply_gradients([(np.ones_like(value), v)])
+                return os.getpid()
+
+            pids = [coordinator.schedule(step) for _ in range(20)]
+            await coordinator.join()
+            assert (await v.read() == -10).all()
+            here = {pid == os.getpid() for pid in await coordinator.fetch(pids)}
+            assert here == {not processes}
+
+
+@BOTH_KINDS
+async def test_its_resolver_says_who_is_in_it(processes: bool) -> None:
+    async with psync.LocalCluster(2, 3, processes) as cluster:
+        spec = cluster.resolver.cluster_spec()
+        assert {job: spec.num_tasks(job) for job in spec.jobs} == {"chief": 1, "ps": 2, "worker": 3}
+        assert (cluster.resolver.task_type, cluster.resolver.task_id) == ("chief", 0)
+
+
+async def test_two_clusters_in_one_process_do_not_see_each_other() -> None:
+    async with (
+        psync.LocalCluster(1, 1, processes=False) as one,
+        psync.LocalCluster(1, 1, processes=False) as other,
+    ):
+        values = []
+        for number, cluster in enumerate((one, other)):
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy):
+                with strategy.scope():
+                    v = psync.Variable(number, name="v")
+                values.append(int(await v.read()))
+    assert values == [0, 1]
+
+
+async def test_one_cluster_serves_one_coordinator_after_another() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        for number in range(3):
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    v = psync.Variable(number, name="v")
+                value = coordinator.schedule(lambda v=v: psync.wait(v.read()).item())
+                await coordinator.join()
+                assert await value == number
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((0, 1), "num_ps: expected at least 1, got 0"),
+        ((1, -1), "num_workers: expected at least 1, got -1"),
+        ((1, "2"), "num_workers: expected at least 1, got '2'"),
+    ],
+)
+def test_a_number_of_tasks_below_1_is_an_error(counts: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        psync.LocalCluster(*counts)
+    assert caught.value.message == text
+
+
+@pytest.mark.virtual_time
+async def test_on_a_slow_network_under_a_virtual_clock_it_trains_and_survives_a_cut() -> None:
+    """What a user's own test of failures looks like; no real time passes."""
+    network = psync.testing.MemoryNetwork(seed=7, latency=(0.01, 0.1), chunk=(1, 4096))
+    async with psync.LocalCluster(2, 2, processes=False, network=network) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros(10_000, np.float32))
+
+            async def step() -> None:
+                await asyncio.sleep(30)  # a long step
+                await v.assign_add(np.ones(10_000, np.float32))
+
+            for _ in range(10):
+                coordinator.schedule(step)
+            await asyncio.sleep(45)
+            network.cut("worker-0:1")
+            await coordinator.join()
+            assert (await v.read() == 10).all()
+            assert coordinator.statistics()["closures"].put_back >= 1
+    assert asyncio.get_running_loop().time() > 150
+    network.check()
+
+
+def test_a_network_is_for_tasks_in_one_process() -> None:
+    with pytest.raises(ConfigurationError, match="network: only tasks in one process"):
+        psync.LocalCluster(1, 1, network=psync.testing.MemoryNetwork())
+
+
+async def test_it_has_a_resolver_only_while_it_runs() -> None:
+    cluster = psync.LocalCluster(1, 1, processes=False)
+    with pytest.raises(UsageError, match="the local cluster is not running"):
+        _ = cluster.resolver
+    assert repr(cluster) == "<LocalCluster, 1 ps, 1 workers, not running>"
+    async with cluster:
+        assert cluster.resolver
+        assert repr(cluster) == "<LocalCluster, 1 ps, 1 workers, running>"
+    with pytest.raises(UsageError, match="the local cluster is not running"):
+        _ = cluster.resolver
+
+
+async def test_it_is_started_once() -> None:
+    cluster = psync.LocalCluster(1, 1, processes=False)
+    async with cluster:
+        with pytest.raises(UsageError, match="the local cluster was started before"):
+            await cluster.start()
+    with pytest.raises(UsageError, match="the local cluster was started before"):
+        await cluster.start()
+    await cluster.stop()  # again: nothing happens
+
+
+async def test_a_step_cannot_capture_it() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        strategy = psync.ParameterServerStrategy(cluster.resolver)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with pytest.raises(CaptureError, match="the cluster's processes belong to the chief"):
+                coordinator.schedule(lambda: cluster)
+
+
+@pytest.mark.processes
+async def test_cancelled_in_the_middle_it_leaves_no_process_behind() -> None:
+    async def train() -> None:
+        async with psync.LocalCluster(1, 1) as cluster:
+            started.set_result(cluster)
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy):
+                await asyncio.Event().wait()
+
+    started: asyncio.Future[psync.LocalCluster] = asyncio.get_running_loop().create_future()
+    training = asyncio.create_task(train())
+    cluster = await started
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+    assert [task.returncode is None for task in cluster.tasks.values()] == [False, False]
+
+
+@pytest.mark.processes
+async def test_an_error_inside_stops_all_processes() -> None:
+    cluster = psync.LocalCluster(1, 1)
+    with pytest.raises(ZeroDivisionError):
+        async with cluster:
+            _ = 1 / 0
+    assert all(task.returncode is not None for task in cluster.tasks.values())

@@ -1,0 +1,303 @@
+"""Incarnations, fences, what a loss means for a worker and for a ps, and the back-off."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import LocalProtocolError
+from psync.membership import (
+    MOVES,
+    Action,
+    Assign,
+    Fence,
+    Membership,
+    ParameterServerBack,
+    ParameterServerIsLost,
+    ParameterServerUnreachable,
+    TaskEvent,
+    TaskState,
+    WorkerIsLost,
+    backoff,
+)
+
+W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
+P0, P1 = "/job:ps/task:0", "/job:ps/task:1"
+ADDRESSES = {W0: "w0:1", W1: "w1:1", P0: "p0:1", P1: "p1:1"}
+
+
+def cluster(*, alive: tuple[str, ...] = (), ps_timeout_s: float = 30.0) -> Membership:
+    """A membership of two workers and two ps, of which some connected under incarnation 0."""
+    membership = Membership(
+        {W0: "w0:1", W1: "w1:1"}, {P0: "p0:1", P1: "p1:1"}, ps_timeout_s=ps_timeout_s
+    )
+    for task in alive:
+        membership.connected(task, 0)
+    return membership
+
+
+# --- incarnations ----------------------------------------------------------------------------
+
+
+def test_first_connection_is_assigned_the_boot_incarnation() -> None:
+    membership = cluster()
+    assert membership.connected(W0, 7) == [Assign(W0, 7)]
+    assert membership.state(W0) is TaskState.ALIVE
+    assert membership.incarnation(W0) == 7
+
+
+def test_task_that_never_connected_has_no_incarnation() -> None:
+    assert cluster().incarnation(W0) == -1
+
+
+def test_same_life_that_connects_again_gets_a_higher_incarnation() -> None:
+    membership = cluster(alive=(W0,))
+    membership.disconnected(W0, 0.0)
+    assert membership.connected(W0, 0) == [Assign(W0, 1)]
+    membership.disconnected(W0, 0.0)
+    assert membership.connected(W0, 0) == [Assign(W0, 2)]
+
+
+def test_restarted_task_gets_its_boot_incarnation_if_that_is_higher() -> None:
+    membership = cluster(alive=(W0,))
+    membership.disconnected(W0, 0.0)
+    assert membership.connected(W0, 5) == [Assign(W0, 5)]
+
+
+def test_restarted_task_never_gets_an_incarnation_that_was_used() -> None:
+    membership = cluster()
+    membership.connected(W0, 5)
+    membership.disconnected(W0, 0.0)
+    assert membership.connected(W0, 3) == [Assign(W0, 6)]
+
+
+# --- workers ---------------------------------------------------------------------------------
+
+
+def test_lost_worker_is_fenced_at_every_living_ps_before_its_loss_is_acted_on() -> None:
+    membership = cluster(alive=(P0, P1, W0))
+    assert membership.disconnected(W0, 0.0) == [
+        Fence(P0, W0, below=1),
+        Fence(P1, W0, below=1),
+        WorkerIsLost(W0, 0),
+    ]
+    assert membership.state(W0) is TaskState.LOST
+
+
+def test_ps_that_was_not_there_hears_of_the_lost_workers_when_it_connects() -> None:
+    membership = cluster(alive=(P0, W0, W1))
+    assert membership.disconnected(W0, 0.0) == [Fence(P0, W0, below=1), WorkerIsLost(W0, 0)]
+    assert membership.connected(P1, 0) == [Assign(P1, 0), Fence(P1, W0, below=1)]
+
+
+def test_worker_that_returned_is_served_although_its_earlier_life_is_fenced() -> None:
+    membership = cluster(alive=(W0,))
+    membership.disconnected(W0, 0.0)
+    membership.connected(W0, 0)
+    fences = [a for a in membership.connected(P0, 0) if isinstance(a, Fence)]
+    assert fences == [Fence(P0, W0, below=1)]
+    assert membership.incarnation(W0) >= fences[0].below
+
+
+# --- ps --------------------------------------------------------------------------------------
+
+
+def test_ps_that_returns_in_the_same_life_is_back() -> None:
+    membership = cluster(alive=(P0,))
+    assert membership.disconnected(P0, 10.0) == [ParameterServerUnreachable(P0)]
+    assert membership.state(P0) is TaskState.UNREACHABLE
+    assert membership.connected(P0, 0) == [Assign(P0, 1), ParameterServerBack(P0)]
+    assert membership.state(P0) is TaskState.ALIVE
+
+
+def test_ps_that_returns_in_another_life_has_lost_its_shards() -> None:
+    membership = cluster(alive=(P0,))
+    membership.disconnected(P0, 10.0)
+    assert membership.connected(P0, 1) == [Assign(P0, 1), ParameterServerIsLost(P0)]
+
+
+def test_ps_that_returns_hears_of_workers_lost_meanwhile_before_it_is_used_again() -> None:
+    membership = cluster(alive=(P0, W0))
+    membership.disconnected(P0, 0.0)
+    assert membership.disconnected(W0, 0.0) == [WorkerIsLost(W0, 0)]
+    assert membership.connected(P0, 0) == [
+        Assign(P0, 1),
+        Fence(P0, W0, below=1),
+        ParameterServerBack(P0),
+    ]
+
+
+def test_ps_is_given_up_when_it_stays_away_too_long_and_only_once() -> None:
+    membership = cluster(alive=(P0, P1), ps_timeout_s=5.0)
+    membership.disconnected(P0, 10.0)
+    assert membership.tick(14.9) == []
+    assert membership.tick(15.0) == [ParameterServerIsLost(P0)]
+    assert membership.state(P0) is TaskState.LOST
+    assert membership.tick(99.0) == []
+
+
+def test_ps_given_up_that_returns_empty_is_not_reported_lost_again() -> None:
+    membership = cluster(alive=(P0,), ps_timeout_s=5.0)
+    membership.disconnected(P0, 0.0)
+    membership.tick(5.0)
+    assert membership.connected(P0, 9) == [Assign(P0, 9)]
+
+
+def test_ps_given_up_that_returns_with_its_memory_is_back() -> None:
+    membership = cluster(alive=(P0,), ps_timeout_s=5.0)
+    membership.disconnected(P0, 0.0)
+    membership.tick(5.0)
+    assert membership.connected(P0, 0) == [Assign(P0, 1), ParameterServerBack(P0)]
+
+
+def test_next_deadline_is_that_of_the_ps_unreachable_for_longest() -> None:
+    membership = cluster(alive=(P0, P1), ps_timeout_s=5.0)
+    assert membership.next_deadline() is None
+    membership.disconnected(P1, 1.0)
+    membership.disconnected(P0, 2.0)
+    assert membership.next_deadline() == 6.0
+    membership.connected(P1, 0)
+    assert membership.next_deadline() == 7.0
+    membership.tick(7.0)
+    assert membership.next_deadline() is None
+
+
+def test_lost_worker_has_no_deadline() -> None:
+    membership = cluster(alive=(W0,))
+    membership.disconnected(W0, 1.0)
+    assert membership.next_deadline() is None
+    assert membership.tick(1e9) == []
+
+
+# --- who is there ----------------------------------------------------------------------------
+
+
+def test_cluster_is_ready_with_every_ps_and_enough_workers() -> None:
+    membership = cluster(alive=(P0, W0))
+    assert not membership.ready(0)  # a ps is missing
+    membership.connected(P1, 0)
+    assert membership.ready(1)
+    assert not membership.ready(2)
+    membership.connected(W1, 0)
+    assert membership.ready(2)
+
+
+def test_missing_names_the_tasks_awaited_with_their_addresses() -> None:
+    membership = cluster(alive=(P0, W0))
+    assert membership.missing() == [(P1, "p1:1"), (W1, "w1:1")]
+    membership.disconnected(P0, 0.0)
+    assert membership.missing() == [(P0, "p0:1"), (P1, "p1:1"), (W1, "w1:1")]
+
+
+def test_alive_workers_are_those_connected_now() -> None:
+    membership = cluster(alive=(P0, W1, W0))
+    assert membership.alive_workers() == [W0, W1]
+    membership.disconnected(W0, 0.0)
+    assert membership.alive_workers() == [W1]
+
+
+def test_repr_is_a_status_line() -> None:
+    membership = Membership({W0: "w0:1"}, {P0: "p0:1"})
+    membership.connected(P0, 0)
+    assert repr(membership) == f"<Membership: {P0} alive, {W0} connecting>"
+
+
+# --- illegal moves ---------------------------------------------------------------------------
+
+
+def test_second_connection_of_a_task_that_is_alive_is_refused() -> None:
+    membership = cluster(alive=(W0,))
+    with pytest.raises(LocalProtocolError, match=f"^{W0} cannot connect: it is alive$"):
+        membership.connected(W0, 3)
+    assert membership.incarnation(W0) == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "text"),
+    [
+        (W0, r"cannot lose its connection \(worker\): it is connecting"),
+        (P0, r"cannot lose its connection \(ps\): it is connecting"),
+    ],
+)
+def test_task_that_is_not_connected_cannot_disconnect(task: str, text: str) -> None:
+    with pytest.raises(LocalProtocolError, match=f"^{task} {text}$"):
+        cluster().disconnected(task, 0.0)
+
+
+def test_task_outside_the_cluster_is_refused() -> None:
+    with pytest.raises(LocalProtocolError, match=r"^/job:worker/task:9 is not a task of the clu"):
+        cluster().connected("/job:worker/task:9", 0)
+
+
+def test_every_state_has_moves_and_a_way_back_to_alive() -> None:
+    assert set(MOVES) == set(TaskState)
+    for state, moves in MOVES.items():
+        assert state is TaskState.ALIVE or moves[TaskEvent.CONNECT] is TaskState.ALIVE
+
+
+# --- laws ------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(ADDRESSES)), st.integers(0, 5), st.floats(0, 40)),
+        max_size=40,
+    )
+)
+def test_incarnations_grow_and_each_ps_has_heard_of_every_loss(
+    events: list[tuple[str, int, float]],
+) -> None:
+    """Whatever comes and goes: no incarnation is used twice, and a lost one is refused by every ps
+    that is connected, while a living one is refused by none."""
+    membership = cluster(ps_timeout_s=20.0)
+    assigned: dict[str, list[int]] = {task: [] for task in ADDRESSES}
+    fences: dict[tuple[str, str], int] = {}
+    boots = dict.fromkeys(ADDRESSES, 0)
+    now = 0.0
+    for task, restarts, seconds in events:
+        now += seconds
+        actions: list[Action] = membership.tick(now)
+        if membership.state(task) is TaskState.ALIVE:
+            actions += membership.disconnected(task, now)
+        else:
+            boots[task] += restarts
+            actions += membership.connected(task, boots[task])
+        for action in actions:
+            if isinstance(action, Assign):
+                assigned[action.task].append(action.incarnation)
+            elif isinstance(action, Fence):
+                assert membership.state(action.ps) is TaskState.ALIVE
+                fences[action.ps, action.task] = action.below
+        for numbers in assigned.values():
+            assert numbers == sorted(set(numbers))
+        for worker in (W0, W1):
+            for ps in (P0, P1):
+                below = fences.get((ps, worker), 0)
+                if membership.state(worker) is TaskState.ALIVE:
+                    assert below <= membership.incarnation(worker)
+                elif membership.state(ps) is TaskState.ALIVE:
+                    assert below == membership.incarnation(worker) + 1
+
+
+# --- back-off --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attempt", "uniform", "seconds"),
+    [(0, 0.0, 0.02), (0, 1.0, 0.04), (1, 0.0, 0.032), (2, 0.5, 0.0768), (100_000, 1.0, 5.0)],
+)
+def test_backoff_starts_at_20_ms_and_grows_by_its_factor(
+    attempt: int, uniform: float, seconds: float
+) -> None:
+    assert backoff(attempt, uniform) == pytest.approx(seconds)
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1, exclude_max=True))
+def test_backoff_never_leaves_its_limits(attempt: int, uniform: float) -> None:
+    assert 0.02 <= backoff(attempt, uniform) <= 5.0
+
+
+@given(st.integers(0, 1000), st.floats(0, 1))
+def test_backoff_does_not_shrink_with_the_attempts(attempt: int, uniform: float) -> None:
+    assert backoff(attempt, uniform) <= backoff(attempt + 1, uniform)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import ConfigurationError, PartitionError
+from psync.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+    check_partitions,
+    div_split,
+    shard_of_row,
+)
+
+KIB = 1024
+F32 = np.float32
+
+
+class TestTables:
+    @pytest.mark.parametrize(
+        ("num_shards", "shape", "expected"),
+        [(2, (10, 3), [2, 1]), (12, (10, 3), [10, 1]), (1, (5,), [1]), (3, (0, 4), [1, 1])],
+    )
+    def test_fixed(self, num_shards: int, shape: tuple[int, ...], expected: list[int]) -> None:
+        assert FixedShardsPartitioner(num_shards)(shape, F32) == expected
+
+    @pytest.mark.parametrize(
+        ("min_shard_bytes", "max_shards", "shape", "expected"),
+        [
+            (256 * KIB, 2, (75 * KIB,), [2]),  # 300 KiB: rounded up, as in TensorFlow
+            (256 * KIB, 1, (10 * KIB * KIB,), [1]),
+            (256 * KIB, 9, (64 * KIB,), [1]),  # exactly one minimum
+            (4, 2, (6, 1), [2, 1]),
+            (4, 6, (6, 1), [6, 1]),
+            (4, 10, (6, 1), [6, 1]),
+            (8, 10, (6, 1), [3, 1]),
+            (20, 10, (6, 1), [2, 1]),
+            (4, 10, (6, 0), [1, 1]),
+        ],
+    )
+    def test_min_size(
+        self, min_shard_bytes: int, max_shards: int, shape: tuple[int, ...], expected: list[int]
+    ) -> None:
+        assert MinSizePartitioner(min_shard_bytes, max_shards)(shape, F32) == expected
+
+    def test_min_size_leaves_variables_whole_by_default(self) -> None:
+        assert MinSizePartitioner()((10**9, 64), F32) == [1, 1]
+
+    @pytest.mark.parametrize(
+        ("max_shard_bytes", "max_shards", "shape", "expected"),
+        [
+            (4, None, (6, 1), [6, 1]),
+            (8, None, (6, 1), [3, 1]),
+            (20, None, (6, 1), [2, 1]),
+            (20, 1, (6, 1), [1, 1]),
+            (4, 3, (6, 1), [3, 1]),
+            (1, None, (6, 1), [6, 1]),  # a row is never cut
+            (1 << 30, None, (6, 1), [1, 1]),
+            (4, None, (6, 0), [1, 1]),
+            (4, None, (0, 1), [1, 1]),
+        ],
+    )
+    def test_max_size(
+        self,
+        max_shard_bytes: int,
+        max_shards: int | None,
+        shape: tuple[int, ...],
+        expected: list[int],
+    ) -> None:
+        assert MaxSizePartitioner(max_shard_bytes, max_shards)(shape, F32) == expected
+
+    @pytest.mark.parametrize(
+        ("dtype", "by_min", "by_max"),
+        [
+            ("float64", [8], [9]),
+            (np.dtype(np.int8), [1], [1]),
+            ("bfloat16", [2], [2]),
+            (ml_dtypes.bfloat16, [2], [2]),
+            (str, [16], [17]),
+            (np.dtype("U7"), [16], [17]),
+        ],
+    )
+    def test_size_of_an_element(self, dtype: object, by_min: list[int], by_max: list[int]) -> None:
+        assert MinSizePartitioner(100, 99)((100,), dtype) == by_min
+        assert MaxSizePartitioner(100)((100,), dtype) == by_max
+
+    def test_bytes_per_string(self) -> None:
+        assert MinSizePartitioner(100, 99, bytes_per_string=3)((100,), str) == [3]
+        assert MaxSizePartitioner(100, bytes_per_string=1)((100,), str) == [1]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "2"])
+    @pytest.mark.parametrize(
+        ("name", "make"),
+        [
+            ("FixedShardsPartitioner: num_shards", FixedShardsPartitioner),
+            ("MinSizePartitioner: min_shard_bytes", MinSizePartitioner),
+            ("MinSizePartitioner: max_shards", lambda n: MinSizePartitioner(1, n)),
+            ("MinSizePartitioner: bytes_per_string", lambda n: MinSizePartitioner(1, 1, n)),
+            ("MaxSizePartitioner: max_shard_bytes", MaxSizePartitioner),
+            ("MaxSizePartitioner: bytes_per_string", lambda n: MaxSizePartitioner(1, 1, n)),
+        ],
+    )
+    def test_argument(self, name: str, make: Callable[[object], object], value: object) -> None:
+        with pytest.raises(
+            ConfigurationError, match=f"^{name}: expected a whole number above 0, got {value!r}$"
+        ):
+            make(value)
+
+    def test_zero_max_shards_of_max_size_is_no_longer_no_limit(self) -> None:
+        with pytest.raises(ConfigurationError, match="MaxSizePartitioner: max_shards: expected"):
+            MaxSizePartitioner(1, 0)
+
+    @pytest.mark.parametrize("shape", [(None, 3), (-1,), (2.0,), (True,)])
+    def test_shape_that_is_not_known(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(PartitionError, match="expected a shape that is wholly known, got"):
+            FixedShardsPartitioner(2)(shape, F32)
+
+    def test_scalar(self) -> None:
+        with pytest.raises(PartitionError, match=r"^MinSizePartitioner: a scalar has no axis 0"):
+            MinSizePartitioner()((), F32)
+
+    @pytest.mark.parametrize("dtype", [np.complex64, "no such", object(), np.dtype("M8[s]")])
+    def test_dtype(self, dtype: object) -> None:
+        with pytest.raises(PartitionError, match="dtype"):
+            MaxSizePartitioner(1)((3,), dtype)
+
+
+class TestCheckPartitions:
+    @pytest.mark.parametrize(
+        ("partitions", "expected"),
+        [([2, 1], 2), ((3, 1), 3), ([1, 1], 1), ([99, 1], 10), ([np.int64(2), np.int64(1)], 2)],
+    )
+    def test_accepts(self, partitions: object, expected: int) -> None:
+        got = check_partitions(partitions, (10, 4), "w")
+        assert got == expected
+        assert type(got) is int
+
+    def test_empty_variable_has_one_shard(self) -> None:
+        assert check_partitions([3, 1], (0, 4), "w") == 1
+
+    @pytest.mark.parametrize(
+        "partitions",
+        [None, [], [0, 1], [0, 1, 1], [2, 2], [2, 2, 1], [2], [2, 1, 1], [-1, 1], 2, "21",
+         [2.0, 1], [True, 1], ["2", 1], [2, None], {2: 1}],
+    )  # fmt: skip
+    def test_refuses(self, partitions: object) -> None:
+        with pytest.raises(PartitionError) as caught:
+            check_partitions(partitions, (10, 4), "w")
+        assert str(caught.value) == (
+            'variable "w" of shape (10, 4): expected variable_partitioner to return a list of '
+            f"2 whole numbers, the first at least 1 and all others 1, got {partitions!r}"
+        )
+
+    def test_any_callable_will_do(self) -> None:
+        def thirds(shape: tuple[int, ...], dtype: object) -> list[int]:
+            return [3, *[1] * (len(shape) - 1)]
+
+        assert check_partitions(thirds((9, 2), F32), (9, 2), "w") == 3
+
+
+class TestDiv:
+    @pytest.mark.parametrize(
+        ("dim0", "num_shards", "expected"),
+        [
+            (13, 5, [(0, 3), (3, 3), (6, 3), (9, 2), (11, 2)]),
+            (10, 4, [(0, 3), (3, 3), (6, 2), (8, 2)]),
+            (5, 2, [(0, 3), (3, 2)]),
+            (3, 3, [(0, 1), (1, 1), (2, 1)]),
+            (0, 1, [(0, 0)]),
+        ],
+    )
+    def test_split(self, dim0: int, num_shards: int, expected: list[tuple[int, int]]) -> None:
+        assert div_split(dim0, num_shards) == expected
+
+    @pytest.mark.parametrize(("dim0", "num_shards"), [(3, 4), (3, 0), (0, 2), (3, -1)])
+    def test_empty_shards_are_refused(self, dim0: int, num_shards: int) -> None:
+        text = f"^{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}$"
+        with pytest.raises(PartitionError, match=text):
+            div_split(dim0, num_shards)
+        with pytest.raises(PartitionError, match=text):
+            shard_of_row(np.array([0]), dim0, num_shards)
+
+    @given(st.integers(1, 300), st.data())
+    def test_every_row_is_in_exactly_one_shard_and_found_there(
+        self, dim0: int, data: st.DataObject
+    ) -> None:
+        num_shards = data.draw(st.integers(1, dim0))
+        split = div_split(dim0, num_shards)
+        sizes = [rows for _, rows in split]
+        assert min(sizes) >= 1
+        assert max(sizes) - min(sizes) <= 1
+        covered = [row for offset, rows in split for row in range(offset, offset + rows)]
+        assert covered == list(range(dim0))
+        shard, local = shard_of_row(np.arange(dim0), dim0, num_shards)
+        assert [split[s][0] + at for s, at in zip(shard, local, strict=True)] == covered
+        assert all(at < sizes[s] for s, at in zip(shard, local, strict=True))
+
+    def test_rows_of_any_shape_order_and_type(self) -> None:
+        rows = np.array([[22, 0], [12, 10]], np.uint8)
+        shard, local = shard_of_row(rows, 30, 3)
+        assert shard.tolist() == [[2, 0], [1, 1]]
+        assert local.tolist() == [[2, 0], [2, 0]]
+        assert shard.dtype == local.dtype == np.int64
+
+    def test_no_rows(self) -> None:
+        shard, local = shard_of_row(np.zeros((0, 2), np.int32), 0, 1)
+        assert shard.shape == local.shape == (0, 2)
+
+    @pytest.mark.parametrize(
+        ("rows", "wrong"),
+        [([0, -1], "-1"), ([3, 10], "10"), (np.array([2**64 - 1], np.uint64), str(2**64 - 1))],
+    )
+    def test_rows_that_do_not_exist(self, rows: object, wrong: str) -> None:
+        with pytest.raises(PartitionError, match=f"^row {wrong} is out of bounds for 10 rows$"):
+            shard_of_row(np.asarray(rows), 10, 2)
+
+    @pytest.mark.parametrize("rows", [np.array([1.0]), np.array([True])])
+    def test_rows_that_are_no_integers(self, rows: np.ndarray) -> None:
+        with pytest.raises(PartitionError, match=r"^expected integers as row numbers, got"):
+            shard_of_row(rows, 10, 2)
+
+
+partitioners: st.SearchStrategy[Partitioner] = (
+    st.builds(FixedShardsPartitioner, st.integers(1, 50))
+    | st.builds(MinSizePartitioner, st.integers(1, 4000), st.integers(1, 50))
+    | st.builds(MaxSizePartitioner, st.integers(1, 4000), st.none() | st.integers(1, 50))
+)
+
+
+@given(partitioners, st.lists(st.integers(0, 40), min_size=1, max_size=3))
+def test_every_partitioner_gives_shards_that_cover_each_element_once(
+    partitioner: Partitioner, shape: list[int]
+) -> None:
+    partitions = partitioner(shape, np.float32)
+    assert len(partitions) == len(shape)
+    num_shards = check_partitions(partitions, shape, "w")
+    assert num_shards == partitions[0]
+    split = div_split(shape[0], num_shards)
+    assert sum(rows for _, rows in split) == shape[0]
+    assert all(rows for _, rows in split) or shape[0] == 0
+
+
+@given(st.integers(1, 4000), st.integers(1, 200), st.integers(1, 50))
+def test_max_size_is_respected_unless_a_row_is_larger(limit: int, rows: int, width: int) -> None:
+    (num_shards, _) = MaxSizePartitioner(limit)((rows, width), np.float32)
+    largest = max(count for _, count in div_split(rows, num_shards))
+    assert largest * width * 4 <= limit or largest == 1

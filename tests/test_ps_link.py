@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import numpy as np
+import pytest
+
+from psync import ps_link
+from psync.access import Secret
+from psync.errors import (
+    AuthenticationError,
+    ClosedError,
+    ConnectionLost,
+    ParameterServerLost,
+    TransportError,
+)
+from psync.ps_task import PsTask
+from psync.wire.messages import AskStatistics, Pull
+from tests.ps_cluster import OTHER, PsCluster, hold, pull, push, until
+
+pytestmark = pytest.mark.asyncio
+
+
+class TestLost:
+    @pytest.mark.virtual_time
+    async def test_a_ps_that_cannot_be_reached_is_lost_after_a_while(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client, told = cluster.client(), []
+            client.links[0].on_lost = told.append
+            loop = asyncio.get_running_loop()
+            cluster.network.partition("ps0:1")
+            began = loop.time()
+            for _ in range(2):
+                with pytest.raises(ParameterServerLost) as caught:
+                    await pull(client, v)
+            assert str(caught.value) == (
+                "/job:ps/task:0 at ps0:1 cannot be reached (no connection within 15 s: "
+                "/job:ps/task:0 at ps0:1: no answer within 5 s)\n"
+                "hint: its shards are gone: restart the program"
+            )
+            assert caught.value.task == "/job:ps/task:0"
+            assert 15 <= loop.time() - began < 25
+            assert len(told) == 1
+
+    @pytest.mark.virtual_time
+    async def test_one_that_comes_back_in_time_goes_on(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(3, np.float32))
+            client = cluster.client(host="w")
+            await pull(client, v)
+            for away_s, fault, end in (
+                (1, cluster.network.refuse, cluster.network.admit),
+                (10, cluster.network.partition, cluster.network.heal),
+            ):
+                fault("ps0:1")
+                cluster.network.cut("w")
+                reading = asyncio.create_task(pull(client, v))
+                await asyncio.sleep(away_s)
+                assert not reading.done()
+                end("ps0:1")
+                assert (await reading)[0].all()
+
+    @pytest.mark.virtual_time
+    @pytest.mark.parametrize(("patience_s", "lost_s"), [(15, 2), (1, 1)])
+    async def test_one_that_has_ended_is_lost_soon(self, patience_s: float, lost_s: float) -> None:
+        async with PsCluster(lost_after_s=patience_s) as cluster:
+            v = await cluster.create("v", np.ones(3, np.float32))
+            client = cluster.client()
+            await pull(client, v)
+            await cluster.ps[0].close()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            with pytest.raises(ParameterServerLost, match=f"no connection within {lost_s} s"):
+                await pull(client, v)
+            assert loop.time() - began < lost_s + 0.1
+
+    @pytest.mark.virtual_time
+    async def test_one_that_was_restarted_has_lost_its_shards(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client = cluster.client()
+            large = await cluster.create("large", np.zeros(1 << 16, np.float32))
+            await pull(client, v, large)
+            await cluster.ps[0].close()
+            again = PsTask(cluster.platform(incarnation=8), 0, "ps0:1")
+            await again.start()
+            with pytest.raises(ParameterServerLost) as caught:
+                await pull(client, v)
+            assert caught.value.message == (
+                "/job:ps/task:0 at ps0:1 was restarted and has lost its shards"
+            )
+            with pytest.raises(ParameterServerLost, match="was restarted"):
+                await pull(client, large)
+            await again.close()
+
+    @pytest.mark.virtual_time
+    @pytest.mark.parametrize("size", [3, 1 << 16], ids=["control", "bulk"])
+    async def test_one_that_is_stopped_but_connected_is_found_by_pings(self, size: int) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(size, np.float32))
+            client = cluster.client(host="w")
+            await pull(client, v)
+            cluster.network.partition("w")  # connections stay, nothing is answered
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            with pytest.raises(ParameterServerLost, match="cannot be reached"):
+                await pull(client, v)
+            assert 20 < loop.time() - began < 60
+            cluster.network.heal("w")
+
+    @pytest.mark.virtual_time
+    async def test_one_silence_is_forgiven(self, caplog: pytest.LogCaptureFixture) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client = cluster.client(host="w")
+            await pull(client, v)
+            link = client.links[0]
+            peer = await link.peer("control")
+            await asyncio.sleep(4)
+            cluster.network.partition("w")
+            await asyncio.sleep(12)
+            cluster.network.heal("w")
+            await asyncio.sleep(30)
+            assert peer.is_open
+            assert await link.peer("control") is peer
+
+    @pytest.mark.virtual_time
+    async def test_nobody_is_pinged_while_nothing_is_connected(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client = cluster.client(host="w")
+            await pull(client, v)
+            cluster.network.cut("w")
+            cluster.network.refuse("ps0:1")
+            await asyncio.sleep(100)
+            cluster.network.admit("ps0:1")
+            assert client.links[0].lost is None
+            await pull(client, v)
+
+    async def test_an_update_in_the_middle_of_a_lost_connection_is_told(self) -> None:
+        async with PsCluster(2, lost_after_s=0.05) as cluster:
+            v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
+            await cluster.ps[1].close()
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:1 at ps1:1 cannot"):
+                await push(cluster.chief, (v,), (1.0,))
+
+
+class TestRefused:
+    async def test_a_ps_with_another_secret(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client = cluster.client(OTHER, secret=Secret(b"another secret of thirty-two bytes"))
+            with pytest.raises(AuthenticationError):
+                await pull(client, v)
+            assert client.links[0].lost is None
+
+    async def test_a_request_that_breaks_every_connection_is_given_up(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ps_link, "MAX_LOSSES", 3)
+        async with PsCluster() as cluster:
+            client = cluster.client(host="w")
+            tries = []
+
+            def build(peer: object) -> AskStatistics:
+                tries.append(peer)
+                cluster.network.cut("w")
+                return AskStatistics()
+
+            with pytest.raises(ConnectionLost) as caught:
+                await client.links[0].call(build)
+            assert caught.value.message.startswith(
+                "/job:ps/task:0: 3 connections in a row were lost with the same request, the last "
+                "because: the connection to /job:ps/task:0"
+            )
+            assert isinstance(caught.value, TransportError)
+            assert len(set(map(id, tries))) == 3
+
+
+class TestSets:
+    async def test_members_are_sent_until_the_ps_has_answered(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            client = cluster.client(host="w")
+            link, plan, sent = client.links[0], client.plan((v,)), []
+            call = link.call
+
+            async def spying(build: object, *args: object, **options: object) -> object:
+                def spied(peer: object) -> Pull:
+                    message = build(peer)  # type: ignore[operator]
+                    sent.append(message.members)
+                    return message  # type: ignore[no-any-return]
+
+                return await call(spied, *args, **options)  # type: ignore[arg-type]
+
+            link.call = spying  # type: ignore[method-assign, assignment]
+            members = [(v.variable_id, 0)]
+            await asyncio.gather(client.pull(plan), client.pull(plan))
+            await client.pull(plan)
+            assert sent == [members, members, None]
+            cluster.network.cut("w")
+            await until(lambda: not cluster.network.links("w"))
+            await client.pull(plan)
+            assert sent[-1] == members
+
+    async def test_a_connection_that_knows_too_many_sets_is_replaced(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ps_link, "SETS_PER_CONNECTION", 3)
+        async with PsCluster() as cluster:
+            variables = [await cluster.create(f"v{i}", np.float32(i)) for i in range(5)]
+            client = cluster.client()
+            for _ in range(2):
+                got = await asyncio.gather(*(pull(client, v) for v in variables))
+                assert [float(value) for (value,) in got] == [0, 1, 2, 3, 4]
+
+
+class TestClose:
+    async def test_calls_under_way_fail_and_later_ones_too(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            release = hold(cluster.ps[0], v)
+            client = cluster.client()
+            reading = asyncio.create_task(pull(client, v))
+            await until(lambda: cluster.ps[0]._waiting)
+            await client.close()
+            for task in (reading, pull(client, v)):
+                with pytest.raises(ClosedError, match="the link to /job:ps/task:0 is closed"):
+                    await task
+            release()
+
+    @pytest.mark.virtual_time
+    async def test_a_connection_that_comes_up_afterwards_is_closed(self) -> None:
+        async with PsCluster(latency=(0.1, 0.2)) as cluster:
+            client = cluster.client(host="w")
+            connecting = asyncio.create_task(client.links[0].peer("control"))
+            await asyncio.sleep(0.05)
+            await client.close()
+            with pytest.raises(ClosedError):
+                await connecting
+            await asyncio.sleep(5)
+            assert not cluster.network.links("w")
+
+    async def test_nothing_is_notified_without_a_connection(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            link.notify(AskStatistics())
+            assert not link._peers
+
+
+async def test_acknowledged_are_the_answers_below_the_oldest_open_one() -> None:
+    async with PsCluster() as cluster:
+        link = cluster.client().links[0]
+        first, second, third = (link.draw_sequence() for _ in range(3))
+        assert (first, second, third, link.acked_below) == (1, 2, 3, 1)
+        link.answered(second)
+        assert link.acked_below == 1
+        link.answered(first)
+        assert link.acked_below == 3
+        link.answered(third)
+        assert link.acked_below == 4
+        gc.collect()

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import ConfigurationError
+from psync.schedules import (
+    Constant,
+    CosineDecay,
+    ExponentialDecay,
+    InverseTimeDecay,
+    PiecewiseConstantDecay,
+    PolynomialDecay,
+    Schedule,
+    Warmup,
+    as_schedule,
+    from_config,
+)
+
+ONE_OF_EACH = [
+    Constant(0.1),
+    CosineDecay(0.1, 100, alpha=0.01),
+    CosineDecay(0.0, 100, warmup_target=0.5, warmup_steps=10),
+    ExponentialDecay(0.1, 10, 0.5, staircase=True),
+    InverseTimeDecay(0.1, 10, 0.5),
+    PiecewiseConstantDecay((10, 20), (1.0, 0.5, 0.1)),
+    PolynomialDecay(0.1, 10, cycle=True, power=2.0),
+    Warmup(ExponentialDecay(0.1, 10, 0.5), 5),
+]
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+JUNK = SCALARS | st.lists(SCALARS, max_size=4)
+of_each = pytest.mark.parametrize("schedule", ONE_OF_EACH, ids=lambda s: type(s).__name__)
+
+
+class TestFormulas:
+    """Values worked out by hand from the formulas in Keras' documentation."""
+
+    @pytest.mark.parametrize(
+        ("schedule", "step", "rate"),
+        [
+            (Constant(0.25), 7, 0.25),
+            (ExponentialDecay(1.0, 10, 0.5), 0, 1.0),
+            (ExponentialDecay(1.0, 10, 0.5), 5, math.sqrt(0.5)),
+            (ExponentialDecay(1.0, 10, 0.5), 20, 0.25),
+            (ExponentialDecay(1.0, 10, 0.5, staircase=True), 19, 0.5),
+            (ExponentialDecay(1.0, 10, 0), 5, 0.0),
+            (InverseTimeDecay(1.0, 2, 0.5), 4, 0.5),
+            (InverseTimeDecay(1.0, 2, 0.5, staircase=True), 5, 0.5),
+            (PolynomialDecay(1.0, 10, 0.0), 5, 0.5),
+            (PolynomialDecay(1.0, 10, 0.2, power=2.0), 5, 0.4),
+            (PolynomialDecay(1.0, 10), 11, 0.0001),
+            (PolynomialDecay(1.0, 10, 0.0, cycle=True), 0, 1.0),
+            (PolynomialDecay(1.0, 10, 0.0, cycle=True), 10, 0.0),
+            (PolynomialDecay(1.0, 10, 0.0, cycle=True), 15, 0.25),
+            (CosineDecay(1.0, 10), 0, 1.0),
+            (CosineDecay(1.0, 10), 5, 0.5),
+            (CosineDecay(1.0, 10, alpha=0.1), 10, 0.1),
+            (CosineDecay(1.0, 10, alpha=0.1), 99, 0.1),
+            (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 1, 0.25),
+            (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 4, 1.0),
+            (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 9, 0.5),
+            (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 50, 0.0),
+            (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 10, 1.0),
+            (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 11, 0.5),
+            (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 20, 0.5),
+            (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 21, 0.1),
+            (Warmup(1.0, 4), 0, 0.0),
+            (Warmup(1.0, 4, 0.2), 2, 0.6),
+            (Warmup(PolynomialDecay(1.0, 10, 0.0), 4), 9, 0.5),
+            (Warmup(1.0, 0), 0, 1.0),
+        ],
+    )
+    def test_value(self, schedule: Schedule, step: int, rate: float) -> None:
+        assert schedule(step) == pytest.approx(rate, rel=1e-15, abs=1e-17)
+
+    @given(st.integers(0, 200), st.integers(1, 50), st.integers(0, 50))
+    def test_warmup_before_cosine_equals_the_warmup_inside_cosine(
+        self, step: int, decay_steps: int, warmup_steps: int
+    ) -> None:
+        inside = CosineDecay(0.1, decay_steps, 0.2, warmup_target=0.7, warmup_steps=warmup_steps)
+        before = Warmup(CosineDecay(0.7, decay_steps, 0.2), warmup_steps, 0.1)
+        assert inside(step) == pytest.approx(before(step))
+
+    @of_each
+    @given(step=st.integers(0, 2**63))
+    def test_any_step_gives_a_finite_float(self, schedule: Schedule, step: int) -> None:
+        rate = schedule(step)
+        assert type(rate) is float
+        assert math.isfinite(rate)
+
+    def test_growth_without_bound_is_infinity_not_an_error(self) -> None:
+        assert ExponentialDecay(1.0, 1, 10.0)(10**6) == math.inf
+
+
+class TestConfig:
+    @of_each
+    def test_survives_the_wire(self, schedule: Schedule) -> None:
+        config = msgpack.unpackb(msgpack.packb(schedule.to_config()))
+        assert from_config(config) == schedule
+
+    def test_holds_kind_and_arguments_by_name(self) -> None:
+        assert Warmup(PiecewiseConstantDecay([1], [0.1, 0.2]), 5).to_config() == {
+            "kind": "Warmup",
+            "schedule": {
+                "kind": "PiecewiseConstantDecay",
+                "boundaries": [1],
+                "values": [0.1, 0.2],
+            },
+            "warmup_steps": 5,
+            "initial_learning_rate": 0.0,
+        }
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            (None, "expected the config of a schedule, got None"),
+            ({}, "expected the config of a schedule, got {}"),
+            ({"kind": 3}, "expected the config of a schedule"),
+            ({"kind": "Lambda"}, "unknown schedule 'Lambda'\nhint: use one of Constant, CosineDec"),
+            ({"kind": "Constant"}, r"Constant: expected the arguments \['value'\], got \[\]"),
+            ({"kind": "Constant", "value": 1, 7: 1}, r"got \['7', 'value'\]"),
+            ({"kind": "Constant", "value": "x" * 300}, "expected a number, got 'x{199}…"),
+            ({"kind": "Constant", "value": True}, "Constant: value: expected a number, got True"),
+            ({"kind": "Constant", "value": math.nan}, "expected a finite number, got nan"),
+            ({"kind": "Constant", "value": 10**400}, "expected a finite number, got 1000"),
+            (
+                {"kind": "Warmup", "schedule": 1, "warmup_steps": 1, "initial_learning_rate": 0},
+                "expected the config of a schedule, got 1",
+            ),
+        ],
+    )
+    def test_refuses(self, config: object, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            from_config(config)
+
+    def test_refuses_endless_nesting(self) -> None:
+        config: object = Constant(1).to_config()
+        for _ in range(2000):
+            config = {
+                "kind": "Warmup",
+                "schedule": config,
+                "warmup_steps": 1,
+                "initial_learning_rate": 0,
+            }
+        with pytest.raises(ConfigurationError, match="nested more than 8 deep"):
+            from_config(config)
+
+    @given(
+        schedule=st.sampled_from(ONE_OF_EACH),
+        changes=st.lists(st.tuples(st.integers(0, 6), JUNK), max_size=3),
+    )
+    def test_garbled_config_is_a_configuration_error_or_a_schedule(
+        self, schedule: Schedule, changes: list[tuple[int, object]]
+    ) -> None:
+        config = schedule.to_config()
+        names = sorted(config)
+        for which, value in changes:
+            config[names[which % len(names)]] = value
+        try:
+            garbled = from_config(config)
+        except ConfigurationError:
+            return
+        assert isinstance(garbled(3), float)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (
+                lambda: ExponentialDecay(0.1, 0, 0.5),
+                "ExponentialDecay: expected decay_steps > 0, got",
+            ),
+            (
+                lambda: ExponentialDecay(0.1, 1, -1),
+                "ExponentialDecay: expected decay_rate >= 0, got",
+            ),
+            (
+                lambda: ExponentialDecay(0.1, 1, 1, 1),
+                "expected staircase to be True or False, got 1",
+            ),
+            (lambda: PolynomialDecay(0.1, 1, power=-1), "PolynomialDecay: expected power >= 0"),
+            (lambda: CosineDecay(0.1, 1, warmup_steps=-1), "expected warmup_steps >= 0, got -1"),
+            (
+                lambda: PiecewiseConstantDecay(3, [1]),
+                "expected a list of numbers as boundaries, got 3",
+            ),
+            (lambda: PiecewiseConstantDecay([1], [1]), "got 1 boundaries and 1 values"),
+            (lambda: PiecewiseConstantDecay([], [1]), "got 0 boundaries and 1 values"),
+            (lambda: PiecewiseConstantDecay([2, 2], [1, 2, 3]), r"increasing order, got \[2, 2\]"),
+        ],
+    )
+    def test_refused(self, make: object, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            make()  # type: ignore[operator]
+
+    @pytest.mark.parametrize("number", [1, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 2)])
+    def test_number_is_a_constant_schedule(self, number: float) -> None:
+        schedule = as_schedule(number)
+        assert schedule == Constant(float(number))
+        assert type(schedule.to_config()["value"]) in (int, float)
+
+    def test_schedule_is_kept(self) -> None:
+        schedule = Constant(1)
+        assert as_schedule(schedule) is schedule
+
+    def test_function_is_refused_with_the_names_of_what_exists(self) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            as_schedule(lambda step: 0.1)
+        text = str(caught.value)
+        assert "got the callable <function" in text
+        assert "a ps evaluates the learning rate and runs no user code" in text
+        assert "PiecewiseConstantDecay, PolynomialDecay, Warmup" in text
+
+    def test_anything_else_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="learning rate: expected a number, got 'x'"):
+            as_schedule("x")

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from psync.errors import PartitionError
+from psync.specs import DTYPE_NAMES, Outcome, ShardSpec, VariableSpec, dtype_name, dtype_of
+
+
+@pytest.mark.parametrize("name", DTYPE_NAMES)
+def test_each_dtype_has_a_name_and_each_name_a_dtype(name: str) -> None:
+    dtype = dtype_of(name)
+    assert dtype_name(dtype) == dtype_name(name) == dtype_name(dtype.type) == name
+    assert dtype.newbyteorder("<") == dtype
+
+
+def test_what_numpy_takes_for_a_dtype_has_a_name() -> None:
+    assert dtype_name(float) == "float64"
+    assert dtype_name(">f4") == "float32"
+    assert dtype_name(bool) == "bool"
+    assert dtype_name(ml_dtypes.bfloat16) == "bfloat16"
+
+
+@pytest.mark.parametrize("wrong", [complex, "U3", object, "datetime64[s]"])
+def test_a_dtype_that_variables_do_not_have(wrong: object) -> None:
+    with pytest.raises(PartitionError) as caught:
+        dtype_name(wrong)
+    assert caught.value.message == f"dtype {np.dtype(wrong).name!r} is not supported"
+    assert caught.value.hint == f"use one of {', '.join(DTYPE_NAMES)}"
+
+
+def test_what_is_no_dtype_at_all() -> None:
+    with pytest.raises(PartitionError, match="expected a dtype, got 'flaot32'"):
+        dtype_name("flaot32")
+    with pytest.raises(PartitionError, match="dtype 'flaot32' is not supported"):
+        dtype_of("flaot32")
+
+
+def test_bfloat16_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(PartitionError) as caught:
+        dtype_of("bfloat16")
+    assert str(caught.value) == (
+        "dtype 'bfloat16' needs the package ml_dtypes\nhint: pip install ml_dtypes"
+    )
+
+
+def test_a_shard_knows_its_key_size_and_name() -> None:
+    shard = ShardSpec("layer/w", 3, 1, 5, (5, 4), "float16", 0)
+    assert (shard.key, shard.size, shard.nbytes, str(shard)) == ((3, 1), 20, 40, '"layer/w/part_1"')
+    scalar = ShardSpec("s", 0, 0, 0, (), "float64", 0)
+    assert (scalar.size, scalar.nbytes) == (1, 8)
+    assert ShardSpec("e", 0, 0, 0, (0, 7), "int8", 0).nbytes == 0
+
+
+def test_sizes_beyond_what_machine_integers_hold() -> None:
+    huge = VariableSpec("v", 0, (1 << 40, 1 << 40), "float64", True, (), "train.py:1")
+    assert huge.nbytes == 1 << 83
+
+
+def test_specs_are_values_that_travel() -> None:
+    shard = ShardSpec("v", 0, 0, 0, (2,), "float32", 1)
+    spec = VariableSpec("v", 0, (2,), "float32", True, (shard,), "train.py:1")
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert hash(pickle.loads(pickle.dumps(spec))) == hash(spec)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        shard.ps = 0  # type: ignore[misc]
+
+
+def test_outcomes_are_what_the_wire_says() -> None:
+    assert [outcome.value for outcome in Outcome] == [
+        "accepted", "stale", "duplicate", "rolled_back",
+    ]  # fmt: skip

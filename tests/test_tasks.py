@@ -1,0 +1,188 @@
+"""What `run` and `serve` do in this process; tests/processes has what they do in their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+import uvloop
+
+import psync
+from psync.errors import ConfigurationError, ConnectFailed, RemoteError, UsageError
+from psync.ps_task import PsTask
+from psync.tasks import loop_factory, make_task, run, serve
+from psync.worker_task import WorkerTask
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("PSYNC_", "TF_CONFIG")):
+            monkeypatch.delenv(name)
+
+
+def resolver(job: str | None = "chief", index: int | None = 0) -> psync.SimpleClusterResolver:
+    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
+    return psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type=job, task_id=index)
+
+
+async def nothing() -> int:
+    return 7
+
+
+# --- run ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [lambda: None, nothing(), None])
+def test_run_wants_a_coroutine_function(main: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        run(main)
+    assert str(caught.value) == (
+        f"run: expected a coroutine function, got {type(main).__name__}\n"
+        "hint: psync.run(main) with `async def main():`"
+    )
+    if asyncio.iscoroutine(main):
+        main.close()
+
+
+def test_on_the_chief_run_returns_what_main_does() -> None:
+    assert run(nothing, resolver()) == 7
+
+
+@pytest.mark.parametrize(("name", "is_uvloop"), [("uvloop", True), ("asyncio", False)])
+def test_the_loop_is_the_one_that_was_asked_for(
+    name: str, is_uvloop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> bool:
+        return isinstance(asyncio.get_running_loop(), uvloop.Loop)
+
+    monkeypatch.setenv("PSYNC_LOOP", name)
+    assert run(main, resolver()) is is_uvloop
+
+
+def test_without_a_name_the_loop_is_uvloops() -> None:
+    assert loop_factory() is uvloop.new_event_loop
+
+
+def test_an_error_of_main_is_raised_as_it_is() -> None:
+    async def main() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(main, resolver())
+
+
+def test_an_error_of_the_setup_is_said_and_ends_the_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def main() -> None:
+        raise ConnectFailed("no task there", hint="start it")
+
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver())
+    assert caught.value.code == 2
+    first, hint, place = capsys.readouterr().err.splitlines()
+    assert first == "psync: error: no task there"
+    assert hint == "hint: start it"
+    assert re.fullmatch(rf"at {re.escape(__file__)}:\d+, in main", place)
+
+
+def test_such_an_error_of_a_step_is_raised_with_its_remote_traceback() -> None:
+    async def main() -> None:
+        raise ConfigurationError("of a step") from RemoteError("/job:worker/task:0", "X", "x")
+
+    with pytest.raises(ConfigurationError, match="of a step"):
+        run(main, resolver())
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_cancel_main_and_then_end_the_process(signum: signal.Signals, code: int) -> None:
+    cleaned: list[str] = []
+
+    async def main() -> None:
+        try:
+            signal.raise_signal(signum)
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("yes")
+
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver())
+    assert caught.value.code == code
+    assert cleaned == ["yes"]
+
+
+def test_a_cancellation_that_no_signal_caused_is_mains_own() -> None:
+    async def main() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        run(main, resolver())
+
+
+@pytest.mark.parametrize(("job", "index"), [(None, None), ("ps", None)])
+def test_a_process_has_to_know_which_task_it_is(
+    job: str | None, index: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver(job, index))
+    assert caught.value.code == 2
+    assert "psync: error: " in capsys.readouterr().err
+
+
+def test_an_evaluator_does_not_take_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "cluster": {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]},
+        "task": {"type": "evaluator", "index": 0},
+    }
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(SystemExit):
+        run(nothing)
+    assert "an evaluator takes no part in the training cluster" in capsys.readouterr().err
+
+
+# --- serve -------------------------------------------------------------------------------------
+
+
+async def test_serve_refuses_to_be_the_chief() -> None:
+    with pytest.raises(ConfigurationError, match="only ps and worker tasks serve, this process is"):
+        await serve(resolver(), insecure=True)
+
+
+async def test_serve_serves_until_it_is_cancelled() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        spec = psync.ClusterSpec(
+            {**cluster.resolver.cluster_spec().as_dict(), "ps": ["ps-0:1", "ps-1:1"]}
+        )
+        mine = psync.SimpleClusterResolver(spec, task_type="ps", task_id=1)
+        mine.platform = cluster.resolver.platform  # type: ignore[attr-defined]
+        serving = asyncio.create_task(serve(mine))
+        chief = psync.SimpleClusterResolver(spec, task_type="chief", task_id=0)
+        chief.platform = cluster.resolver.platform  # type: ignore[attr-defined]
+        strategy = psync.ParameterServerStrategy(chief)
+        async with psync.ClusterCoordinator(strategy):
+            with strategy.scope():
+                variables = [psync.Variable(number) for number in range(2)]
+            assert await psync.pull(variables) == [0, 1]
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+
+async def test_a_task_is_made_for_its_job() -> None:
+    async with psync.LocalCluster(1, 1, processes=False) as cluster:
+        platform = cluster.resolver.platform
+        ps = make_task(platform, "ps", 3, "ps-3:1")
+        worker = make_task(platform, "worker", 4, "worker-4:1")
+        assert (type(ps), ps.task) == (PsTask, "/job:ps/task:3")
+        assert (type(worker), worker.task) == (WorkerTask, "/job:worker/task:4")
+        await ps.close()
+        await worker.close()

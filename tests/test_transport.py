@@ -1,0 +1,301 @@
+"""Sockets: listening, connecting, and why it did not work."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psync.errors import ConfigurationError
+from psync.transport import SocketNetwork, reason
+
+
+class Peer(asyncio.BufferedProtocol):
+    """Greets, and keeps what it hears."""
+
+    def __init__(self, greeting: bytes = b"") -> None:
+        self.greeting = greeting
+        self.heard = b""
+        self.room = bytearray(100)
+        self.heard_something = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.transport: Any
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.transport.write(self.greeting)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.heard += bytes(self.room[:nbytes])
+        self.heard_something.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+
+
+async def greeted(network: SocketNetwork, address: str) -> bytes:
+    """Connect, and return the first thing that is heard."""
+    _, peer = await network.connect(address, Peer)
+    assert isinstance(peer, Peer)
+    await peer.heard_something.wait()
+    peer.transport.close()
+    await peer.gone.wait()
+    return peer.heard
+
+
+class Greeters:
+    """A factory of protocols that waits for all of them at the end."""
+
+    def __init__(self, greeting: bytes = b"hello") -> None:
+        self.greeting = greeting
+        self.made: list[Peer] = []
+
+    def __call__(self) -> Peer:
+        self.made.append(Peer(self.greeting))
+        return self.made[-1]
+
+    async def wait_gone(self) -> None:
+        for peer in self.made:
+            await peer.gone.wait()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")),
+    ],
+)
+async def test_port_0_becomes_the_port_that_was_bound(host: str) -> None:
+    network, greeters = SocketNetwork(), Greeters()
+    listener = await network.listen(f"{host}:0", greeters)
+    name, _, port = listener.address.rpartition(":")
+    assert name == host
+    assert int(port) > 0
+    assert await greeted(network, listener.address) == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_an_empty_host_listens_on_all_interfaces() -> None:
+    network, greeters = SocketNetwork(), Greeters()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    listener = await network.listen(f":{port}", greeters)
+    assert listener.address == f":{port}"
+    assert await greeted(network, f"127.0.0.1:{port}") == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_closing_a_listener_frees_the_address_and_leaves_connections_open() -> None:
+    network, greeters = SocketNetwork(), Greeters()
+    listener = await network.listen("127.0.0.1:0", greeters)
+    _, peer = await network.connect(listener.address, Peer)
+    assert isinstance(peer, Peer)
+    await peer.heard_something.wait()
+    listener.close()
+    await listener.wait_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await network.connect(listener.address, Peer)
+    peer.transport.write(b"still here")
+    await greeters.made[0].heard_something.wait()
+    assert greeters.made[0].heard == b"still here"
+    again = await network.listen(listener.address, greeters)
+    assert again.address == listener.address
+    again.close()
+    await again.wait_closed()
+    peer.transport.close()
+    await greeters.wait_gone()
+    await peer.gone.wait()
+
+
+async def test_an_address_in_use_is_refused() -> None:
+    network = SocketNetwork()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(OSError, match="in use") as caught:
+            await network.listen(f"127.0.0.1:{taken.getsockname()[1]}", Peer)
+    assert caught.value.errno == errno.EADDRINUSE
+    assert reason(caught.value) == "address already in use"
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", "connection refused"),
+        ("unix:/nowhere/at/all", "no such file or directory"),
+        ("no.such.host.invalid:2222", "the name cannot be resolved ("),
+    ],
+)
+async def test_why_there_is_no_connection(address: str, told: str) -> None:
+    with pytest.raises(OSError) as caught:  # noqa: PT011  # its text is what is tested
+        await SocketNetwork().connect(address, Peer)
+    assert reason(caught.value).startswith(told)
+
+
+def test_a_reason_without_a_number_is_told_in_its_own_words() -> None:
+    assert reason(OSError("Multiple exceptions: …")) == "Multiple exceptions: …"
+
+
+async def test_what_is_no_address_is_refused() -> None:
+    for attempt in (SocketNetwork().listen, SocketNetwork().connect):
+        with pytest.raises(ConfigurationError, match="expected a port"):
+            await attempt("nowhere", Peer)
+
+
+# --- sockets that a launcher passed on -------------------------------------------------------
+
+
+async def test_a_socket_that_was_passed_on_is_taken_over() -> None:
+    bound = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{bound.getsockname()[1]}"
+    network, greeters = SocketNetwork({address: bound}), Greeters()
+    early = asyncio.ensure_future(greeted(network, address))  # before the task listens
+    listener = await network.listen(address, greeters)
+    assert listener.address == address
+    assert await early == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    await listener.wait_closed()
+    with pytest.raises(ConnectionRefusedError):
+        await network.connect(address, Peer)
+
+
+async def test_a_unix_socket_that_was_passed_on_keeps_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "ps0"
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(path))
+    network, greeters = SocketNetwork({f"unix:{path}": bound}), Greeters()
+    listener = await network.listen(f"unix:{path}", greeters)
+    assert await greeted(network, f"unix:{path}") == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    await listener.wait_closed()
+    assert path.exists(), "it is its launcher's"
+
+
+# --- Unix sockets ----------------------------------------------------------------------------
+
+
+async def test_a_unix_socket_is_for_its_owner_alone_and_goes_with_the_listener(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ps0"
+    network, greeters = SocketNetwork(), Greeters()
+    listener = await network.listen(f"unix:{path}", greeters)
+    assert listener.address == f"unix:{path}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert await greeted(network, listener.address) == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    assert not path.exists()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_a_file_that_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    listener = await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Peer)
+    (tmp_path / "ps0").unlink()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_what_a_dead_task_left_behind_makes_way(tmp_path: Path) -> None:
+    path = tmp_path / "ps0"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    network, greeters = SocketNetwork(), Greeters()
+    listener = await network.listen(f"unix:{path}", greeters)
+    assert await greeted(network, listener.address) == b"hello"
+    await greeters.wait_gone()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_a_living_unix_socket_is_left_alone(tmp_path: Path) -> None:
+    network, greeters = SocketNetwork(), Greeters(b"the first")
+    address = f"unix:{tmp_path}/ps0"
+    first = await network.listen(address, greeters)
+    with pytest.raises(OSError, match="in use") as caught:
+        await network.listen(address, Greeters(b"the second"))
+    assert reason(caught.value) == "address already in use"
+    assert await greeted(network, address) == b"the first"
+    for peer in greeters.made:
+        peer.transport.close()
+    await greeters.wait_gone()
+    first.close()
+    await first.wait_closed()
+
+
+async def test_a_unix_socket_with_a_full_backlog_is_alive(tmp_path: Path) -> None:
+    path = str(tmp_path / "ps0")
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(path)
+        busy.listen(0)
+        waiting: list[socket.socket] = []
+        while True:
+            sock = socket.socket(socket.AF_UNIX)
+            waiting.append(sock)
+            sock.setblocking(False)
+            try:
+                sock.connect(path)
+            except BlockingIOError:
+                break
+        with pytest.raises(OSError, match="in use"):
+            await SocketNetwork().listen(f"unix:{path}", Peer)
+        for sock in waiting:
+            sock.close()
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+async def test_what_is_no_socket_is_never_removed(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "ps0"
+    make(path)
+    with pytest.raises(OSError, match="in use"):
+        await SocketNetwork().listen(f"unix:{path}", Peer)
+    assert path.exists()
+
+
+async def test_a_directory_that_does_not_exist_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        await SocketNetwork().listen(f"unix:{tmp_path}/nowhere/ps0", Peer)
+
+
+async def test_a_listener_that_could_not_start_leaves_no_socket_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "not allowed")
+
+    monkeypatch.setattr(os, "chmod", fail)
+    with pytest.raises(PermissionError):
+        await SocketNetwork().listen(f"unix:{tmp_path}/ps0", Peer)
+    monkeypatch.undo()
+    with socket.create_server(("127.0.0.1", 0)) as wrong:
+        with pytest.raises((ValueError, OSError)):
+            await SocketNetwork({f"unix:{tmp_path}/ps1": wrong}).listen(
+                f"unix:{tmp_path}/ps1", Peer
+            )

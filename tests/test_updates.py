@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psync.errors import FencedError, GradientError, UnknownVariableError, UsageError
+from psync.ledger import Duplicate, Fresh, Ledger
+from psync.specs import ShardSpec
+from psync.store import ShardStore
+from psync.update_rules import SGD
+from psync.updates import ShardSet, Update
+from psync.wire.messages import Assign, Push
+from psync.wire.tensors import to_bytes_view
+
+CLIENT = ("/job:worker/task:0", 5)
+
+
+@pytest.fixture
+def store() -> ShardStore:
+    made = ShardStore("/job:ps/task:0")
+    for number, shape in enumerate([(2,), (0, 3), (3,)]):
+        spec = ShardSpec(f"v{number}", number, 0, 0, shape, "float32", 0)
+        made.create(spec, np.ones(shape, np.float32))
+    made.define_optimizer(1, SGD(0.5).to_config())
+    return made
+
+
+def update(
+    store: ShardStore, message: Push | Assign, value: float = 1, ledger: Ledger | None = None
+) -> Update:
+    known = ShardSet(((0, 0), (1, 0), (2, 0))).look_up(store)
+    body = to_bytes_view(np.full(known.nbytes // 4, value, np.float32))
+    return Update(CLIENT, message, known, body, store, ledger or Ledger())
+
+
+def a_push(**changes: object) -> Push:
+    fields = {
+        "sequence": 1, "acked_below": 1, "closure": 7, "ordinal": 0, "set_id": 1, "members": None,
+        "optimizer": 1, "config": None, "step": 0,
+    }  # fmt: skip
+    return Push(**(fields | changes))  # type: ignore[arg-type]
+
+
+def an_assign(op: str = "add") -> Assign:
+    return Assign(1, 1, -1, 0, 1, None, op)
+
+
+def values(store: ShardStore) -> list[list[float]]:
+    return [np.frombuffer(b"".join(store.read(key)), np.float32).tolist() for key in store.keys()]
+
+
+def test_a_set_knows_where_its_shards_lie_in_a_body(store: ShardStore) -> None:
+    known = ShardSet(((2, 0), (1, 0), (0, 0))).look_up(store)
+    assert (known.lengths, known.nbytes) == ((12, 0, 8), 20)
+    assert known.names == ["v2", "v1", "v0"]
+    assert [bytes(part) for part in known.cut(memoryview(b"abcdefghijklmnopqrst"))] == [
+        b"abcdefghijkl", b"", b"mnopqrst",
+    ]  # fmt: skip
+
+
+def test_a_set_is_looked_up_once_in_a_store_and_again_in_another(store: ShardStore) -> None:
+    known = ShardSet(((0, 0),))
+    specs = known.look_up(store).specs
+    assert known.look_up(store).specs is specs
+    other = ShardStore("/job:ps/task:0")
+    with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 0"):
+        known.look_up(other)
+    other.create(ShardSpec("w", 0, 0, 0, (9,), "float32", 0))
+    assert known.look_up(other).lengths == (36,)
+
+
+def test_sets_of_the_same_shards_have_the_same_digest_in_every_process(store: ShardStore) -> None:
+    digests = [ShardSet(keys).look_up(store).digest for keys in (((0, 0), (2, 0)),) * 2]
+    assert digests[0] == digests[1] == hash(((0, 0), (2, 0)))
+    assert ShardSet(((2, 0), (0, 0))).look_up(store).digest != digests[0]
+
+
+def test_a_push_is_judged_checked_and_applied(store: ShardStore) -> None:
+    made = update(store, a_push(step=4), value=2)
+    verdict = made.judge()
+    assert isinstance(verdict, Fresh)
+    assert verdict.ticket.call == (7, 0)
+    made.begin()
+    assert made.step == 4
+    for position in range(3):
+        for _ in made.work(position):
+            pass
+    assert values(store) == [[0, 0], [], [0, 0, 0]]
+    made.ledger.finish(verdict.ticket, "accepted")
+    assert made.judge() == Duplicate("accepted")
+
+
+def test_an_assign_outside_of_closures(store: ShardStore) -> None:
+    made = update(store, an_assign(), value=2)
+    verdict = made.judge()
+    assert isinstance(verdict, Fresh)
+    assert verdict.ticket.call is None
+    made.begin()
+    for position in range(3):
+        for _ in made.work(position):
+            pass
+    assert values(store) == [[3, 3], [], [3, 3, 3]]
+
+
+def test_a_fenced_client_is_refused(store: ShardStore) -> None:
+    ledger = Ledger()
+    ledger.fence(CLIENT[0], 6)
+    with pytest.raises(FencedError, match="incarnation 5 of /job:worker/task:0 has been replaced"):
+        update(store, a_push(), ledger=ledger).judge()
+
+
+def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
+    store.create(ShardSpec("n", 3, 0, 0, (2,), "int32", 0))
+    known = ShardSet(((0, 0), (3, 0))).look_up(store)
+    made = Update(CLIENT, a_push(), known, memoryview(bytes(16)), store, Ledger())
+    with pytest.raises(GradientError, match="only floating-point variables can be optimized"):
+        made.begin()
+    assert store.begin_push(1, 0) == 0  # no step was drawn
+    with pytest.raises(UsageError, match="unknown operation 'mul'"):
+        update(store, an_assign("mul")).begin()
+    with pytest.raises(UsageError, match="optimizer 2 is not defined"):
+        update(store, a_push(optimizer=2)).begin()
+    assert values(store)[0] == [1, 1]

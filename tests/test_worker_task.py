@@ -1,0 +1,131 @@
+"""psync.worker_task: who may attach a worker, and how its sessions end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import memory_cluster
+import pytest
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
+
+import psync
+from psync.endpoint import Endpoint
+from psync.errors import ConfigurationError, FencedError, UsageError
+from psync.rpc import Peer
+from psync.wire.messages import AskStatistics, AttachWorker, Done, RunClosures, Shutdown, Statistics
+from psync.worker_task import WorkerTask
+
+
+def attachment(coordinator: int, incarnation: int = 5) -> AttachWorker:
+    return AttachWorker(0, 1, incarnation, coordinator, "origin", "program", ["ps-0:1"], 15.0)
+
+
+class Chief:
+    """A coordinator by hand."""
+
+    def __init__(self, cluster: MemoryCluster, incarnation: int, task: str = "/job:chief/task:0"):
+        self.endpoint = Endpoint(cluster.platform(), task, incarnation, {})
+        self.incarnation = incarnation
+
+    async def connect(self, lane: str = "control") -> Peer:
+        return await self.endpoint.connect("worker-0:1", "/job:worker/task:0", lane)
+
+    async def attach(self) -> tuple[Peer, Peer]:
+        control, bulk = await self.connect(), await self.connect("bulk")
+        await control.call(attachment(self.incarnation))
+        return control, bulk
+
+
+async def test_only_a_chief_with_both_connections_attaches_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        stranger = Chief(cluster, 1, "/job:worker/task:7")
+        peer = await stranger.connect()
+        with pytest.raises(UsageError, match="/job:worker/task:7 is not a coordinator"):
+            await peer.call(attachment(1))
+        with pytest.raises(UsageError, match="is not a coordinator"):
+            await peer.call(Shutdown("because"))
+        chief = Chief(cluster, 2)
+        control = await chief.connect()
+        with pytest.raises(UsageError, match=r"attaches .* before its bulk connection"):
+            await control.call(attachment(2))
+        await chief.connect("bulk")
+        assert (await control.call(attachment(2))).message == Done()
+        await stranger.endpoint.close()
+        await chief.endpoint.close()
+
+
+async def test_a_newer_coordinator_takes_over_and_an_older_one_is_refused():
+    async with cluster_of(1, 1) as cluster:
+        old, new = Chief(cluster, 1), Chief(cluster, 2)
+        control, _ = await old.attach()
+        await new.attach()
+        late = Chief(cluster, 1)
+        peer = await late.connect()
+        await late.connect("bulk")
+        with pytest.raises(FencedError, match="works for a newer coordinator"):
+            await peer.call(attachment(1))
+        await control.wait_closed()  # or the old one would wait for ever for what runs here
+        # What it still says, on connections of its own, is not heard.
+        peer.notify(RunClosures([(0, b"k" * 16, 0, [])]))
+        assert isinstance((await peer.call(AskStatistics())).message, Statistics)
+        for chief in (old, new, late):
+            await chief.endpoint.close()
+
+
+async def test_a_worker_is_asked_to_stop():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        assert isinstance(task, WorkerTask)
+        chief = Chief(cluster, 1)
+        peer = await chief.connect()
+        await peer.call(Shutdown("training is over"))
+        assert task.stopped.is_set()
+        assert task.statistics()["network"]["connections"] == 1
+        await chief.endpoint.close()
+
+
+async def test_an_address_that_is_taken_is_named():
+    async with cluster_of(1, 1) as cluster:
+        second = WorkerTask(cluster.platform(), 0, "worker-0:1")
+        with pytest.raises(ConfigurationError, match="/job:worker/task:0 cannot listen"):
+            await second.start()
+        await second.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_does_not_stop_keeps_no_worker_from_closing(caplog):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def stubborn():
+            event_of("started").set()
+            while not event_of("go on").is_set():
+                try:
+                    await event_of("go on").wait()
+                except asyncio.CancelledError:
+                    continue
+
+        coordinator.schedule(stubborn)
+        await event_of("started").wait()
+        with caplog.at_level(logging.WARNING):
+            await cluster.stop("worker-0")
+        assert "closure 0 does not stop although it was cancelled" in caplog.text
+        event_of("go on").set()
+        await asyncio.sleep(1)
+
+
+async def test_a_plain_step_that_hangs_does_not_hold_up_the_next_session():
+    async with cluster_of(1, 1) as cluster:
+        go_on = memory_cluster.shared["go on"] = threading.Event()
+
+        def hangs():
+            psync.wait(memory_cluster.note("started"))
+            memory_cluster.shared["go on"].wait(30)
+
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            coordinator.schedule(hangs)
+            await event_of("started").wait()
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            assert await asyncio.wait_for(coordinator.schedule(lambda: 1).fetch(), 20) == 1
+        go_on.set()

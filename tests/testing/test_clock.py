@@ -1,0 +1,553 @@
+"""Time jumps, hangs are errors, and a seed draws the same order again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from psync.testing import Deadlock, RealWorldError, VirtualClockLoop, run_virtual, settle
+from psync.testing import clock as clock_module
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Time.
+
+
+def test_time_starts_at_zero_and_jumps_to_the_next_timer() -> None:
+    async def main() -> list[float]:
+        times = [now()]
+        for delay in (3600.0, 0.25, 0.0):
+            await asyncio.sleep(delay)
+            times.append(now())
+        return times
+
+    assert run_virtual(main) == [0.0, 3600.0, 3600.25, 3600.25]
+
+
+def test_timers_fire_in_the_order_of_their_times_and_then_of_their_making() -> None:
+    async def main() -> list[str]:
+        loop, fired = asyncio.get_running_loop(), []
+        loop.call_at(2.0, fired.append, "c")
+        loop.call_later(1.0, fired.append, "a")
+        loop.call_at(2.0, fired.append, "d")
+        loop.call_at(1.0, fired.append, "b")
+        await asyncio.sleep(3.0)
+        return fired
+
+    assert run_virtual(main) == ["a", "b", "c", "d"]
+
+
+def test_a_timer_in_the_past_fires_though_others_keep_the_loop_busy() -> None:
+    async def main() -> float:
+        await asyncio.sleep(5.0)
+        done = asyncio.Event()
+        asyncio.get_running_loop().call_at(1.0, done.set)
+        while not done.is_set():  # noqa: ASYNC110  # keeping the loop busy is the point
+            await asyncio.sleep(0)
+        return now()
+
+    assert run_virtual(main) == 5.0
+
+
+def test_cancelled_timers_do_not_move_the_clock() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(10.0, pytest.fail, "it was cancelled").cancel()
+        due = loop.call_later(0.0, pytest.fail, "it was cancelled")
+        soon = loop.call_soon(pytest.fail, "it was cancelled")
+        due.cancel()
+        soon.cancel()
+        await asyncio.sleep(20.0)
+        return now()
+
+    assert run_virtual(main) == 20.0
+
+
+def test_cancelled_timers_do_not_pile_up() -> None:
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        kept = loop.call_later(7.0, int)
+        for _ in range(10_000):
+            loop.call_later(5.0, int).cancel()
+        assert not kept.cancelled()
+        return len(loop._timers)
+
+    assert run_virtual(main) <= 1024
+
+
+def test_a_timeout_takes_virtual_time() -> None:
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(300):
+                await asyncio.Event().wait()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 50)
+        return now()
+
+    assert run_virtual(main) == 350.0
+
+
+@pytest.mark.virtual_time
+async def test_a_test_can_be_marked_to_run_on_a_virtual_clock() -> None:
+    assert isinstance(asyncio.get_running_loop(), VirtualClockLoop)
+    await asyncio.sleep(3600.0)
+
+
+# Deadlocks.
+
+
+def test_waiting_for_what_never_comes_is_a_deadlock() -> None:
+    async def main() -> None:
+        await asyncio.sleep(1.5)
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match=r"no timer is set, at virtual time 1\.5 s"):
+        run_virtual(main)
+
+
+def test_a_timer_that_never_fires_does_not_hide_a_deadlock() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(math.inf, int)
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock, match="nothing is ready"):
+        run_virtual(main)
+
+
+def test_heartbeats_alone_do_not_keep_a_test_alive() -> None:
+    async def main() -> None:
+        async def heartbeat() -> None:
+            while True:  # noqa: ASYNC110  # what heartbeats do
+                await asyncio.sleep(60.0)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(heartbeat())
+            await asyncio.Event().wait()
+
+    with (
+        asyncio.Runner(loop_factory=lambda: VirtualClockLoop(time_limit_s=3600.0)) as runner,
+        pytest.raises(Deadlock, match="no end within 3600 virtual seconds, at virtual time 3600 s"),
+    ):
+        runner.run(main())
+
+
+def test_spinning_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        while True:  # noqa: ASYNC110  # spinning is the point
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(clock_module, "SPIN_PASSES", 1000)
+    with pytest.raises(Deadlock, match="1000 passes of the loop did not let the clock move"):
+        run_virtual(main)
+
+
+def test_after_a_deadlock_the_tasks_can_still_be_cancelled() -> None:
+    ended = []
+
+    async def main() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cleaned up")
+
+    with pytest.raises(Deadlock):
+        run_virtual(main)
+    assert ended == ["cleaned up"]
+
+
+# Order.
+
+
+def order(seed: int | None, num_tasks: int = 6) -> list[int]:
+    """The order in which tasks that are all ready get to run, twice each."""
+
+    async def main() -> list[int]:
+        ran: list[int] = []
+
+        async def run(number: int) -> None:
+            ran.append(number)
+            await asyncio.sleep(0)
+            ran.append(number)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(num_tasks):
+                group.create_task(run(number))
+        return ran
+
+    return run_virtual(main, seed=seed)
+
+
+def test_without_a_seed_tasks_take_turns() -> None:
+    assert order(None) == [0, 1, 2, 3, 4, 5] * 2
+
+
+def test_with_a_seed_the_order_is_drawn_and_can_be_drawn_again() -> None:
+    orders = [order(seed) for seed in range(10)]
+    assert orders == [order(seed) for seed in range(10)]
+    assert len({tuple(entry) for entry in orders}) == 10
+    assert all(sorted(entry) == sorted(orders[0]) for entry in orders)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_callbacks_keep_their_order_with_every_seed(seed: int) -> None:
+    async def main() -> list[int]:
+        called: list[int] = []
+        for number in range(50):
+            asyncio.get_running_loop().call_soon(called.append, number)
+            asyncio.create_task(asyncio.sleep(0)).add_done_callback(int_of_task)
+        await settle()
+        return called
+
+    assert run_virtual(main, seed=seed) == list(range(50))
+
+
+def int_of_task(task: asyncio.Task[None]) -> None:
+    """A callback that is not a step of a task, though a task calls it."""
+
+
+def test_the_seed_can_be_read_off_the_loop() -> None:
+    loop = VirtualClockLoop(17)
+    assert loop.seed == 17
+    assert repr(loop) == "<VirtualClockLoop seed=17 time=0>"
+    loop.close()
+
+
+# What asyncio builds on a loop.
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_queues_locks_events_and_groups_work(seed: int | None) -> None:
+    async def main() -> list[int]:
+        queue: asyncio.Queue[int] = asyncio.Queue(2)
+        lock, ready, taken = asyncio.Lock(), asyncio.Event(), []
+
+        async def produce() -> None:
+            await ready.wait()
+            for number in range(20):
+                await queue.put(number)
+                await asyncio.sleep(0.1)
+
+        async def consume() -> None:
+            for _ in range(10):
+                async with lock:
+                    taken.append(await queue.get())
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(produce())
+            group.create_task(consume())
+            group.create_task(consume())
+            ready.set()
+        assert now() == pytest.approx(2.0)
+        return taken
+
+    assert run_virtual(main, seed=seed) == list(range(20))
+
+
+def test_gather_and_wait_work() -> None:
+    async def number(value: int) -> int:
+        await asyncio.sleep(value)
+        return value
+
+    async def main() -> None:
+        assert await asyncio.gather(number(3), number(1)) == [3, 1]
+        tasks = [asyncio.create_task(number(value)) for value in (5, 2)]
+        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result() for task in done] == [2]
+        pending.pop().cancel()
+
+    run_virtual(main)
+
+
+def test_cancelling_a_task_reaches_it_where_it_waits() -> None:
+    async def main() -> list[str]:
+        seen = []
+
+        async def wait() -> None:
+            try:
+                await asyncio.sleep(100.0)
+            except asyncio.CancelledError:
+                seen.append(f"cancelled at {now():g}")
+                raise
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(2.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return seen
+
+    assert run_virtual(main) == ["cancelled at 2"]
+
+
+def test_callbacks_run_in_the_context_they_are_given() -> None:
+    name = contextvars.ContextVar("name", default="none")
+
+    async def main() -> list[str]:
+        loop, seen = asyncio.get_running_loop(), []
+        context = contextvars.copy_context()
+        context.run(name.set, "given")
+        for call in (loop.call_soon, loop.call_soon_threadsafe):
+            call(lambda: seen.append(name.get()), context=context)
+        loop.call_later(1.0, lambda: seen.append(name.get()), context=context)
+        name.set("current")
+        loop.call_soon(lambda: seen.append(name.get()))
+        await asyncio.sleep(2.0)
+        return seen
+
+    assert run_virtual(main) == ["given", "given", "current", "given"]
+
+
+def test_a_runner_can_run_several_times_on_one_clock() -> None:
+    with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+        runner.run(asyncio.sleep(3.0))
+        runner.run(asyncio.sleep(4.0))
+        assert runner.get_loop().time() == 7.0
+    assert runner._state.name == "CLOSED"
+
+
+def test_an_error_of_the_main_coroutine_comes_out() -> None:
+    async def main() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run_virtual(main)
+
+
+def test_run_virtual_passes_arguments_on() -> None:
+    async def main(a: int, b: int) -> int:
+        return a - b
+
+    assert run_virtual(main, 5, 3) == 2
+
+
+# Functions that other loops run in threads.
+
+
+def test_a_function_for_a_thread_runs_on_the_loop_as_one_step() -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        thread = threading.get_ident()
+        assert await asyncio.to_thread(threading.get_ident) == thread
+        with ThreadPoolExecutor(1) as executor:
+            loop.set_default_executor(executor)
+            assert await loop.run_in_executor(executor, threading.get_ident) == thread
+            assert await loop.run_in_executor(None, threading.get_ident) == thread
+        steps = []
+        future = loop.run_in_executor(None, steps.append, 1)
+        assert steps == []  # not before the loop gets to it
+        await future
+        return steps
+
+    assert run_virtual(main) == [1]
+
+
+def test_an_error_of_such_a_function_comes_back() -> None:
+    async def main() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 // 0)
+
+    run_virtual(main)
+
+
+def test_such_a_function_may_end_the_program() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        run_virtual(asyncio.to_thread, leave)
+
+
+def test_such_a_function_does_not_run_once_it_is_cancelled() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().run_in_executor(None, pytest.fail, "cancelled").cancel()
+        await settle()
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_such_a_function_may_cancel_what_waits_for_it(fails: bool) -> None:
+    async def main() -> None:
+        def cancel() -> None:
+            future.cancel()
+            if fails:
+                raise ZeroDivisionError
+
+        future = asyncio.get_running_loop().run_in_executor(None, cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await future
+
+    run_virtual(main)
+
+
+def test_another_thread_is_refused() -> None:
+    async def main() -> None:
+        loop, refused = asyncio.get_running_loop(), []
+
+        def call() -> None:
+            with pytest.raises(RealWorldError, match="another thread called into a loop") as caught:
+                loop.call_soon_threadsafe(int)
+            refused.append(caught.value)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert len(refused) == 1
+
+    run_virtual(main)
+
+
+# Running by hand.
+
+
+def test_stop_ends_the_run_after_the_present_pass() -> None:
+    loop, called = VirtualClockLoop(), []
+    loop.call_soon(loop.stop)
+    loop.call_soon(called.append, "same pass")
+    loop.call_soon(lambda: loop.call_soon(called.append, "next pass"))
+    loop.run_forever()
+    assert called == ["same pass"]
+    assert not loop.is_running()
+    loop.stop()
+    loop.run_forever()
+    assert called == ["same pass", "next pass"]
+    loop.stop()
+    loop.run_forever()  # there is nothing to run
+    loop.close()
+
+
+def test_a_run_that_is_stopped_before_its_end_says_so() -> None:
+    loop = VirtualClockLoop()
+    loop.call_soon(loop.stop)
+    future = loop.create_future()
+    with pytest.raises(RuntimeError, match="stopped before the future was done"):
+        loop.run_until_complete(future)
+    loop.close()
+
+
+def test_two_loops_do_not_run_in_one_another() -> None:
+    async def main() -> None:
+        loop, other = asyncio.get_running_loop(), VirtualClockLoop()
+        with pytest.raises(RuntimeError, match="this event loop is running already"):
+            loop.run_forever()
+        with pytest.raises(RuntimeError, match="this event loop is running already"):
+            loop.run_until_complete(loop.create_future())
+        with pytest.raises(RuntimeError, match="another event loop is running in this thread"):
+            other.run_forever()
+        with pytest.raises(RuntimeError, match="cannot close a running event loop"):
+            loop.close()
+        other.close()
+
+    run_virtual(main)
+
+
+def test_a_closed_loop_takes_nothing() -> None:
+    loop = VirtualClockLoop(1)
+    loop.call_soon(int)
+    loop.close()
+    loop.close()
+    assert loop.is_closed()
+    for call in (
+        lambda: loop.call_soon(int),
+        lambda: loop.call_later(1.0, int),
+        lambda: loop.run_until_complete(loop.create_future()),
+        loop.run_forever,
+    ):
+        with pytest.raises(RuntimeError, match="the event loop is closed"):
+            call()
+
+
+def test_a_loop_that_is_not_closed_is_complained_of() -> None:
+    with pytest.warns(ResourceWarning, match="unclosed event loop <VirtualClockLoop"):
+        VirtualClockLoop()  # nobody holds it
+
+
+def test_an_interrupt_ends_the_run() -> None:
+    loop = VirtualClockLoop()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        loop.call_soon(interrupt)
+        raise ZeroDivisionError  # not to be reported as never seen
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(main())
+    loop.close()
+
+
+def test_a_seed_means_the_same_in_another_process() -> None:
+    program = "import test_clock; print(test_clock.order(3, 50))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=__file__.rpartition("/")[0],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(order(3, 50))
+
+
+# settle().
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_settle_waits_for_all_that_is_ready_and_not_for_time(seed: int | None) -> None:
+    async def main() -> None:
+        steps = 0
+
+        async def work() -> None:
+            nonlocal steps
+            for _ in range(1000):
+                await asyncio.sleep(0)
+                steps += 1
+            await asyncio.sleep(1.0)
+            steps = -1
+
+        task = asyncio.create_task(work())
+        await asyncio.gather(settle(), settle())
+        assert steps == 1000
+        assert now() == 0.0
+        await settle()
+        assert now() == 0.0
+        await task
+        assert steps == -1
+
+    run_virtual(main, seed=seed)
+
+
+def test_settling_can_be_cancelled() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(settle())
+        asyncio.get_running_loop().call_soon(task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(1.0)
+
+    run_virtual(main)
+
+
+async def test_settle_gives_other_loops_many_rounds() -> None:
+    steps = 0
+
+    async def work() -> None:
+        nonlocal steps
+        for _ in range(50):
+            await asyncio.sleep(0)
+            steps += 1
+
+    task = asyncio.create_task(work())
+    await settle()
+    assert steps == 50
+    await task

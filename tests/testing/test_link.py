@@ -1,0 +1,308 @@
+"""Faults of one connection, and what each side gets to know of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from recorder import Recorder, end, pair
+
+from psync.testing import MemoryNetwork, run_virtual, settle
+
+
+async def linked(**options):
+    """Return two recorders and the link between them."""
+    network = MemoryNetwork(**options)
+    client, server, _ = await pair(network)
+    return client, server, network.links()[0]
+
+
+async def test_cut_loses_both_sides_and_what_was_under_way() -> None:
+    client, server, link = await linked()
+    client.transport.write(bytes(100))
+    link.cut()
+    link.cut()
+    for recorder in (client, server):
+        await recorder.until_event("lost")
+        assert isinstance(recorder.lost, ConnectionResetError)
+        assert recorder.events == ["made", "lost"]
+    assert server.received == b""
+    assert link.to_server.buffered_bytes == client.transport.get_write_buffer_size() == 0
+
+
+async def test_cut_tells_what_it_is_told() -> None:
+    client, server, link = await linked()
+    link.cut(ConnectionAbortedError("the cable was pulled"))
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    assert str(client.lost) == str(server.lost) == "the cable was pulled"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 999, 1000])
+async def test_cut_after_delivers_exactly_so_many_bytes(num_bytes: int) -> None:
+    client, server, link = await linked()
+    data = random.Random(1).randbytes(1000)
+    link.to_server.cut_after(num_bytes)
+    client.transport.write(data)
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    assert server.received == data[:num_bytes]
+    assert isinstance(client.lost, ConnectionResetError)
+
+
+async def test_cut_after_nothing_cuts_now() -> None:
+    client, server, link = await linked()
+    link.to_client.cut_after(0)
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+
+
+async def test_cut_after_counts_one_direction_only() -> None:
+    client, server, link = await linked()
+    link.to_client.cut_after(5)
+    client.transport.write(bytes(1000))
+    await server.until_received(1000)
+    server.transport.write(b"123456")
+    await client.until_event("lost")
+    assert client.received == b"12345"
+
+
+async def test_a_stalled_direction_builds_up_back_pressure() -> None:
+    client, server, link = await linked(kernel_bytes=1000)
+    link.to_server.stall()
+    client.transport.write(bytes(600))
+    client.transport.write(bytes(600))
+    await settle()
+    assert client.transport.get_write_buffer_size() == 600  # the kernel has the other 600
+    client.transport.write(bytes(65_000))
+    assert client.events == ["made", "pause"]
+    server.transport.write(b"the other direction flows")
+    await client.until_received(25)
+    assert server.received == b""
+    link.to_server.flow()
+    await server.until_received(66_200)
+    assert client.events == ["made", "pause", "data", "resume"]
+    await end(client, server)
+
+
+async def test_without_a_kernel_everything_stays_in_the_write_buffer() -> None:
+    client, server, link = await linked(kernel_bytes=0)
+    link.to_server.stall()
+    client.transport.write(b"1")
+    await settle()
+    assert client.transport.get_write_buffer_size() == 1
+    client.transport.close()
+    await settle()
+    assert client.events == ["made"]  # closing waits for the write buffer
+    link.to_server.flow()
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    assert server.received == b"1"
+
+
+async def test_close_does_not_wait_for_what_the_kernel_has_taken() -> None:
+    client, server, link = await linked()
+    link.to_server.stall()
+    client.transport.write(b"last words")
+    client.transport.close()
+    await client.until_event("lost")
+    assert server.events == ["made"]
+    link.to_server.flow()
+    await server.until_event("lost")
+    assert server.received == b"last words"
+    assert server.lost is None
+
+
+async def test_a_partition_is_silent_and_heals_without_loss() -> None:
+    client, server, link = await linked()
+    link.partition()
+    assert link.is_partitioned
+    client.transport.write(b"ping")
+    server.transport.write(b"pong")
+    await settle()
+    assert client.received == server.received == b""
+    assert client.transport.get_write_buffer_size() == 0  # as far as the client knows it was sent
+    link.heal()
+    await asyncio.gather(client.until_received(4), server.until_received(4))
+    assert client.events == server.events == ["made", "data"]
+    await end(client, server)
+
+
+async def test_behind_a_partition_nobody_learns_that_the_other_side_is_gone() -> None:
+    client, server, link = await linked()
+    link.partition()
+    client.transport.abort()
+    await client.until_event("lost")
+    server.transport.write(b"are you there?")
+    await settle()
+    assert server.events == ["made"]
+    assert link.is_live
+    link.heal()
+    await server.until_event("lost")
+    assert not link.is_live
+
+
+async def test_a_partition_can_end_in_a_cut() -> None:
+    client, server, link = await linked()
+    link.partition()
+    client.transport.write(b"lost")
+    link.cut()
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    assert server.received == b""
+
+
+def test_an_abort_shows_as_an_end_or_as_a_reset() -> None:
+    async def ending(seed: int) -> tuple[bool, bytes]:
+        client, server, link = await linked(seed=seed)
+        link.to_server.stall()
+        client.transport.write(b"in the kernel")
+        await settle()
+        client.transport.abort()
+        link.to_server.flow()
+        await server.until_event("lost")
+        return server.lost is None, bytes(server.received)
+
+    endings = {run_virtual(ending, seed) for seed in range(20)}
+    assert endings == {(True, b"in the kernel"), (False, b"")}
+
+
+async def test_bytes_for_a_closed_socket_are_answered_with_a_reset() -> None:
+    client, server, link = await linked()
+    link.to_client.stall()
+    server.transport.write(b"never read")
+    client.transport.close()
+    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    assert isinstance(server.lost, ConnectionResetError)
+    assert str(server.lost) == "[Errno 104] the peer has closed the connection"
+    assert client.received == b""
+
+
+async def test_an_open_half_hears_of_the_end_once() -> None:
+    network = MemoryNetwork()
+    client, server, _ = await pair(network, server=lambda: Recorder(keep_open=True))
+    client.transport.write_eof()
+    client.transport.write_eof()
+    await server.until_event("eof")
+    client.transport.abort()
+    await settle()
+    assert server.events == ["made", "eof"]
+    server.transport.write(b"x")
+    await server.until_event("lost")
+    assert server.events == ["made", "eof", "lost"]
+    assert isinstance(server.lost, ConnectionResetError)
+
+
+@pytest.mark.parametrize("chunk", [(1, 1), (7, 7), (3, 50)])
+async def test_pieces_have_the_sizes_that_were_asked_for(chunk: tuple[int, int]) -> None:
+    client, server, _ = await linked(chunk=chunk)
+    client.transport.write(bytes(500))
+    await server.until_received(500)
+    *sizes, last = server.sizes
+    assert min(sizes) >= chunk[0]
+    assert max(sizes) <= chunk[1]
+    assert last <= chunk[1]
+    await end(client, server)
+
+
+async def test_small_pieces_are_as_likely_as_large_ones() -> None:
+    client, server, _ = await linked()
+    server.memory = bytearray(1 << 20)
+    for _ in range(20):
+        client.transport.write(bytes(50_000))
+    await server.until_received(1_000_000)
+    assert len([size for size in server.sizes if size < 256]) > 10
+    assert len([size for size in server.sizes if size > 10_000]) > 10
+    await end(client, server)
+
+
+async def test_a_piece_is_never_larger_than_the_buffer_of_the_protocol() -> None:
+    network = MemoryNetwork()
+    client, server, _ = await pair(network, server=lambda: Recorder(room=10))
+    client.transport.write(bytes(1000))
+    await server.until_received(1000)
+    assert max(server.sizes) == 10
+    await end(client, server)
+
+
+async def test_names_of_links_and_transports_say_what_they_are() -> None:
+    client, server, link = await linked()
+    assert repr(link) == f"<link 0 from client to {link.address}>"
+    assert repr(link.to_server) == f"<to_server of {link!r}>"
+    assert repr(client.transport) == f"<client of {link!r}>"
+    assert repr(server.transport) == f"<server of {link!r}>"
+    await end(client, server)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_happens_each_side_gets_a_prefix_of_what_the_other_wrote(seed: int) -> None:
+    draw = random.Random(seed)
+    reports: list[dict[str, object]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        network = MemoryNetwork(
+            seed,
+            latency=draw.choice([(0.0, 0.0), (0.0, 0.1)]),
+            chunk=draw.choice([(1, 65_536), (1, 100)]),
+            kernel_bytes=draw.choice([0, 1000, 65_536]),
+        )
+        half_open = lambda: Recorder(keep_open=draw.random() < 0.5)  # noqa: E731
+        client, server, _ = await pair(network, server=half_open, client=half_open)
+        (link,) = network.links()
+        sides, directions = (client, server), (link.to_server, link.to_client)
+        sent = {client: b"", server: b""}
+        ended = False
+
+        def write(side: Recorder) -> None:
+            data = bytearray(draw.randbytes(draw.choice([1, 100, 30_000])))
+            before = side.transport._out.written_bytes
+            with contextlib.suppress(RuntimeError):  # after write_eof()
+                side.transport.write(data)
+            if side.transport._out.written_bytes > before:
+                sent[side] += data
+
+        harmless = [
+            lambda: write(draw.choice(sides)),
+            lambda: write(draw.choice(sides)),
+            lambda: draw.choice(sides).transport.pause_reading(),
+            lambda: draw.choice(sides).transport.resume_reading(),
+            lambda: draw.choice(directions).stall(),
+            lambda: draw.choice(directions).flow(),
+            link.partition,
+            link.heal,
+        ]
+        ending = [
+            link.cut,
+            lambda: draw.choice(sides).transport.close(),
+            lambda: draw.choice(sides).transport.abort(),
+            lambda: draw.choice(sides).transport.write_eof(),
+            lambda: draw.choice(directions).cut_after(draw.randrange(2000)),
+        ]
+        for _ in range(draw.randrange(60)):
+            draw.choice(harmless)()
+            if draw.random() < 0.05:
+                ended = True
+                draw.choice(ending)()
+            if draw.random() < 0.5:
+                await asyncio.sleep(draw.choice([0.0, 0.05]))
+
+        link.heal()
+        for side, direction in zip(sides, directions, strict=True):
+            side.transport.resume_reading()
+            direction.flow()
+        await asyncio.sleep(10.0)
+        network.check()
+        for side, other in ((client, server), (server, client)):
+            assert sent[other].startswith(side.received)
+            assert ended or sent[other] == side.received
+            assert side.events.count("lost") == side.transport.is_lost
+            assert "lost" not in side.events[:-1]
+            flow = [event for event in side.events if event in ("pause", "resume")]
+            assert flow[::2] == ["pause"] * len(flow[::2])
+            assert flow[1::2] == ["resume"] * len(flow[1::2])
+            if not (client.transport.is_closing() and server.transport.is_closing()):
+                assert side.transport.get_write_buffer_size() == 0  # see test_network.py
+        await end(client, server)
+        await asyncio.sleep(1.0)
+        assert network.links() == []
+
+    run_virtual(main, seed=seed)
+    assert reports == []

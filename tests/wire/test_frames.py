@@ -1,0 +1,539 @@
+"""Frames: their bytes, their pieces, their limits, and where their bodies go."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+import tracemalloc
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_tools import Anywhere, joined, pour, splits
+
+from psync.errors import (
+    FrameTooLarge,
+    LocalProtocolError,
+    ProtocolError,
+    RemoteProtocolError,
+    VersionMismatch,
+)
+from psync.wire.frames import (
+    PREFIX,
+    PREFIX_BYTES,
+    SCRATCH_BYTES,
+    Frame,
+    FrameDecoder,
+    Kind,
+    Segment,
+    encode_frame,
+)
+from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
+from psync.wire.tensors import to_bytes_view
+
+SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)
+
+
+def frame_bytes(*args: object, **kwargs: object) -> bytes:
+    return joined(encode_frame(*args, **kwargs))  # type: ignore[arg-type]
+
+
+def prefix(
+    *,
+    magic: bytes = b"PSYN",
+    version: int = 1,
+    kind: int = 16,
+    flags: int = 0,
+    header: int = 0,
+    count: int = 0,
+    body: int = 0,
+) -> bytes:
+    return PREFIX.pack(magic, version, kind, flags, 7, header, count, body)
+
+
+def refuse(frame: Frame) -> Sequence[memoryview] | None:
+    raise AssertionError("the sink must not be asked")
+
+
+def body_of(frame: Frame) -> list[bytes]:
+    return [bytes(segment) for segment in frame.segments]
+
+
+# --- the bytes -------------------------------------------------------------------------------
+
+
+def test_golden_bytes_of_a_frame_without_a_body() -> None:
+    assert frame_bytes(Kind.REQUEST, 0x0102, b"\x91\x1c").hex(" ") == (
+        "50 53 59 4e 01 10 00 00 02 01 00 00 00 00 00 00 "
+        "02 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 91 1c"
+    )
+
+
+def test_golden_bytes_of_a_frame_with_segments() -> None:
+    assert frame_bytes(Kind.REPLY, 1, b"\x91\x23", [b"abc", b"", b"d"]).hex(" ") == (
+        "50 53 59 4e 01 11 00 00 01 00 00 00 00 00 00 00 "
+        "02 00 00 00 03 00 00 00 04 00 00 00 00 00 00 00 "
+        "03 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 01 00 00 00 00 00 00 00 "
+        "91 23 61 62 63 64"
+    )
+
+
+def test_the_numbers_of_the_kinds_never_change() -> None:
+    assert {kind.name: int(kind) for kind in Kind} == {
+        "HELLO": 1, "CHALLENGE": 2, "PROOF": 3, "WELCOME": 4, "REFUSED": 5,
+        "REQUEST": 16, "REPLY": 17, "ERROR": 18, "NOTIFY": 19, "CANCEL": 20,
+        "PING": 21, "PONG": 22,
+    }  # fmt: skip
+
+
+def test_the_prefix_has_32_bytes() -> None:
+    assert PREFIX_BYTES == 32
+
+
+def test_segments_are_not_copied() -> None:
+    array = np.zeros(100, np.float32)
+    buffers = encode_frame(Kind.REPLY, 1, b"", [to_bytes_view(array)])
+    array[:] = 1
+    assert joined(buffers)[-400:] == array.tobytes()
+
+
+def test_a_segment_may_be_gathered_from_several_views() -> None:
+    views = [memoryview(b"ab"), memoryview(b""), memoryview(b"cde")]
+    data = frame_bytes(Kind.REPLY, 1, b"h", [views, b"xy", []])
+    assert len(encode_frame(Kind.REPLY, 1, b"h", [views, b"xy", []])) == 4, "no empty buffers"
+    (frame,) = pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), data)
+    assert frame.lengths == (5, 2, 0)
+    assert body_of(frame) == [b"abcde", b"xy", b""]
+
+
+@pytest.mark.parametrize(
+    ("header", "segments", "message"),
+    [
+        (51, [], "header of 51 bytes, at most 50 are allowed"),
+        (51, [1], "header of 51 bytes, at most 50 are allowed"),
+        (0, [1] * 5, "5 segments, at most 4 are allowed"),
+        (0, [101], "segment of 101 bytes, at most 100 are allowed"),
+        (0, [100, 51], "body of 151 bytes, at most 150 are allowed"),
+    ],
+)
+def test_what_the_peer_would_refuse_is_not_sent(
+    header: int, segments: list[int], message: str
+) -> None:
+    with pytest.raises(LocalProtocolError) as caught:
+        encode_frame(Kind.REQUEST, 1, bytes(header), [bytes(size) for size in segments], SMALL)
+    assert caught.value.message == message
+    if "segment of" in message:
+        assert caught.value.hint == "split the variable into more shards, see variable_partitioner"
+
+
+# --- pieces ----------------------------------------------------------------------------------
+
+
+def conversation() -> bytes:
+    return joined(
+        [
+            frame_bytes(Kind.REQUEST, 1, b"one"),
+            frame_bytes(Kind.NOTIFY, 0, b"", [b"", b"abc", b""]),
+            frame_bytes(Kind.PING, 0, b""),
+            frame_bytes(Kind.REPLY, 2**64 - 1, b"four", [b"0123456789"]),
+            frame_bytes(Kind.REQUEST, 5, b"five", [b"", b""]),
+        ]
+    )
+
+
+def facts(frame: Frame) -> tuple[int, int, bytes, tuple[int, ...], list[bytes]]:
+    return frame.kind, frame.request_id, frame.header, frame.lengths, body_of(frame)
+
+
+def test_frames_are_the_same_however_their_bytes_arrive() -> None:
+    data = conversation()
+    expected = [
+        (Kind.REQUEST, 1, b"one", (), []),
+        (Kind.NOTIFY, 0, b"", (0, 3, 0), [b"", b"abc", b""]),
+        (Kind.PING, 0, b"", (), []),
+        (Kind.REPLY, 2**64 - 1, b"four", (10,), [b"0123456789"]),
+        (Kind.REQUEST, 5, b"five", (0, 0), [b"", b""]),
+    ]
+    for sizes in splits(data):
+        decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+        assert [facts(frame) for frame in pour(decoder, data, sizes)] == expected
+        assert not decoder.receiving
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    frames=st.lists(
+        st.tuples(
+            st.sampled_from(list(Kind)),
+            st.integers(0, 2**64 - 1),
+            st.binary(max_size=40),
+            st.lists(st.binary(max_size=40), max_size=4),
+        ),
+        max_size=5,
+    ),
+    sizes=st.lists(st.integers(1, 60), max_size=30),
+)
+def test_any_frames_come_back_in_any_pieces(
+    frames: list[tuple[Kind, int, bytes, list[bytes]]], sizes: list[int]
+) -> None:
+    data = b"".join(frame_bytes(*frame) for frame in frames)
+    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+    got = [
+        (frame.kind, frame.request_id, frame.header, body_of(frame))
+        for frame in pour(decoder, data, sizes)
+    ]
+    assert got == frames
+
+
+def test_frames_that_fill_the_scratch_buffer_wrap_around() -> None:
+    header = bytes(range(256)) * 100
+    data = frame_bytes(Kind.REQUEST, 1, header) * 20
+    assert len(data) > 3 * SCRATCH_BYTES
+    for sizes in ([], [1000] * 1000, [PREFIX_BYTES + len(header) - 1] * 100, [SCRATCH_BYTES - 9]):
+        frames = pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), data, sizes)
+        assert [frame.header for frame in frames] == [header] * 20
+
+
+def test_a_prefix_cut_by_the_end_of_the_scratch_buffer_is_put_together() -> None:
+    filling = frame_bytes(Kind.NOTIFY, 0, bytes(SCRATCH_BYTES - PREFIX_BYTES - 10))
+    data = filling + frame_bytes(Kind.PING, 3, b"")
+    frames = pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), data)
+    assert [frame.kind for frame in frames] == [Kind.NOTIFY, Kind.PING]
+
+
+def test_a_header_larger_than_the_scratch_buffer_gets_a_larger_one() -> None:
+    header = bytes(range(256)) * 4096
+    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+    ping = frame_bytes(Kind.PING, 0, b"")
+    frames = pour(decoder, ping + frame_bytes(Kind.REQUEST, 1, header, [b"x"]) + ping)
+    assert [frame.header for frame in frames] == [b"", header, b""]
+    assert body_of(frames[1]) == [b"x"]
+
+
+def test_the_next_frame_is_not_looked_at_before_it_is_asked_for() -> None:
+    sink = Anywhere()
+    decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
+    data = frame_bytes(Kind.PROOF, 0, b"") + frame_bytes(Kind.REQUEST, 1, bytes(5000), [b"xyz"])
+    decoder.get_buffer()[: len(data)] = data
+    first = decoder.buffer_updated(len(data))
+    assert first is not None
+    assert first.kind == Kind.PROOF
+    decoder.limits = DEFAULT_LIMITS  # the peer has proved itself: the same bytes are legal now
+    assert sink.asked == []
+    second = decoder.next_frame()
+    assert second is not None
+    assert body_of(second) == [b"xyz"]
+    assert decoder.next_frame() is None
+
+
+def test_small_frames_are_read_to_the_front_of_the_scratch_buffer() -> None:
+    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+    for _ in range(3):
+        assert len(decoder.get_buffer()) == SCRATCH_BYTES
+        pour(decoder, frame_bytes(Kind.PING, 0, b""))
+
+
+# --- where bodies go -------------------------------------------------------------------------
+
+
+class Into:
+    """A sink that names fixed memory."""
+
+    def __init__(self, *targets: memoryview) -> None:
+        self.targets = targets
+
+    def __call__(self, frame: Frame) -> Sequence[memoryview]:
+        return self.targets
+
+
+def test_a_body_is_read_straight_into_its_destination() -> None:
+    destination = np.zeros(300_000, np.uint8)
+    decoder = FrameDecoder(DEFAULT_LIMITS, Into(destination.data))
+    body = np.random.default_rng(1).integers(0, 256, destination.size, np.uint8)
+    data = frame_bytes(Kind.REPLY, 1, b"h", [body.data])
+    head = len(data) - len(body)
+    assert pour(decoder, data[: head + 10]) == []
+    room = decoder.get_buffer()
+    assert len(room) == len(body) - 10, "all that is missing, and nothing else"
+    assert np.shares_memory(np.frombuffer(room, np.uint8), destination)
+    frame = pour(decoder, data[head + 10 :])
+    assert len(frame) == 1
+    np.testing.assert_array_equal(destination, body)
+
+
+@pytest.mark.parametrize(
+    "borders", [[0, 10], [0, 3, 10], [0, 0, 4, 4, 4, 9, 10, 10], list(range(11))]
+)
+def test_targets_may_have_other_borders_than_the_segments(borders: list[int]) -> None:
+    data = frame_bytes(Kind.REPLY, 1, b"h", [b"01234", b"", b"56", b"789"])
+    for sizes in splits(data):
+        memory = bytearray(10)
+        whole = memoryview(memory)
+        targets = [whole[a:b] for a, b in itertools.pairwise(borders)]
+        (frame,) = pour(FrameDecoder(DEFAULT_LIMITS, Into(*targets)), data, sizes)
+        assert memory == b"0123456789"
+        assert frame.segments == [], "they are the sink's to fill"
+
+
+def test_an_empty_body_still_asks_the_sink() -> None:
+    sink = Anywhere()
+    (frame,) = pour(
+        FrameDecoder(DEFAULT_LIMITS, sink), frame_bytes(Kind.REQUEST, 1, b"", [b"", b""])
+    )
+    assert sink.asked == [frame]
+    assert body_of(frame) == [b"", b""]
+
+
+@pytest.mark.parametrize("targets", [[], [b""], [b"", b""]])
+def test_an_empty_body_may_go_nowhere(targets: list[bytes]) -> None:
+    sink = Into(*(memoryview(bytearray(target)) for target in targets))
+    data = frame_bytes(Kind.REQUEST, 1, b"", [b"", b""]) + frame_bytes(Kind.PING, 0, b"")
+    assert len(pour(FrameDecoder(DEFAULT_LIMITS, sink), data)) == 2
+
+
+@pytest.mark.parametrize("body", [0, 1, 10, 300_000])
+def test_a_body_that_nobody_wants_is_thrown_away(body: int) -> None:
+    data = frame_bytes(Kind.REPLY, 1, b"h", [bytes(body)]) + frame_bytes(Kind.PING, 0, b"")
+    for sizes in ([], [1] * min(len(data), 200), [41, 5, 1000]):
+        frames = pour(FrameDecoder(DEFAULT_LIMITS, lambda frame: None), data, sizes)
+        assert [frame.kind for frame in frames] == [Kind.REPLY, Kind.PING]
+
+
+def test_a_receiver_that_gives_up_midway_is_not_written_to_any_more() -> None:
+    token = object()
+    memory = bytearray(20)
+
+    def sink(frame: Frame) -> Sequence[memoryview]:
+        frame.token = token
+        view = memoryview(memory)
+        return [view[:4], view[4:4], view[4:]]
+
+    data = frame_bytes(Kind.REPLY, 1, b"h", [b"A" * 20]) + frame_bytes(Kind.PING, 0, b"")
+    head = PREFIX_BYTES + 8 + 1
+    for arrived in range(20):
+        memory[:] = bytes(20)
+        decoder = FrameDecoder(DEFAULT_LIMITS, sink)
+        decoder.redirect(token)  # nothing is coming in: no effect
+        assert pour(decoder, data[: head + arrived]) == []
+        decoder.redirect(object())  # of another call: no effect
+        decoder.redirect(token)
+        decoder.redirect(token)
+        assert decoder.receiving
+        frames = pour(decoder, data[head + arrived :])
+        assert [frame.kind for frame in frames] == [Kind.REPLY, Kind.PING]
+        assert memory == b"A" * arrived + bytes(20 - arrived)
+
+
+def test_giving_up_a_body_that_is_thrown_away_already_changes_nothing() -> None:
+    token = object()
+
+    def sink(frame: Frame) -> None:
+        frame.token = token
+
+    decoder = FrameDecoder(DEFAULT_LIMITS, sink)
+    data = frame_bytes(Kind.REPLY, 1, b"h", [bytes(20)])
+    assert pour(decoder, data[:-5]) == []
+    decoder.redirect(token)
+    assert len(pour(decoder, data[-5:])) == 1
+
+
+@pytest.mark.parametrize("nbytes", [0, 9, 11])
+def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> None:
+    decoder = FrameDecoder(DEFAULT_LIMITS, Into(memoryview(bytearray(nbytes))))
+    with pytest.raises(LocalProtocolError) as caught:
+        pour(decoder, frame_bytes(Kind.REPLY, 1, b"h", [bytes(10)]))
+    assert caught.value.message == f"{nbytes} bytes of memory given for a body of 10"
+
+
+# --- faults and limits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            RemoteProtocolError,
+            "expected a psync frame, which starts with b'PSYN', got b'GET '",
+        ),
+        (
+            prefix(version=2),
+            VersionMismatch,
+            "the peer speaks version 2 of the wire protocol, this task speaks 1",
+        ),
+        (prefix(kind=0), RemoteProtocolError, "unknown frame of kind 0 with flags 0x0000"),
+        (prefix(kind=23), RemoteProtocolError, "unknown frame of kind 23 with flags 0x0000"),
+        (prefix(flags=1), RemoteProtocolError, "unknown frame of kind 16 with flags 0x0001"),
+        (prefix(header=51), FrameTooLarge, "header of 51 bytes, at most 50 are allowed"),
+        (prefix(count=5), FrameTooLarge, "5 segments, at most 4 are allowed"),
+        (
+            prefix(count=2**32 - 1, body=2**64 - 1),
+            FrameTooLarge,
+            "4294967295 segments, at most 4 are allowed",
+        ),
+        (
+            prefix(count=1, body=2**64 - 1) + struct.pack("<Q", 2**64 - 1),
+            FrameTooLarge,
+            "body of 18446744073709551615 bytes, at most 150 are allowed",
+        ),
+        (
+            prefix(count=2, body=102) + struct.pack("<2Q", 101, 1),
+            FrameTooLarge,
+            "segment of 101 bytes, at most 100 are allowed",
+        ),
+        (
+            prefix(count=2, body=3) + struct.pack("<2Q", 1, 1),
+            RemoteProtocolError,
+            "segments add up to 2 bytes, the prefix says 3",
+        ),
+        (
+            prefix(body=3) + b"abc",
+            RemoteProtocolError,
+            "segments add up to 0 bytes, the prefix says 3",
+        ),
+    ],
+)
+def test_what_is_no_frame_is_refused_before_memory_is_taken(
+    data: bytes, error: type[ProtocolError], message: str
+) -> None:
+    for sizes in ([], [1] * len(data)):
+        decoder = FrameDecoder(SMALL, refuse)
+        with pytest.raises(error) as caught:
+            pour(decoder, data, sizes)
+        assert type(caught.value) is error
+        assert caught.value.message == message
+
+
+def test_the_faults_of_strangers_come_with_a_hint() -> None:
+    with pytest.raises(RemoteProtocolError) as caught:
+        pour(FrameDecoder(DEFAULT_LIMITS, refuse), bytes(32))
+    assert caught.value.hint == "something that is not psync is talking to this port"
+    with pytest.raises(VersionMismatch) as mismatch:
+        pour(FrameDecoder(DEFAULT_LIMITS, refuse), prefix(version=9))
+    assert mismatch.value.hint == "install the same version of psync for all tasks"
+
+
+@pytest.mark.parametrize("header", [4096, 4097])
+def test_before_the_handshake_a_header_may_have_4_kib(header: int) -> None:
+    decoder = FrameDecoder(HANDSHAKE_LIMITS, refuse)
+    data = frame_bytes(Kind.HELLO, 0, bytes(header))
+    if header == 4096:
+        assert len(pour(decoder, data)) == 1
+        return
+    with pytest.raises(FrameTooLarge, match="header of 4097 bytes, at most 4096 are allowed"):
+        pour(decoder, data)
+
+
+def test_before_the_handshake_nobody_sends_a_body() -> None:
+    for data in (prefix(count=1), prefix(count=1, body=1), prefix(body=1)):
+        with pytest.raises(FrameTooLarge):
+            pour(FrameDecoder(HANDSHAKE_LIMITS, refuse), data)
+
+
+@pytest.mark.parametrize("header", [1 << 20, (1 << 20) + 1])
+def test_after_the_handshake_a_header_may_have_1_mib(header: int) -> None:
+    decoder = FrameDecoder(DEFAULT_LIMITS, refuse)
+    if header == 1 << 20:
+        assert len(pour(decoder, frame_bytes(Kind.REQUEST, 1, bytes(header)))) == 1
+        return
+    with pytest.raises(FrameTooLarge, match="header of 1048577 bytes, at most 1048576"):
+        pour(decoder, prefix(header=header))
+
+
+def test_what_is_at_its_limits_passes() -> None:
+    segments: list[Segment] = [bytes(100), bytes(50), b"", b""]
+    data = frame_bytes(Kind.REQUEST, 1, bytes(50), segments, SMALL)
+    (frame,) = pour(FrameDecoder(SMALL, Anywhere()), data)
+    assert frame.lengths == (100, 50, 0, 0)
+
+
+def test_once_broken_it_stays_broken() -> None:
+    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+    with pytest.raises(RemoteProtocolError) as first:
+        pour(decoder, prefix(kind=99))
+    with pytest.raises(RemoteProtocolError) as second:
+        pour(decoder, frame_bytes(Kind.PING, 0, b""))
+    assert second.value is first.value
+    with pytest.raises(RemoteProtocolError):
+        decoder.next_frame()
+
+
+def test_a_sink_that_fails_breaks_the_decoder() -> None:
+    def sink(frame: Frame) -> None:
+        raise ZeroDivisionError
+
+    decoder = FrameDecoder(DEFAULT_LIMITS, sink)
+    with pytest.raises(ZeroDivisionError):
+        pour(decoder, frame_bytes(Kind.REPLY, 1, b"", [b"x"]))
+    with pytest.raises(ZeroDivisionError):
+        decoder.next_frame()
+
+
+def test_frames_before_a_fault_are_handed_out() -> None:
+    decoder = FrameDecoder(DEFAULT_LIMITS, Anywhere())
+    data = frame_bytes(Kind.PING, 0, b"") + bytes(32)
+    decoder.get_buffer()[: len(data)] = data
+    frame = decoder.buffer_updated(len(data))
+    assert frame is not None
+    with pytest.raises(RemoteProtocolError):
+        decoder.next_frame()
+
+
+def test_a_stream_that_ends_inside_a_frame_is_known_to() -> None:
+    data = frame_bytes(Kind.REPLY, 1, b"header", [b"abc", b"de"])
+    for sink in (Anywhere(), lambda frame: None):
+        for end in range(len(data) + 1):
+            decoder = FrameDecoder(DEFAULT_LIMITS, sink)
+            frames = pour(decoder, data[:end])
+            assert decoder.receiving is (0 < end < len(data))
+            assert len(frames) == (end == len(data))
+
+
+GARBAGE = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        lambda kind, head, count, body, rest: (
+            PREFIX.pack(b"PSYN", 1, kind, 0, 1, head, count, body) + rest
+        ),
+        st.sampled_from([1, 16, 17]),
+        st.integers(0, 60),
+        st.integers(0, 5),
+        st.integers(0, 200),
+        st.binary(max_size=200),
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=GARBAGE, sizes=st.lists(st.integers(1, 50), max_size=20), whole=st.booleans())
+def test_garbage_ends_in_a_remote_protocol_error_or_in_frames(
+    data: bytes, sizes: list[int], whole: bool
+) -> None:
+    decoder = FrameDecoder(SMALL, Anywhere())
+    with contextlib.suppress(RemoteProtocolError):
+        pour(decoder, data, [] if whole else sizes)
+    assert len(decoder.get_buffer())
+
+
+@settings(max_examples=100, deadline=None)
+@given(position=st.integers(0, 10_000), value=st.integers(0, 255))
+def test_one_wrong_byte_does_no_harm(position: int, value: int) -> None:
+    data = bytearray(conversation())
+    data[position % len(data)] = value
+    for sizes in ([], [1] * len(data)):
+        with contextlib.suppress(RemoteProtocolError):
+            pour(FrameDecoder(SMALL, Anywhere()), data, sizes)
+
+
+def test_what_is_only_declared_costs_no_memory() -> None:
+    largest = prefix(header=1 << 20, count=65_536, body=4 << 30)
+    decoder = FrameDecoder(DEFAULT_LIMITS, refuse)
+    tracemalloc.start()
+    try:
+        pour(decoder, largest)
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20  # room for all of the header
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,463 @@
+"""A connection from its first byte on: what may be said when, and what follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_tools import Anywhere, joined, pour, splits
+
+from psync.errors import (
+    AuthenticationError,
+    ConnectFailed,
+    FencedError,
+    FrameTooLarge,
+    LocalProtocolError,
+    PsyncError,
+    RemoteProtocolError,
+    VersionMismatch,
+)
+from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import PREFIX, Frame, FrameDecoder, Kind, encode_frame
+from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
+from psync.wire.protocol import MESSAGE_OF, TRANSITIONS, Protocol, State
+
+SECRET = b"a secret of the whole cluster"
+PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"
+
+
+def new_client(
+    secret: bytes | None = SECRET, *, expect: str | None = PS, lane: str = "control"
+) -> Protocol:
+    handshake = ClientHandshake(secret, WORKER, 3, lane, bytes(range(32)), expect)
+    return Protocol(handshake, DEFAULT_LIMITS, Anywhere())
+
+
+def new_server(
+    secret: bytes | None = SECRET,
+    *,
+    admit: Callable[[Hello], Refused | None] | None = None,
+    refused: Refused | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> Protocol:
+    handshake = ServerHandshake(secret, PS, 5, bytes(32))
+    return Protocol(handshake, limits, Anywhere(), admit, refused)
+
+
+def said(protocol: Protocol) -> bytes:
+    return joined(protocol.data_to_send())
+
+
+def frame_of(kind: Kind, message: Message | None = None) -> bytes:
+    return joined(encode_frame(kind, 0, b"" if message is None else encode(message)))
+
+
+def words(data: bytes) -> list[tuple[Kind, Message]]:
+    """Read a side's half of a handshake."""
+    frames = pour(FrameDecoder(DEFAULT_LIMITS, Anywhere()), data)
+    return [(Kind(frame.kind), decode(frame.header)) for frame in frames]
+
+
+def converse(client: Protocol, server: Protocol) -> tuple[bytes, bytes]:
+    """Carry out the handshake; return what each side said."""
+    from_client = from_server = b""
+    while True:
+        out = said(client)
+        from_client += out
+        pour(server, out)
+        back = said(server)
+        from_server += back
+        pour(client, back)
+        if not out and not back:
+            return from_client, from_server
+
+
+def opened(secret: bytes | None = SECRET) -> tuple[Protocol, Protocol]:
+    client, server = new_client(secret), new_server(secret)
+    converse(client, server)
+    return client, server
+
+
+# --- the handshake ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+@pytest.mark.parametrize("lane", ["control", "bulk"])
+def test_both_sides_open_and_know_each_other(secret: bytes | None, lane: str) -> None:
+    client, server = new_client(secret, lane=lane), new_server(secret)
+    converse(client, server)
+    assert client.state is server.state is State.OPEN
+    assert (client.peer_task, client.peer_incarnation, client.lane) == (PS, 5, lane)
+    assert (server.peer_task, server.peer_incarnation, server.lane) == (WORKER, 3, lane)
+    assert not client.close_expected()
+    assert not server.close_expected()
+    assert client.data_to_send() == server.data_to_send() == []
+
+
+def test_who_says_what_in_which_order() -> None:
+    client, server = new_client(), new_server()
+    from_client, from_server = converse(client, server)
+    assert [kind for kind, _ in words(from_client)] == [Kind.HELLO, Kind.PROOF]
+    assert [kind for kind, _ in words(from_server)] == [Kind.CHALLENGE, Kind.WELCOME]
+
+
+def test_golden_bytes_of_the_greeting() -> None:
+    assert said(new_client()).hex() == (
+        "5053594e" "01" "01" "0000" "0000000000000000" "43000000" "00000000" "0000000000000000"
+        "98010101" "b22f6a6f623a776f726b65722f7461736b3a31" "03" "a7636f6e74726f6c"
+        "c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f" "c3"
+    )  # fmt: skip
+
+
+def test_states_go_by_one_after_the_other() -> None:
+    client, server = new_client(), new_server()
+    assert (client.state, server.state) == (State.AWAIT_CHALLENGE, State.AWAIT_HELLO)
+    pour(server, said(client))
+    assert server.state is State.AWAIT_PROOF
+    pour(client, said(server))
+    assert client.state is State.AWAIT_WELCOME
+    pour(server, said(client))
+    assert server.state is State.OPEN
+    pour(client, said(server))
+    assert client.state is State.OPEN
+
+
+def test_the_handshake_is_the_same_however_its_bytes_arrive() -> None:
+    from_client, from_server = converse(new_client(), new_server())
+    for sizes in splits(from_client):
+        server = new_server()
+        assert pour(server, from_client, sizes) == []
+        assert server.state is State.OPEN
+    for sizes in splits(from_server):
+        client = new_client()
+        assert pour(client, from_server, sizes) == []
+        assert client.state is State.OPEN
+
+
+@pytest.mark.parametrize("state", [state for state in State if state is not State.OPEN])
+def test_every_state_of_the_handshake_says_what_it_waits_for(state: State) -> None:
+    assert state.value == "closed" or state.value.startswith("waiting ")
+
+
+def test_closed_is_final() -> None:
+    assert TRANSITIONS[State.CLOSED] == {}
+    assert set(TRANSITIONS) == set(State)
+
+
+# --- frames of an open connection ------------------------------------------------------------
+
+
+def test_frames_behind_the_handshake_wait_until_they_are_asked_for() -> None:
+    """They may have arrived in the same read; the limits are already the new ones for them."""
+    client, server = new_client(), new_server()
+    pour(server, said(client))
+    pour(client, said(server))
+    data = said(client)
+    data += joined(encode_frame(Kind.REQUEST, 9, bytes(5000), [b"abc"]))
+    server.get_buffer()[: len(data)] = data
+    assert server.received(len(data)) is None
+    assert server.state is State.OPEN
+    frame = server.next_frame()
+    assert frame is not None
+    assert frame.request_id == 9
+    assert [bytes(segment) for segment in frame.segments] == [b"abc"]
+    assert server.next_frame() is None
+
+
+def test_an_open_connection_hands_out_frames_both_ways() -> None:
+    client, server = opened()
+    for sender, receiver in ((client, server), (server, client)):
+        assert sender.data_to_send() == []
+        for kind in TRANSITIONS[State.OPEN]:
+            (frame,) = pour(receiver, frame_of(kind, Done()))
+            assert frame.kind == kind
+
+
+def test_a_body_can_be_given_up() -> None:
+    tokens: list[object] = [object()]
+    memory = bytearray(10)
+
+    def sink(frame: Frame) -> list[memoryview]:
+        frame.token = tokens[0]
+        return [memoryview(memory)]
+
+    client = Protocol(
+        ClientHandshake(None, WORKER, 3, "bulk", bytes(32), None), DEFAULT_LIMITS, sink
+    )
+    converse(client, new_server(None))
+    data = joined(encode_frame(Kind.REPLY, 1, b"", [b"A" * 10]))
+    pour(client, data[:-5])
+    assert client.receiving
+    client.redirect(tokens[0])
+    assert len(pour(client, data[-5:])) == 1
+    assert memory == b"A" * 5 + bytes(5)
+    assert not client.receiving
+
+
+@pytest.mark.parametrize("in_one_read", [False, True])
+def test_a_fault_closes_for_ever(in_one_read: bool) -> None:
+    _, server = opened()
+    data = frame_of(Kind.PING) + bytes(32)
+    if in_one_read:
+        server.get_buffer()[: len(data)] = data
+        assert server.received(len(data)) is not None
+        with pytest.raises(RemoteProtocolError):
+            server.next_frame()
+    else:
+        with pytest.raises(RemoteProtocolError):
+            pour(server, data)
+    assert server.state is State.CLOSED
+    assert server.close_expected()
+    assert server.data_to_send() == [], "a proven peer is not told what was wrong"
+    with pytest.raises(LocalProtocolError, match="bytes were received on a closed connection"):
+        server.received(0)
+
+
+def test_a_fault_in_the_first_read_of_an_open_connection_closes_it() -> None:
+    _, server = opened()
+    with pytest.raises(RemoteProtocolError):
+        pour(server, bytes(32))
+    assert server.state is State.CLOSED
+
+
+# --- who is turned away ----------------------------------------------------------------------
+
+
+def refused_by(server: Protocol, client: Protocol) -> PsyncError:
+    with pytest.raises(PsyncError) as caught:
+        converse(client, server)
+    assert client.state is State.CLOSED
+    return caught.value
+
+
+def test_a_wrong_secret_is_found_by_the_client_first() -> None:
+    client, server = new_client(b"another secret, just as long"), new_server()
+    error = refused_by(server, client)
+    assert isinstance(error, AuthenticationError)
+    assert error.message == f"{PS} does not hold the same secret as this task"
+    assert client.data_to_send() == [], "nothing is proved to a stranger"
+    assert server.state is State.AWAIT_PROOF
+
+
+def test_a_wrong_proof_is_refused() -> None:
+    client, server = new_client(), new_server()
+    pour(server, said(client))
+    said(server)
+    pour(server, frame_of(Kind.PROOF, Proof(bytes(32))))
+    assert server.state is State.CLOSED
+    assert server.refused == Refused("authentication", "the proof does not match")
+    assert words(said(server)) == [(Kind.REFUSED, server.refused)]
+
+
+def test_no_secret_against_one() -> None:
+    error = refused_by(new_server(), new_client(None))
+    assert isinstance(error, AuthenticationError)
+    assert error.message == (
+        f"the peer refused the connection: {PS} has a secret, the peer has none"
+    )
+    error = refused_by(new_server(None), new_client())
+    assert error.message == f"this task has a secret, {PS} has none"
+
+
+def test_another_task_than_expected() -> None:
+    error = refused_by(new_server(), new_client(expect="/job:ps/task:7"))
+    assert isinstance(error, RemoteProtocolError)
+    assert error.message == f"expected /job:ps/task:7 at this address, {PS} answered"
+
+
+def test_another_version() -> None:
+    client, server = new_client(), new_server()
+    hello = client._handshake.hello  # type: ignore[union-attr]
+    newer = dataclasses.replace(hello, oldest_version=2, newest_version=3)
+    pour(server, frame_of(Kind.HELLO, newer))
+    with pytest.raises(VersionMismatch) as caught:
+        pour(client, said(server))
+    assert caught.value.message == (
+        f"the peer refused the connection: {PS} speaks version 1 of the wire protocol, "
+        "the peer speaks 2 to 3"
+    )
+
+
+def test_admit_has_the_last_word_on_a_peer_that_has_proved_itself() -> None:
+    asked: list[Hello] = []
+
+    def admit(hello: Hello) -> Refused:
+        asked.append(hello)
+        return Refused("fenced", "incarnation 3 was replaced")
+
+    server = new_server(admit=admit)
+    error = refused_by(server, new_client())
+    assert isinstance(error, FencedError)
+    assert error.message == f"{PS} refused the connection: incarnation 3 was replaced"
+    assert [(hello.task, hello.incarnation) for hello in asked] == [(WORKER, 3)]
+    assert server.refused == Refused("fenced", "incarnation 3 was replaced")
+
+
+def test_admit_is_not_asked_about_a_stranger() -> None:
+    def admit(hello: Hello) -> None:
+        raise AssertionError("asked about a stranger")
+
+    server = new_server(admit=admit)
+    pour(server, said(new_client()))
+    pour(server, frame_of(Kind.PROOF, Proof(bytes(32))))
+    assert server.state is State.CLOSED
+
+
+def test_admit_may_let_in() -> None:
+    client, server = new_client(), new_server(admit=lambda hello: None)
+    converse(client, server)
+    assert server.state is State.OPEN
+
+
+def test_a_peer_can_be_turned_away_before_it_has_said_anything() -> None:
+    full = Refused("full", "it has 1024 connections")
+    server = new_server(refused=full)
+    assert server.close_expected()
+    assert server.refused == full
+    client = new_client()
+    with pytest.raises(ConnectFailed) as caught:
+        pour(client, said(server))
+    assert caught.value.message == "the peer refused the connection: it has 1024 connections"
+
+
+# --- what breaks a handshake -----------------------------------------------------------------
+
+SERVER_STATES = (State.AWAIT_HELLO, State.AWAIT_PROOF)
+CLIENT_STATES = (State.AWAIT_CHALLENGE, State.AWAIT_WELCOME)
+
+
+def brought_to(state: State) -> Protocol:
+    client, server = new_client(), new_server()
+    if state in (State.AWAIT_PROOF, State.AWAIT_WELCOME):
+        pour(server, said(client))
+    if state is State.AWAIT_WELCOME:
+        pour(client, said(server))
+    reached = client if state in CLIENT_STATES else server
+    assert reached.state is state
+    said(reached)
+    return reached
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        (state, kind)
+        for state, kind in itertools.product(SERVER_STATES + CLIENT_STATES, Kind)
+        if kind not in TRANSITIONS[state]
+    ],
+)
+def test_a_frame_out_of_turn_is_refused(state: State, kind: Kind) -> None:
+    protocol = brought_to(state)
+    with pytest.raises(RemoteProtocolError) as caught:
+        pour(protocol, frame_of(kind, Done()))
+    assert caught.value.message == f"got a frame {kind.name} while {state.value}"
+    assert caught.value.hint == "the peer must finish the handshake first"
+    assert protocol.state is State.CLOSED
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "message"),
+    [
+        (state, kind, message)
+        for state in SERVER_STATES + CLIENT_STATES
+        for kind in TRANSITIONS[state]
+        for message in (
+            Hello(1, 1, WORKER, 3, "control", bytes(32), True),
+            Challenge(1, PS, 5, bytes(32), True, bytes(32)),
+            Proof(bytes(32)),
+            Welcome(),
+            Refused("x", "y"),
+            Done(),
+        )
+        if type(message) is not MESSAGE_OF[kind]
+    ],
+)
+def test_a_frame_cannot_carry_the_message_of_another_one(
+    state: State, kind: Kind, message: Message
+) -> None:
+    """A PROOF frame with a greeting in it must not be taken for a proof, for example."""
+    protocol = brought_to(state)
+    with pytest.raises(RemoteProtocolError) as caught:
+        pour(protocol, frame_of(kind, message))
+    assert caught.value.message == f"got {type(message).__name__} in a frame {kind.name}"
+    assert protocol.state is State.CLOSED
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2, frame_of(Kind.HELLO)])
+def test_a_stranger_is_told_no_more_than_that_it_is_one(data: bytes) -> None:
+    server = new_server()
+    with pytest.raises(RemoteProtocolError):
+        pour(server, data)
+    assert words(said(server)) == [(Kind.REFUSED, Refused("protocol", "malformed greeting"))]
+
+
+def test_a_client_says_nothing_to_a_stranger() -> None:
+    client = new_client()
+    said(client)
+    with pytest.raises(RemoteProtocolError):
+        pour(client, bytes(32))
+    assert client.data_to_send() == []
+
+
+@pytest.mark.parametrize("state", SERVER_STATES + CLIENT_STATES)
+def test_a_stranger_cannot_make_us_take_memory(state: State) -> None:
+    protocol = brought_to(state)
+    large = PREFIX.pack(b"PSYN", 1, Kind.REQUEST, 0, 1, 0, 1, 1 << 20)
+    with pytest.raises(FrameTooLarge):
+        pour(protocol, large)
+    protocol = brought_to(state)
+    with pytest.raises(FrameTooLarge):
+        pour(protocol, PREFIX.pack(b"PSYN", 1, Kind.HELLO, 0, 0, 4097, 0, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    state=st.sampled_from([*SERVER_STATES, *CLIENT_STATES]),
+    data=st.one_of(
+        st.binary(max_size=300),
+        st.builds(
+            lambda kind, header: joined(encode_frame(kind, 0, header)),
+            st.sampled_from(list(Kind)),
+            st.binary(max_size=80),
+        ),
+    ),
+    by_bytes=st.booleans(),
+)
+def test_garbage_never_opens_a_connection(state: State, data: bytes, by_bytes: bool) -> None:
+    protocol = brought_to(state)
+    with contextlib.suppress(PsyncError):
+        pour(protocol, data, [1] * len(data) if by_bytes else [])
+    assert protocol.state is not State.OPEN
+
+
+@settings(max_examples=150, deadline=None)
+@given(position=st.integers(0, 400), value=st.integers(0, 255), of_server=st.booleans())
+def test_a_byte_changed_on_the_way_never_opens_a_connection(
+    position: int, value: int, of_server: bool
+) -> None:
+    from_client, from_server = converse(new_client(), new_server())
+    original = from_server if of_server else from_client
+    data = bytearray(original)
+    position %= len(data)
+    data[position] = value
+    protocol = new_client() if of_server else new_server()
+    with contextlib.suppress(PsyncError):
+        pour(protocol, data)
+    # The id of a request has no meaning in a handshake.
+    in_an_id = any(8 <= position - start < 16 for start in (0, original.index(b"PSYN", 4)))
+    if data != original and not in_an_id:
+        assert protocol.state is not State.OPEN
+
+
+def test_a_limit_of_ones_own_holds_from_the_first_frame_on() -> None:
+    client, server = new_client(), new_server(limits=Limits(header_bytes=10))
+    converse(client, server)
+    with pytest.raises(FrameTooLarge, match="header of 11 bytes, at most 10 are allowed"):
+        pour(server, joined(encode_frame(Kind.REQUEST, 1, bytes(11))))

@@ -1,0 +1,61 @@
+"""What the tests of the wire share: feeding a decoder in pieces, and sinks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from psync.wire.frames import Buffer, Frame
+
+
+class Reader(Protocol):
+    """A decoder of frames, or a protocol around one."""
+
+    def get_buffer(self) -> memoryview: ...
+    def next_frame(self) -> Frame | None: ...
+
+
+def pour(reader: Reader, data: Buffer, sizes: Iterable[int] = ()) -> list[Frame]:
+    """Give ``data`` to a reader in pieces of ``sizes`` (then: as large as it takes them)."""
+    update = getattr(reader, "buffer_updated", None) or reader.received  # type: ignore[attr-defined]
+    frames: list[Frame] = []
+    rest = memoryview(data)
+    for size in itertools.chain(sizes, itertools.repeat(1 << 40)):
+        if not rest:
+            return frames
+        room = reader.get_buffer()
+        assert len(room), "get_buffer() is never empty"
+        count = min(len(room), len(rest), size)
+        room[:count] = rest[:count]
+        rest = rest[count:]
+        frame = update(count)
+        while frame is not None:
+            frames.append(frame)
+            frame = reader.next_frame()
+    raise AssertionError("not reached")
+
+
+def splits(data: bytes) -> Iterator[list[int]]:
+    """Yield the sizes of pieces: whole, byte by byte, and in two at every point."""
+    yield [len(data)]
+    yield [1] * len(data)
+    for point in range(1, len(data)):
+        yield [point, len(data) - point]
+
+
+class Anywhere:
+    """A sink that gives each segment memory of its own, and remembers whom it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Frame] = []
+
+    def __call__(self, frame: Frame) -> Sequence[memoryview] | None:
+        self.asked.append(frame)
+        frame.segments = [memoryview(bytearray(length)) for length in frame.lengths]
+        return frame.segments
+
+
+def joined(buffers: Iterable[Buffer]) -> bytes:
+    """Return what the buffers put on the wire."""
+    return b"".join(buffers)
