@@ -21,6 +21,7 @@ from psync.task_output import (
     configure_logging,
     write_stderr,
     write_stdout,
+    write_whole_lines,
 )
 
 
@@ -195,3 +196,30 @@ def test_an_unknown_log_level_is_refused() -> None:
         assert str(caught.value) == (
             "log level: expected debug, info, warning, error or critical, got 'loud'"
         )
+
+
+class Writes(io.RawIOBase):
+    """A raw stream that notes each write, as an unbuffered stdout is."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        self.pieces.append(bytes(data))  # type: ignore[call-overload]
+        return len(self.pieces[-1])
+
+
+def test_an_unbuffered_task_writes_each_line_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = Writes()
+    unbuffered = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)  # type: ignore[type-var]
+    monkeypatch.setattr(sys, "stdout", unbuffered)
+    print("ready", 1)
+    assert len(raw.pieces) > 1  # what another task's line may come in between
+    raw.pieces.clear()
+    write_whole_lines()
+    print("ready", 1)
+    print("ready", 2)
+    assert raw.pieces == [b"ready 1\n", b"ready 2\n"]

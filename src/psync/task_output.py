@@ -43,6 +43,18 @@ def _write(stream: TextIO | None, text: str) -> None:
     stream.flush()
 
 
+def write_whole_lines() -> None:
+    """Let ``print`` write each line in one piece, at its end.
+
+    A launcher starts its tasks unbuffered, so that nothing is lost with them. Then every part of a
+    line is a write of its own, and in a pipe that the chief shares with its launcher the lines of
+    other tasks would come in between.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 class LineForwarder:
     r"""Turns the bytes of one pipe into whole lines with a prefix.
 

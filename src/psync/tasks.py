@@ -33,7 +33,7 @@ from psync.platform import Platform
 from psync.processes import watch_lifeline
 from psync.ps_task import PsTask
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
-from psync.task_output import configure_logging
+from psync.task_output import configure_logging, write_whole_lines
 from psync.wire.messages import Shutdown
 from psync.worker_task import WorkerTask
 
@@ -269,6 +269,8 @@ def _exit(error: PsyncError) -> NoReturn:
 def _prepare_process(job: str, index: int) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
+    if launched:
+        write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
     configure_logging(level, None if launched else f"{job}-{index}")
     _watch_launcher()

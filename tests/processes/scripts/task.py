@@ -15,7 +15,7 @@ job = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
 watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("ready", os.getpid(), flush=True)
+os.write(1, f"ready {os.getpid()}\n".encode())  # one write: other tasks' lines share the pipe
 if job == "worker" and "workers-exit" in sys.argv:
     sys.exit(int(sys.argv[-1]))
 if job == "chief":
