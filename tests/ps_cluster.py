@@ -101,8 +101,9 @@ class PsCluster:
         return client
 
     async def attach(self, client: PsClient, incarnation: int) -> None:
+        addresses = [link.address for link in client.links]
         for index, link in enumerate(client.links):
-            message = AttachPs(incarnation, index, len(client.links))
+            message = AttachPs(incarnation, index, addresses, self._lost_after_s)
             await link.call(lambda peer, message=message: message)
 
     def declare(self, name: str, value: Any, shards: int = 1) -> VariableSpec:

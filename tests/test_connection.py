@@ -37,7 +37,7 @@ def pull(nbytes: int) -> Pull:
 
 def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
     """Answer with as many bytes as the message asks for."""
-    return Reply(Pulled(), [bytes(message.set_id)])
+    return Reply(Pulled([]), [bytes(message.set_id)])
 
 
 SERVED: Handlers = {Pull: Handler(values), AskStatistics: Handler(done)}

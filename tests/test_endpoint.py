@@ -547,7 +547,7 @@ async def test_a_handler_may_close_its_own_endpoint() -> None:
 @pytest.mark.parametrize("reads", [True, False])
 async def test_closing_lets_a_peer_read_what_was_said_but_not_for_ever(reads: bool) -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [bytes(1 << 20)])
+        return Reply(Pulled([]), [bytes(1 << 20)])
 
     network = MemoryNetwork(chunk=(65_536, 65_536))
     loop = asyncio.get_running_loop()

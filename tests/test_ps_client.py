@@ -140,7 +140,7 @@ class TestBadAnswers:
             v = await cluster.create("v", np.zeros(3, np.float32))
             handlers = cluster.ps[0]._endpoint.handlers
             for size in (8, 0):
-                answer = Reply(Pulled(), [bytes(size)] if size else [])
+                answer = Reply(Pulled([]), [bytes(size)] if size else [])
                 handlers[Pull] = Handler(lambda *_, answer=answer: answer)
                 with pytest.raises(RemoteProtocolError) as caught:
                     await pull(cluster.chief, v)

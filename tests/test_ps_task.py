@@ -394,7 +394,7 @@ class TestBadInput:
 
 class TestCreation:
     def message(self, shape: list[int], name: str = "v") -> CreateShards:
-        return CreateShards([(name, 0, 0, 0, shape, "float32")])
+        return CreateShards([(name, 0, 0, 0, shape, "float32")], [None])
 
     async def test_creating_again_keeps_the_value_and_another_shape_is_an_error(self) -> None:
         async with PsCluster() as cluster:
@@ -416,7 +416,7 @@ class TestCreation:
                 await ask(cluster.chief, self.message([3]))
             with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
                 await ask(cluster.chief, self.message([-3]), [body])
-            wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")])
+            wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
             with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
                 await ask(cluster.chief, wrong, [body])
 
@@ -459,7 +459,7 @@ class TestCoordinators:
                 FencedError, match="serves a newer coordinator than /job:chief/task:0 "
             ):
                 await cluster.attach(cluster.chief, 100)
-            for message in (Fence(WORKER, 5), CreateShards([])):
+            for message in (Fence(WORKER, 5), CreateShards([], [])):
                 segments = [memoryview(b"")] if isinstance(message, CreateShards) else []
                 with pytest.raises(FencedError, match="is not the coordinator that it serves"):
                     await ask(cluster.chief, message, segments)
@@ -492,7 +492,7 @@ class TestCoordinators:
                 link.to_server.stall()
             newer = cluster.client(CHIEF, 101)
             await cluster.attach(newer, 101)
-            short = CreateShards([("v", v.variable_id, 0, 0, [3], "float32")])
+            short = CreateShards([("v", v.variable_id, 0, 0, [3], "float32")], [None])
             await ask(newer, short, [to_bytes_view(np.zeros(3, np.float32))])
             for link in cluster.network.links("slow"):
                 link.to_server.flow()
@@ -505,7 +505,7 @@ class TestCoordinators:
             lambda cluster, client: cluster.attach(client, 2000),
             lambda cluster, client: ask(client, Shutdown("now")),
             lambda cluster, client: ask(client, Fence(OTHER, 9)),
-            lambda cluster, client: ask(client, CreateShards([]), [memoryview(b"")]),
+            lambda cluster, client: ask(client, CreateShards([], []), [memoryview(b"")]),
         ],
         ids=["attach", "shutdown", "fence", "create"],
     )

@@ -181,7 +181,7 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         whole = to_bytes_view(source)
-        return Reply(Pulled(), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
+        return Reply(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(values)}, address=address, lane="bulk") as pair:
@@ -197,7 +197,7 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
 
         wire.get_buffer = watch  # type: ignore[method-assign]
         got = await pair.peer.call(pull(), into=views_of(destination))
-        assert got.message == Pulled()
+        assert got.message == Pulled([])
         assert got.segments == []
         assert straight > 10
         np.testing.assert_array_equal(destination, source)
@@ -213,18 +213,18 @@ async def test_memory_for_a_reply_may_have_other_borders_than_its_segments() -> 
         return [to_bytes_view(destination[:7]), to_bytes_view(destination[7:])]
 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [b"0123", b"", b"456789"])
+        return Reply(Pulled([]), [b"0123", b"", b"456789"])
 
     async with connected(server={Pull: Handler(values)}) as pair:
         await pair.peer.call(pull(), into=into)
-    assert asked == [(Pulled(), (4, 0, 6))]
+    assert asked == [(Pulled([]), (4, 0, 6))]
     assert destination.tobytes() == b"0123456789"
 
 
 @pytest.mark.virtual_time
 async def test_an_error_in_placing_a_reply_fails_that_call_alone() -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [bytes(100 * KIB)])
+        return Reply(Pulled([]), [bytes(100 * KIB)])
 
     def broken(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
         raise GradientError("no room for this")
@@ -241,7 +241,7 @@ async def test_an_error_in_placing_a_reply_fails_that_call_alone() -> None:
 @pytest.mark.virtual_time
 async def test_large_segments_are_recycled_once_nobody_sees_them() -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [bytes(100 * KIB)])
+        return Reply(Pulled([]), [bytes(100 * KIB)])
 
     async with connected(server={Pull: Handler(values)}) as pair:
         first = await pair.peer.call(pull())
@@ -258,7 +258,7 @@ async def test_large_segments_are_recycled_once_nobody_sees_them() -> None:
 @pytest.mark.virtual_time
 async def test_a_call_that_is_cancelled_midway_is_not_written_to_any_more() -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [to_bytes_view(np.full(MIB, 7, np.uint8))])
+        return Reply(Pulled([]), [to_bytes_view(np.full(MIB, 7, np.uint8))])
 
     network = MemoryNetwork(chunk=(10_000, 20_000))
     async with connected(network, {Pull: Handler(values), AskStatistics: Handler(done)}) as pair:
@@ -362,7 +362,7 @@ async def test_a_reply_to_a_call_that_was_given_up_is_ignored() -> None:
     """It had been sent already when the cancellation arrived."""
 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [bytes(message.set_id)])
+        return Reply(Pulled([]), [bytes(message.set_id)])
 
     network = MemoryNetwork()
     async with connected(network, {Pull: Handler(values)}) as pair:
@@ -400,7 +400,7 @@ async def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(after: int) 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         (link,) = network.links()
         link.to_client.cut_after(after)
-        return Reply(Pulled(), [bytes(200 * KIB)])
+        return Reply(Pulled([]), [bytes(200 * KIB)])
 
     network = MemoryNetwork()
     async with connected(network, {Pull: Handler(values)}) as pair:
@@ -416,10 +416,10 @@ async def test_an_end_in_the_middle_of_a_message_is_told_apart(place: str, tmp_p
     """The peer's process ends in order, with half of a message said."""
 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        half = encode_frame(Kind.REPLY, 1, encode(Pulled()), [bytes(200 * KIB)])[0]
+        half = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])[0]
         peer.connection._transport.write(half)
         peer.connection._transport.close()
-        return Reply(Pulled())
+        return Reply(Pulled([]))
 
     network, address = places(tmp_path)[place]()
     async with connected(network, {Pull: Handler(values)}, address=address) as pair:
@@ -594,7 +594,7 @@ async def test_a_request_above_the_limits_is_not_sent() -> None:
 @pytest.mark.virtual_time
 async def test_a_reply_above_the_limits_is_an_error_to_the_caller() -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        return Reply(Pulled(), [bytes(101)])
+        return Reply(Pulled([]), [bytes(101)])
 
     async with connected(server={Pull: Handler(values)}, limits=Limits(segment_bytes=100)) as pair:
         with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
@@ -910,7 +910,7 @@ async def test_answers_that_nobody_waits_for_are_ignored() -> None:
     async with connected(server={AskStatistics: Handler(done)}) as pair:
         for misbehave in (
             raw(Kind.REPLY, 99, Done()),
-            raw(Kind.REPLY, 99, Pulled(), [bytes(200 * KIB)]),
+            raw(Kind.REPLY, 99, Pulled([]), [bytes(200 * KIB)]),
             raw(Kind.ERROR, 99, Done()),
             raw(Kind.CANCEL, 99, b""),
             raw(Kind.PONG, 0, b""),

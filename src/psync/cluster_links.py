@@ -182,10 +182,12 @@ class ClusterLinks:
     async def _keep_ps(self, index: int) -> None:
         link, first = self.ps.links[index], True
         loop = asyncio.get_running_loop()
+        addresses = list(self._ps.values())
+        attachment = AttachPs(self.incarnation, index, addresses, self._ps_timeout_s)
         while True:
             peer = await link.peer("control")
             link.lost_after_s = self._ps_timeout_s
-            await link.call(lambda _: AttachPs(self.incarnation, index, len(self.ps.links)))
+            await link.call(lambda _: attachment)
             if not peer.is_open:
                 continue
             self._perform(self.membership.connected(link.task, peer.incarnation))

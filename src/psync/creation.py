@@ -90,7 +90,8 @@ class Creation:
                 (spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape),
                  spec.dtype)
                 for spec in batch.shards
-            ]
+            ],
+            [None] * len(batch.shards),
         )  # fmt: skip
         await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
 

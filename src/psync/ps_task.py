@@ -255,7 +255,7 @@ class PsTask:
         read = self._reader(message)
         self._pulls += 1
         try:
-            return Reply(Pulled(), [read(key) for key in keys])
+            return Reply(Pulled([]), [read(key) for key in keys])
         except BusyError:
             return self._pull_later(keys, read)
 
@@ -277,7 +277,7 @@ class PsTask:
                     break
                 except BusyError:
                     await self._next_turn()
-        return Reply(Pulled(), values)
+        return Reply(Pulled([]), values)
 
     def _set(self, peer: Peer, message: Pull | Push | Assign) -> ShardSet:
         """Return a set, which the connection may be defining, or defining anew, just now."""

@@ -231,7 +231,8 @@ class AttachPs(Message):
 
     coordinator: int
     ps_index: int
-    num_ps: int
+    ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
+    ps_timeout_s: float
 
 
 @message(33)
@@ -241,6 +242,8 @@ class CreateShards(Message):
 
     # (variable name, variable id, shard index, offset, shape, dtype)
     shards: list[tuple[str, int, int, int, list[int], str]]
+    # For each: the shard whose value it begins with, or None: its value is in the segments.
+    copies: list[tuple[int, int] | None]
 
 
 @message(34)
@@ -260,7 +263,13 @@ class Pull(Message):
 @message(35)
 @dataclass(frozen=True, slots=True)
 class Pulled(Message):
-    """Segments: one per member of the set, in its order."""
+    """Segments: one per member of the set, in its order.
+
+    ``steps``: (group, step) of each synchronous group that has closed a step on this ps: the
+    values are at least of that step. A group that is not named is where it began.
+    """
+
+    steps: list[tuple[int, int]]
 
 
 @message(36)
@@ -326,3 +335,175 @@ class FinalBelow(Message):
     """All closures with smaller ids are final."""
 
     closure: int
+
+
+# Synchronous training. A *group* is one SyncReplicasOptimizer, by its number. A *push* is one
+# call of its ``apply_gradients``, numbered from 1 by the client, anew for each group.
+
+
+@message(42)
+@dataclass(frozen=True, slots=True)
+class StagePush(Message):
+    """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
+
+    Segments: one per member. A later push of the client in the group replaces an undecided one.
+    """
+
+    group: int
+    config: dict[str, Any] | None  # of the group; defines it for this connection
+    push: int
+    local_step: int  # of the values that the gradients were computed from; -1: the first
+    set_id: int
+    members: list[tuple[int, int]] | None
+
+
+@message(43)
+@dataclass(frozen=True, slots=True)
+class Staged(Message):
+    """``stale``: the step is over here, nothing was kept."""
+
+    stale: bool
+
+
+@message(44)
+@dataclass(frozen=True, slots=True)
+class Contribute(Message):
+    """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
+
+    Answered by Contributed, after the step is closed or while other tokens are left.
+    """
+
+    group: int
+    config: dict[str, Any] | None
+    push: int
+    acked_below: int  # the client has the answers to all smaller numbers
+    closure: int  # id, or -1 outside a closure
+    ordinal: int  # of the call within the closure
+    variable_set: bytes  # digest of all variables of the push
+    local_step: int  # -1: values of before the group's first step
+    weight: float
+
+
+@message(45)
+@dataclass(frozen=True, slots=True)
+class Contributed(Message):
+    """What became of a push, and the token: the worker's next local step."""
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    staleness: int  # steps that were closed since the values were pulled
+    token: int
+    partial: bool  # the step that it was counted in was closed with fewer than the target
+    count: int  # pushes in the step that it was counted in, if that is closed; else 0
+
+
+@message(46)
+@dataclass(frozen=True, slots=True)
+class AskStep(Message):
+    """Worker → ps 0, before many bytes travel: is this step still open? Answered by SyncStep."""
+
+    group: int
+
+
+@message(47)
+@dataclass(frozen=True, slots=True)
+class SyncStep(Message):
+    """The group's present step; -1 if nobody has pushed yet."""
+
+    step: int
+
+
+@message(48)
+@dataclass(frozen=True, slots=True)
+class CloseStep(Message):
+    """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
+
+    Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
+    """
+
+    group: int
+    config: dict[str, Any]
+    step: int
+    # (task, incarnation, push, weight), in the order in which they are summed
+    pushes: list[tuple[str, int, int, float]]
+
+
+@message(49)
+@dataclass(frozen=True, slots=True)
+class ReportSchedule(Message):
+    """Coordinator → ps 0: who takes part and what is left to do; the newest version counts.
+
+    ``in_flight`` is meant only if ``queued`` is false: then nothing else will be started.
+    """
+
+    version: int
+    workers: list[tuple[int, int]]  # (index, incarnation) of those alive and not out of data
+    missing: list[str]  # names of the others
+    queued: bool  # closures wait that no worker has begun
+    in_flight: list[tuple[int, int]]  # (closure, worker index)
+
+
+@message(50)
+@dataclass(frozen=True, slots=True)
+class InitTokens(Message):
+    """Put the initial tokens of a group, once; answered by SyncStep. ``count`` -1: the default."""
+
+    group: int
+    config: dict[str, Any]
+    count: int
+
+
+@message(51)
+@dataclass(frozen=True, slots=True)
+class EndTraining(Message):
+    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
+
+    reason: str
+
+
+@message(52)
+@dataclass(frozen=True, slots=True)
+class EnterSession(Message):
+    """A worker that no coordinator has attached takes part. Answered by SessionEntered.
+
+    The answer waits until a chief has attached the ps and ``declared`` was said.
+    """
+
+    worker_index: int
+
+
+@message(53)
+@dataclass(frozen=True, slots=True)
+class SessionEntered(Message):
+    """``coordinator``: incarnation of the chief; the worker's must be above it."""
+
+    coordinator: int
+
+
+@message(54)
+@dataclass(frozen=True, slots=True)
+class Declared(Message):
+    """Chief of a session → ps 0: the variables are there, workers may enter. Answered by Done."""
+
+
+@message(55)
+@dataclass(frozen=True, slots=True)
+class LeaveSession(Message):
+    """A worker that entered has ended its loop; answered by Done."""
+
+
+@message(56)
+@dataclass(frozen=True, slots=True)
+class TickClock(Message):
+    """Worker → ps 0: one more round is done. Answered by ClockTicked when it may go on."""
+
+    bound: int  # number of the optimizer
+    max_staleness: int
+    tick: int  # number of this tick of the client, from 1: a repetition counts once
+
+
+@message(57)
+@dataclass(frozen=True, slots=True)
+class ClockTicked(Message):
+    """How far ahead of the slowest the worker's clock is, in rounds."""
+
+    ahead: int
