@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from psync.errors import FrameTooLarge as FrameTooLarge
     from psync.errors import GradientError as GradientError
     from psync.errors import LocalProtocolError as LocalProtocolError
+    from psync.errors import NotEnoughReplicas as NotEnoughReplicas
     from psync.errors import ParameterServerLost as ParameterServerLost
     from psync.errors import PartitionError as PartitionError
     from psync.errors import ProtocolError as ProtocolError
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from psync.errors import RemoteError as RemoteError
     from psync.errors import RemoteProtocolError as RemoteProtocolError
     from psync.errors import TaskLost as TaskLost
+    from psync.errors import TrainingEnded as TrainingEnded
     from psync.errors import TransportError as TransportError
     from psync.errors import UnknownVariableError as UnknownVariableError
     from psync.errors import UsageError as UsageError
@@ -85,9 +87,9 @@ _HOMES = {
         "AuthenticationError", "BusyError", "CaptureError", "ClosedError", "ClosureCancelled",
         "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",
         "ConnectionLost", "DeadlineExceeded", "EndOfData", "FencedError", "FrameTooLarge",
-        "GradientError", "LocalProtocolError", "ParameterServerLost", "PartitionError",
-        "ProtocolError", "PsyncError", "RemoteError", "RemoteProtocolError", "TaskLost",
-        "TransportError", "UnknownVariableError", "UsageError", "VersionMismatch", "WorkerLost",
+        "GradientError", "LocalProtocolError", "NotEnoughReplicas", "ParameterServerLost",
+        "PartitionError", "ProtocolError", "PsyncError", "RemoteError", "RemoteProtocolError",
+        "TaskLost", "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError", "VersionMismatch", "WorkerLost",
     ),
     "functions": ("StaleCaptureWarning",),
     "iterators": ("InputContext",),

@@ -31,6 +31,8 @@ The class answers one question: who must act.
     ├── ClosureError
     │   ├── ClosureCancelled                   not run, or stopped; schedule it again
     │   └── ClosureInputError                  an input of the closure had failed
+    ├── NotEnoughReplicas                 fewer living workers than a synchronous step needs
+    ├── TrainingEnded                     the token channel was closed: there is no further step
     └── EndOfData                         a per-worker dataset is exhausted
 
 A stale or duplicate push is an outcome, not an error.
@@ -208,6 +210,14 @@ class ClosureInputError(ClosureError):
 
     ``__cause__`` is the original error; it is never another ClosureInputError.
     """
+
+
+class NotEnoughReplicas(PsyncError):
+    """Fewer living workers than ``min_replicas`` for too long; the message names the missing."""
+
+
+class TrainingEnded(PsyncError):
+    """Training has ended: no further synchronous step will be closed, and nobody waits for one."""
 
 
 class EndOfData(PsyncError):
