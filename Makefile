@@ -10,7 +10,7 @@ EXTRAS_lint := test,lint
 EXTRAS_coverage := test
 
 # What decides, and what reads bytes, is tested without an event loop, every branch of it.
-RULES := errors specs cluster partitioners placement schedules update_rules blocks store ledger \
+RULES := errors specs cluster partitioners placement accumulators schedules update_rules blocks store ledger \
 	closure_states dispatching closures membership
 WIRE := limits tensors frames codec messages handshake protocol remote_errors
 

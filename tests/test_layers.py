@@ -24,8 +24,8 @@ LAYERS = {
         "wire.remote_errors", "wire.handshake", "wire.protocol",
     ],
     "L1 rules": [
-        "partitioners", "placement", "schedules", "update_rules", "blocks", "store", "ledger",
-        "closure_states", "dispatching", "closures", "membership",
+        "partitioners", "placement", "accumulators", "schedules", "update_rules", "blocks", "store",
+        "ledger", "closure_states", "dispatching", "closures", "membership",
     ],
     "L2 shell": [
         "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",
