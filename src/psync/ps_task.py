@@ -80,6 +80,8 @@ INLINE_BYTES = 2 << 20
 SHARD_BYTES = 16 << 10
 """What a shard costs beyond its bytes, expressed in bytes."""
 
+NO_BYTES = memoryview(b"")
+
 MAX_SETS = 65_536
 """Of one connection. Clients keep far fewer and define numbers anew."""
 
@@ -209,8 +211,8 @@ class PsTask:
         self, peer: Peer, message: CreateShards, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         self._check_coordinator(peer)
-        specs = self._specs_of(message)
-        if lengths != tuple(spec.nbytes for spec in specs):
+        shards = self._to_create(message)
+        if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
             raise GradientError(f"{self.task}: initial values do not have the shards' sizes")
         return self._receive(sum(lengths))
 
@@ -218,13 +220,22 @@ class PsTask:
         self, peer: Peer, message: CreateShards, body: list[memoryview]
     ) -> Awaitable[Reply]:
         self._check_coordinator(peer)
-        if not body:
-            raise GradientError(f"{self.task}: no initial values for {len(message.shards)} shards")
-        return self._to_the_end(self._fill(self._store, self._specs_of(message), body[0]))
+        shards = self._to_create(message)
+        if not body and None in message.copies:
+            raise GradientError(f"{self.task}: no initial values for {len(shards)} shards")
+        return self._to_the_end(self._fill(self._store, shards, *body))
 
-    async def _fill(self, store: ShardStore, specs: Sequence[ShardSpec], body: memoryview) -> Reply:
+    async def _fill(
+        self,
+        store: ShardStore,
+        shards: Sequence[tuple[ShardSpec, Key | None]],
+        body: memoryview = NO_BYTES,
+    ) -> Reply:
         start = 0
-        for spec in specs:
+        for spec, source in shards:
+            if source is not None:
+                await self._copy(store, spec, source)
+                continue
             size = spec.nbytes
             view = body[start : start + size]
             start += size
@@ -235,18 +246,36 @@ class PsTask:
         self._platform.failpoints.hit("ps.create.done")
         return Reply(Done())
 
-    def _specs_of(self, message: CreateShards) -> list[ShardSpec]:
-        specs = []
-        for name, variable_id, index, offset, shape, dtype in message.shards:
+    async def _copy(self, store: ShardStore, spec: ShardSpec, source: Key) -> None:
+        """Take up a shard that begins as another one is now."""
+        while True:
+            try:
+                work = store.copy(spec, source)
+                break
+            except BusyError:
+                await self._next_turn()
+        if spec.nbytes <= INLINE_BYTES:
+            self._finish_now(work)
+        else:
+            await self._finish(work)
+
+    def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Key | None]]:
+        """Return each shard, and that of which it is to be a copy."""
+        if len(message.copies) != len(message.shards):
+            raise RemoteProtocolError(
+                f"{self.task}: {len(message.copies)} copies for {len(message.shards)} shards"
+            )
+        shards: list[tuple[ShardSpec, Key | None]] = []
+        for declared, copied in zip(message.shards, message.copies, strict=True):
+            name, variable_id, index, offset, shape, dtype = declared
             if min(variable_id, index, offset, *shape) < 0:
                 raise RemoteProtocolError(
                     f"{self.task}: negative numbers in the declaration of {name!r}"
                 )
             dtype_of(dtype)  # raises for those that no variable has
-            specs.append(
-                ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
-            )
-        return specs
+            spec = ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
+            shards.append((spec, None if copied is None else (copied[0], copied[1])))
+        return shards
 
     # Pulls.
 

@@ -132,6 +132,48 @@ class ShardStore:
         self._shards[spec.key] = shard
         return True
 
+    def copy(self, spec: ShardSpec, source: Key) -> Work:
+        """Start to take up a shard that begins with the present value of another one.
+
+        Idempotent like ``create``: the work on a shard that is there already is nothing. What
+        happens to the other shard meanwhile changes nothing: its blocks are held.
+
+        Args:
+            spec: Of the new shard.
+            source: Of the other one, which has its shape and dtype.
+
+        Returns:
+            The work, to be run to its end; the new shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If there is no such other shard here.
+            PartitionError: If its shape or dtype differ, or there is another shard under the key.
+            BusyError: If an update of the other shard is under way.
+        """
+        if source not in self._shards:
+            raise UnknownVariableError(
+                f"{spec} on {self._task}: cannot begin as a copy of shard {source[1]} of variable "
+                f"{source[0]}, which is not here"
+            )
+        if spec.key in self._shards:
+            self.create(spec)  # raises if it is another one
+            return _nothing()
+        original = self._idle(source)
+        if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
+            raise PartitionError(
+                f"{spec} on {self._task}: expected {_described(original.spec)}, as "
+                f"{original.spec} has, got {_described(spec)}"
+            )
+        self.create(spec)
+        shard = self._shards[spec.key]
+        held = original.values.export()  # one view of each block
+        values, dtype = shard.values, shard.values.dtype
+
+        def one_block(i: int) -> None:
+            np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
+
+        return _started(shard, one_block, held.clear)
+
     def keys(self) -> list[Key]:
         """Return the keys of all shards, in the order of their creation."""
         return list(self._shards)
@@ -491,6 +533,10 @@ def _work(shard: _Shard, one_block: Callable[[int], None], finished: Callable[[]
     shard.version += 1
     shard.busy = False
     finished()
+
+
+def _nothing() -> Work:
+    yield from ()
 
 
 def _described(spec: ShardSpec) -> str:
