@@ -12,8 +12,13 @@ class AScope:
     origin = "here"
     runtime = None
     created = False
+    variables = ()
+    trainable_variables = ()
 
-    def declare(self, *args: Any) -> Any:
+    def declare(self, *args: Any, **options: Any) -> Any:
+        return args
+
+    def declare_copy(self, *args: Any) -> Any:
         return args
 
     def add(self, variable: Any) -> None:

@@ -4,14 +4,18 @@ Layer: L3. Imports: declarations, errors, ps_client, wire.
 
 Declared variables are created together, before anything needs the first of them. The
 initial values are made on the chief, one shard at a time, and sent in messages of bounded
-size, so that the chief holds no more than a message and a shard for each ps. Creating is
-idempotent, so a lost connection repeats it.
+size, so that the chief holds no more than a message and a shard for each ps. A variable that
+begins as a copy of another one has no value here: each ps copies its shards itself. Creating
+is idempotent, so a lost connection repeats it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from psync.declarations import Declaration, initial_shards
 from psync.ps_client import PsClient
@@ -69,11 +73,9 @@ class Creation:
         """Make and send the shards; at most one message for each ps is held at a time."""
         messages: dict[int, _Batch] = {}
         for declaration in batch:
-            for shard, value in initial_shards(declaration):
+            for shard, value in _first_values(declaration):
                 message = messages.setdefault(shard.ps, _Batch())
-                message.shards.append(shard)
-                message.values.append(to_bytes_view(value))
-                message.nbytes += value.nbytes
+                message.add(shard, value)
                 if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
                     await self._send(shard.ps, messages.pop(shard.ps))
         results = await asyncio.gather(
@@ -91,15 +93,35 @@ class Creation:
                  spec.dtype)
                 for spec in batch.shards
             ],
-            [None] * len(batch.shards),
+            batch.copies,
         )  # fmt: skip
         await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Shards for one ps."""
+    """Shards for one ps, in the order of their declaration: a copy stands after its original."""
 
     shards: list[ShardSpec] = field(default_factory=list)
-    values: list[memoryview] = field(default_factory=list)
+    copies: list[tuple[int, int] | None] = field(default_factory=list)
+    values: list[memoryview] = field(default_factory=list)  # of those that are no copies
     nbytes: int = 0
+
+    def add(self, shard: ShardSpec, value: np.ndarray | ShardSpec) -> None:
+        """Let the message create one more shard."""
+        self.shards.append(shard)
+        if isinstance(value, ShardSpec):
+            self.copies.append(value.key)
+        else:
+            self.copies.append(None)
+            self.values.append(to_bytes_view(value))
+            self.nbytes += value.nbytes
+
+
+def _first_values(
+    declaration: Declaration,
+) -> Iterator[tuple[ShardSpec, np.ndarray | ShardSpec]]:
+    """Yield each shard with its value, or with the shard that it copies."""
+    if declaration.original is None:
+        return initial_shards(declaration)
+    return zip(declaration.spec.shards, declaration.original.shards, strict=True)

@@ -43,6 +43,8 @@ class Declaration:
 
     spec: VariableSpec
     initial_value: Any  # an array, or a callable as described in ``initial_shards``
+    original: VariableSpec | None = None
+    """Or the variable beside which it lies and whose value it begins with: see ``beside``."""
 
 
 def describe(
@@ -175,6 +177,36 @@ def split(
             )
         shards.append(dataclasses.replace(shard, ps=place(shard.nbytes)))
     return VariableSpec(name, variable_id, shape, dtype, trainable, tuple(shards), where)
+
+
+def beside(
+    original: VariableSpec, name: str, variable_id: int, *, trainable: bool, where: str
+) -> VariableSpec:
+    """Return the spec of a variable that lies beside another one, shard by shard.
+
+    No partitioner is asked, and no place is taken: each shard is on the ps of the other's.
+
+    Args:
+        original: The other one, whose shape and dtype it has.
+        name: Unique in the strategy.
+        variable_id: Unique in the strategy.
+        trainable: Whether optimizers take it by default.
+        where: "file:line" of the declaration.
+
+    Raises:
+        UsageError: The name is too long.
+
+    Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
+    """
+    _check_name(name, where)
+    shards = tuple(
+        dataclasses.replace(shard, variable=name, variable_id=variable_id)
+        for shard in original.shards
+    )
+    return dataclasses.replace(
+        original, name=name, variable_id=variable_id, trainable=trainable, shards=shards,
+        declared_at=where,
+    )  # fmt: skip
 
 
 def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.ndarray]]:

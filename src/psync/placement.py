@@ -22,6 +22,21 @@ class Placement(Protocol):
         ...
 
 
+class Pinned:
+    """Everything on one ps; no place of any other placement is taken.
+
+    Args:
+        ps: Its index.
+    """
+
+    def __init__(self, ps: int) -> None:
+        self._ps = ps
+
+    def place(self, nbytes: int) -> int:
+        """Return the index of that ps."""
+        return self._ps
+
+
 class RoundRobin:
     """One shard after the other, whatever its size.
 

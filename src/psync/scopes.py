@@ -1,6 +1,6 @@
 """Which strategy's ``scope()`` is open here.
 
-Layer: L3. Imports: specs, runtime.
+Layer: L3. Imports: specs, placement, runtime.
 
 Apart from ``strategy`` so that variables can find the scope they are declared in without
 importing the strategy, which knows variables.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from psync.placement import Placement
 from psync.runtime import Runtime
 from psync.specs import VariableSpec
 
@@ -22,6 +23,14 @@ class Scope(Protocol):
     runtime: Runtime | None  # the coordinator's; None while no coordinator runs
     created: bool  # a coordinator has run: variables may exist on ps tasks
 
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The handles of all variables, in the order of declaration."""
+
+    @property
+    def trainable_variables(self) -> tuple[Any, ...]:
+        """Those that were declared trainable."""
+
     def declare(
         self,
         initial_value: Any,
@@ -30,8 +39,16 @@ class Scope(Protocol):
         shape: tuple[int, ...] | None,
         trainable: bool,
         where: str,
+        *,
+        placement: Placement | None = None,
     ) -> VariableSpec:
-        """Place a new variable; it is created before anything needs it."""
+        """Place a new variable; it is created before anything needs it.
+
+        With a placement of its own it is not partitioned, and takes nobody's turn.
+        """
+
+    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+        """Place a new variable beside another one, with whose value it begins."""
 
     def add(self, variable: Any) -> None:
         """Note the handle of a variable that was declared."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from psync.cluster import ClusterSpec
 from psync.context import forbid_in_step
-from psync.declarations import Declaration, describe, split
+from psync.declarations import Declaration, beside, describe, split
 from psync.errors import ClosedError, UsageError
-from psync.placement import RoundRobin
+from psync.placement import Placement, RoundRobin
 from psync.resolvers import ClusterResolver, training_cluster
 from psync.runtime import Runtime
 from psync.scopes import open_scope
@@ -124,28 +124,52 @@ class ParameterServerStrategy:
         shape: tuple[int, ...] | None,
         trainable: bool,
         where: str,
+        *,
+        placement: Placement | None = None,
     ) -> VariableSpec:
-        """Place a new variable; it is created before anything needs it."""
-        if self.created and self.runtime is None:
-            raise ClosedError(
-                f'variable "{name}": the coordinator of this strategy was closed',
-                hint="make a new strategy, and declare it there",
-            )
+        """Place a new variable; it is created before anything needs it.
+
+        With a placement of its own it is not partitioned, and takes nobody's turn.
+        """
+        self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
-        unique, count = name, self._names.get(name, 0)
-        while unique in self._names:
-            unique = f"{name}_{count}"
-            count += 1
         spec = split(
-            unique, self._next_id, full_shape, dtype_name, trainable=trainable,
-            partitioner=self._partitioner, place=self._placement.place, where=where,
+            self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
+            partitioner=self._partitioner if placement is None else None,
+            place=(placement or self._placement).place, where=where,
         )  # fmt: skip
-        self._names[name] = max(count, 1)
-        self._names.setdefault(unique, 1)
-        self._next_id += 1
-        self.declared.append(Declaration(spec, initial))
+        self._declared(name, Declaration(spec, initial))
+        return spec
+
+    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+        """Place a new variable beside another one, with whose value it begins."""
+        self._check_open(name)
+        spec = beside(original, self._unique(name), self._next_id, trainable=False, where=where)
+        self._declared(name, Declaration(spec, None, original))
         return spec
 
     def add(self, variable: Any) -> None:
         """Note the handle of a variable that was declared."""
         self._variables.append(variable)
+
+    def _check_open(self, name: str) -> None:
+        if self.created and self.runtime is None:
+            raise ClosedError(
+                f'variable "{name}": the coordinator of this strategy was closed',
+                hint="make a new strategy, and declare it there",
+            )
+
+    def _unique(self, name: str) -> str:
+        """Return a name that is not taken."""
+        unique, count = name, self._names.get(name, 0)
+        while unique in self._names:
+            unique = f"{name}_{count}"
+            count += 1
+        return unique
+
+    def _declared(self, name: str, declaration: Declaration) -> None:
+        """Note what was declared, under the name that was asked for or one made of it."""
+        self._names[name] = self._names.get(name, 0) + 1
+        self._names.setdefault(declaration.spec.name, 1)
+        self._next_id += 1
+        self.declared.append(declaration)

@@ -203,10 +203,7 @@ class Variable(Handle):
             initial_value, name or "Variable", dtype,
             tuple(shape) if shape is not None else None, trainable, where,
         )  # fmt: skip
-        handle = _intern(scope.origin, spec, synchronization, aggregation)
-        handle._scope = weakref.ref(scope)
-        scope.add(handle)
-        return handle
+        return declared_in(scope, spec, synchronization, aggregation)
 
     @property
     def device(self) -> str:
@@ -229,6 +226,19 @@ class ShardedVariable(Handle):
     def device(self) -> tuple[str, ...]:
         """The ps of each shard, in TensorFlow's long form."""
         return tuple(device_name("ps", shard.ps) for shard in self.spec.shards)
+
+
+def declared_in(
+    scope: Scope,
+    spec: VariableSpec,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+) -> Any:
+    """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
+    handle = _intern(scope.origin, spec, synchronization, aggregation)
+    handle._scope = weakref.ref(scope)
+    scope.add(handle)
+    return handle
 
 
 _interned: weakref.WeakValueDictionary[tuple[str, str, int], Any] = weakref.WeakValueDictionary()
