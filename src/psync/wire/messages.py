@@ -455,34 +455,44 @@ class InitTokens(Message):
 @message(51)
 @dataclass(frozen=True, slots=True)
 class EndTraining(Message):
-    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
+    """Close the token channel: who waits, or pushes later, is told. Answered by Done.
+
+    To the chief of a session the answer comes when all others have left theirs.
+    """
 
     reason: str
+    failed: bool  # whether it ends before its time
 
 
 @message(52)
 @dataclass(frozen=True, slots=True)
 class EnterSession(Message):
-    """A worker that no coordinator has attached takes part. Answered by SessionEntered.
+    """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
 
-    The answer waits until a chief has attached the ps and ``declared`` was said.
+    The answer waits until a chief has attached the ps and ``Declared`` was said.
     """
 
-    worker_index: int
+    incarnation: int  # under which the worker was started
 
 
 @message(53)
 @dataclass(frozen=True, slots=True)
 class SessionEntered(Message):
-    """``coordinator``: incarnation of the chief; the worker's must be above it."""
+    """The worker is a replica, under this incarnation, which is above the chief's."""
 
-    coordinator: int
+    incarnation: int
 
 
 @message(54)
 @dataclass(frozen=True, slots=True)
 class Declared(Message):
-    """Chief of a session → ps 0: the variables are there, workers may enter. Answered by Done."""
+    """Chief of a session → ps 0: the variables are there, workers may enter.
+
+    Answered by Done, when all that are expected are there; until then nobody enters.
+    """
+
+    trains: bool  # whether the chief is a replica itself
+    expected: list[str]  # names of tasks
 
 
 @message(55)
@@ -507,3 +517,27 @@ class ClockTicked(Message):
     """How far ahead of the slowest the worker's clock is, in rounds."""
 
     ahead: int
+
+
+@message(58)
+@dataclass(frozen=True, slots=True)
+class CheckShards(Message):
+    """Worker of a session → ps: do you hold these? Answered by Done."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+
+
+@message(59)
+@dataclass(frozen=True, slots=True)
+class AwaitEnd(Message):
+    """Answered by TrainingOver, once training has ended."""
+
+
+@message(60)
+@dataclass(frozen=True, slots=True)
+class TrainingOver(Message):
+    """Why training has ended, as EndTraining said it."""
+
+    reason: str
+    failed: bool
