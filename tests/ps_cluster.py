@@ -183,6 +183,6 @@ def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
     def release() -> None:
         for _ in work:
             pass
-        task._wake()
+        task._work.wake()
 
     return release

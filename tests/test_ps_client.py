@@ -125,7 +125,7 @@ class TestArrays:
             release = hold(cluster.ps[0], v)
             out = np.zeros(LARGE, np.float32)
             reading = asyncio.create_task(pull(client, v, out=[out]))
-            await until(lambda: cluster.ps[0]._waiting)
+            await until(lambda: cluster.ps[0]._work.waiting)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
@@ -194,7 +194,7 @@ class TestPushes:
             with pytest.raises(asyncio.CancelledError):
                 await pushing
             draining = asyncio.create_task(client.drain())
-            await until(lambda: cluster.ps[0]._waiting)
+            await until(lambda: cluster.ps[0]._work.waiting)
             assert not draining.done()
             release()
             await draining
@@ -219,7 +219,7 @@ class TestPushes:
             client = cluster.client()
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(client, (v,), (2.0,)))
-            await until(lambda: cluster.ps[0]._waiting)
+            await until(lambda: cluster.ps[0]._work.waiting)
             await client.close()
             with pytest.raises(asyncio.CancelledError):
                 await pushing

@@ -224,7 +224,7 @@ class TestClose:
             release = hold(cluster.ps[0], v)
             client = cluster.client()
             reading = asyncio.create_task(pull(client, v))
-            await until(lambda: cluster.ps[0]._waiting)
+            await until(lambda: cluster.ps[0]._work.waiting)
             await client.close()
             for task in (reading, pull(client, v)):
                 with pytest.raises(ClosedError, match="the link to /job:ps/task:0 is closed"):

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync import ps_task
+from psync import updates
 from psync.creation import Creation
 from psync.errors import (
     ConfigurationError,
@@ -220,10 +220,10 @@ class TestNobodySeesHalfAnUpdate:
             w = await cluster.create("w", np.zeros(2, np.float32))
             release_v = hold(task, v)
             reading = asyncio.create_task(pull(cluster.chief, v, w))
-            await until(lambda: task._waiting)
+            await until(lambda: task._work.waiting)
             release_w = hold(task, w)
             release_v()
-            await until(lambda: task._waiting)
+            await until(lambda: task._work.waiting)
             release_v = hold(task, v)  # the next update of it, before w is idle
             release_w()
             assert [value.tolist() for value in await reading] == [[0, 0], [0, 0]]
@@ -235,11 +235,11 @@ class TestNobodySeesHalfAnUpdate:
             w = await cluster.create("w", np.zeros(2, np.float32))
             release = hold(cluster.ps[0], w)
             first = asyncio.create_task(push(cluster.chief, (v, w), (2.0, 2.0)))
-            await until(lambda: cluster.ps[0]._waiting)
+            await until(lambda: cluster.ps[0]._work.waiting)
             assert (await pull(cluster.chief, v))[0].tolist() == [-1, -1]
             second = asyncio.create_task(push(cluster.chief, (w,), (2.0,)))
             reading = asyncio.create_task(pull(cluster.chief, w))
-            await until(lambda: len(cluster.ps[0]._waiting) == 3)
+            await until(lambda: len(cluster.ps[0]._work.waiting) == 3)
             assert not reading.done()
             release()
             await asyncio.gather(first, second)
@@ -251,8 +251,8 @@ class TestNobodySeesHalfAnUpdate:
             v = await cluster.create("v", np.zeros(2, np.float32))
             release = hold(cluster.ps[0], v)
             reading = asyncio.create_task(pull(cluster.client(), v))
-            await until(lambda: cluster.ps[0]._waiting)
-            (turn,) = cluster.ps[0]._waiting
+            await until(lambda: cluster.ps[0]._work.waiting)
+            (turn,) = cluster.ps[0]._work.waiting
             reading.cancel()
             await until(turn.done)
             release()
@@ -361,7 +361,7 @@ class TestBadInput:
     async def test_the_number_of_sets_of_a_connection_is_bounded(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ps_task, "MAX_SETS", 2)
+        monkeypatch.setattr(updates, "MAX_SETS", 2)
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
             members = [(v.variable_id, 0)]
@@ -630,7 +630,7 @@ class TestIdentity:
             sender = cluster.client(WORKER)
             release = hold(task, v)
             pushing = asyncio.create_task(push(sender, (v,), (2.0,), closure=5))
-            await until(lambda: task._waiting)
+            await until(lambda: task._work.waiting)
             (peer,) = [peer for peer in task._endpoint.peers if peer.task == WORKER]
             await sender.close()
             await until(lambda: peer.is_closed)
@@ -678,11 +678,11 @@ class TestIdentity:
             judged = task._ledger.begin(*call)
             assert isinstance(judged, Fresh)
             again = asyncio.create_task(push(cluster.client(OTHER), (v,), (2.0,), closure=5))
-            await until(lambda: task._waiting)
-            task._wake()  # something else has ended
-            await until(lambda: task._waiting)
+            await until(lambda: task._work.waiting)
+            task._work.wake()  # something else has ended
+            await until(lambda: task._work.waiting)
             task._ledger.fail(judged.ticket)
-            task._wake()
+            task._work.wake()
             assert outcomes(await again) == ["accepted"]
             assert await self.value(cluster, v) == -1
 

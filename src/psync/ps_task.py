@@ -1,6 +1,6 @@
 """The ps task: serves pulls, applies pushes, remembers which it has seen.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, wire.
+Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, long_work, updates, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from psync.blocks import BlockPool
@@ -32,7 +32,6 @@ from psync.errors import (
     BusyError,
     FencedError,
     GradientError,
-    PsyncError,
     RemoteProtocolError,
     UsageError,
 )
@@ -45,12 +44,13 @@ from psync.ledger import (
     Ticket,
     Verdict,
 )
+from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
 from psync.rpc import Handler, Peer, Reply
 from psync.specs import ShardSpec, dtype_of
-from psync.store import Key, ShardStore, Work
+from psync.store import Key, ShardStore
 from psync.transport import Listener
-from psync.updates import ShardSet, Update
+from psync.updates import Update, memory_for, set_of
 from psync.wire.messages import (
     AskStatistics,
     Assign,
@@ -70,20 +70,10 @@ from psync.wire.messages import (
     Shutdown,
     Statistics,
 )
-from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
 
-INLINE_BYTES = 2 << 20
-"""What is applied in one turn of the loop: a millisecond of Adam, a fifth of one of SGD."""
-
-SHARD_BYTES = 16 << 10
-"""What a shard costs beyond its bytes, expressed in bytes."""
-
 NO_BYTES = memoryview(b"")
-
-MAX_SETS = 65_536
-"""Of one connection. Clients keep far fewer and define numbers anew."""
 
 
 class PsTask:
@@ -105,13 +95,11 @@ class PsTask:
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
-        self._updates: set[asyncio.Task[Reply]] = set()  # large ones, under way; never cancelled
-        self._waiting: list[asyncio.Future[None]] = []  # for an update that is under way
+        self._work = LongWork(self.task, self.stopped.set)
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
             self._admit,
         )  # fmt: skip
-        self._torn = False  # an update failed half-way
         self._pulls = self._pushes = self._assigns = 0
 
     async def start(self) -> Listener:
@@ -123,16 +111,14 @@ class PsTask:
 
         Cancellation: Safe; updates go on.
         """
-        if self._updates:
-            await asyncio.wait(list(self._updates))  # and let their senders know
+        await self._work.drain()  # and let their senders know
         await self._endpoint.close()
-        if self._updates:
-            await asyncio.wait(list(self._updates))  # those that began meanwhile
+        await self._work.drain()  # what began meanwhile
 
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
-        return self._torn
+        return self._work.is_torn
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
@@ -214,7 +200,7 @@ class PsTask:
         shards = self._to_create(message)
         if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
             raise GradientError(f"{self.task}: initial values do not have the shards' sizes")
-        return self._receive(sum(lengths))
+        return memory_for(self._pool, sum(lengths))
 
     def _create(
         self, peer: Peer, message: CreateShards, body: list[memoryview]
@@ -223,7 +209,7 @@ class PsTask:
         shards = self._to_create(message)
         if not body and None in message.copies:
             raise GradientError(f"{self.task}: no initial values for {len(shards)} shards")
-        return self._to_the_end(self._fill(self._store, shards, *body))
+        return self._work.to_the_end(self._fill(self._store, shards, *body))
 
     async def _fill(
         self,
@@ -242,7 +228,7 @@ class PsTask:
             if size <= INLINE_BYTES:
                 store.create(spec, view)
             elif store.create(spec):
-                await self._finish(store.assign(spec.key, "assign", view))
+                await self._work.finish(store.assign(spec.key, "assign", view))
         self._platform.failpoints.hit("ps.create.done")
         return Reply(Done())
 
@@ -253,11 +239,11 @@ class PsTask:
                 work = store.copy(spec, source)
                 break
             except BusyError:
-                await self._next_turn()
+                await self._work.next_turn()
         if spec.nbytes <= INLINE_BYTES:
-            self._finish_now(work)
+            self._work.finish_now(work)
         else:
-            await self._finish(work)
+            await self._work.finish(work)
 
     def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Key | None]]:
         """Return each shard, and that of which it is to be a copy."""
@@ -280,7 +266,7 @@ class PsTask:
     # Pulls.
 
     def _pull(self, peer: Peer, message: Pull, _: list[memoryview]) -> Reply | Awaitable[Reply]:
-        keys = self._set(peer, message).keys
+        keys = set_of(peer, message, self.task).keys
         read = self._reader(message)
         self._pulls += 1
         try:
@@ -305,27 +291,8 @@ class PsTask:
                     values.append(read(key))
                     break
                 except BusyError:
-                    await self._next_turn()
+                    await self._work.next_turn()
         return Reply(Pulled([]), values)
-
-    def _set(self, peer: Peer, message: Pull | Push | Assign) -> ShardSet:
-        """Return a set, which the connection may be defining, or defining anew, just now."""
-        sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
-        if message.members is not None:
-            if len(sets) >= MAX_SETS and message.set_id not in sets:
-                raise UsageError(f"{self.task}: {peer.task} has defined too many sets")
-            sets[message.set_id] = ShardSet(tuple((key[0], key[1]) for key in message.members))
-        known = sets.get(message.set_id)
-        if known is None:
-            raise RemoteProtocolError(f"{self.task}: set {message.set_id} is not defined")
-        return known
-
-    def _receive(self, nbytes: int) -> Sequence[memoryview]:
-        """Take memory for a body, all segments in one."""
-        root = self._pool.take(nbytes)
-        body = to_bytes_view(root)
-        self._pool.give(root)  # handed out again once the update has let go of it
-        return (body,)
 
     # Pushes and assigns.
 
@@ -333,22 +300,12 @@ class PsTask:
         self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        known = self._set(peer, message)
+        known = set_of(peer, message, self.task)
         if isinstance(message, Push) and message.config is not None:
             self._store.define_optimizer(message.optimizer, message.config)
         known.look_up(self._store)
-        if lengths != known.lengths:
-            raise self._misfit(known, lengths)
-        return self._receive(known.nbytes)
-
-    def _misfit(self, known: ShardSet, lengths: Sequence[int]) -> GradientError:
-        for spec, expected, length in zip(known.specs, known.lengths, lengths, strict=False):
-            if expected != length:
-                return GradientError(
-                    f"{spec} on {self.task}: expected shape {spec.shape} {spec.dtype} "
-                    f"({expected} bytes), got {length} bytes"
-                )
-        return GradientError(f"{self.task}: {len(lengths)} arrays for {len(known.specs)} shards")
+        known.check_lengths(lengths, self.task)
+        return memory_for(self._pool, known.nbytes)
 
     def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
         self._store.define_optimizer(message.optimizer, message.config)
@@ -357,14 +314,11 @@ class PsTask:
     def _update(
         self, peer: Peer, message: Push | Assign, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        known = self._set(peer, message).look_up(self._store)
-        if not body:  # no segments came, so ``_prepare_update`` was not asked
-            raise self._misfit(known, ())
-        if len(body[0]) != known.nbytes:
-            raise GradientError(f"{self.task}: the variables were declared anew meanwhile")
+        known = set_of(peer, message, self.task).look_up(self._store)
+        whole = known.body_of(body, self.task)
         self._platform.failpoints.hit("ps.push.received")
         update = Update(
-            (peer.task, peer.incarnation), message, known, body[0], self._store,
+            (peer.task, peer.incarnation), message, known, whole, self._store,
             self._ledger,
         )  # fmt: skip
         verdict = update.judge()
@@ -376,7 +330,7 @@ class PsTask:
         """The same update is being applied for another message: its end decides."""
         while isinstance(verdict, InProgress):
             while not verdict.ticket.settled:
-                await self._next_turn()
+                await self._work.next_turn()
             verdict = update.judge()
         answer = self._act(update, verdict)
         return answer if isinstance(answer, Reply) else await answer
@@ -394,33 +348,24 @@ class PsTask:
         except Exception:
             update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
             raise
-        keys = update.known.keys
-        cost = update.known.nbytes + SHARD_BYTES * len(keys)
-        if cost > INLINE_BYTES or any(map(update.store.busy, keys)):
-            return self._to_the_end(self._apply_slowly(update, ticket))
+        known = update.known
+        if not self._work.fits_now(update.store, known.keys, known.nbytes):
+            return self._work.to_the_end(self._apply_slowly(update, ticket))
         try:
             update.at_once()
         except Exception as exc:
-            self._give_up(exc)
+            self._work.give_up(exc)
             raise
         return self._applied(update, ticket)
 
     async def _apply_slowly(self, update: Update, ticket: Ticket) -> Reply:
         """Apply shard after shard, large ones block after block, small ones several at once."""
-        at_once = 0  # cost in bytes since the loop last ran
-        for position, key in enumerate(update.known.keys):
-            while update.store.busy(key):
-                await self._next_turn()
-            at_once += update.known.lengths[position] + SHARD_BYTES
-            if at_once <= INLINE_BYTES:
-                self._finish_now(update.work(position))
-            else:
-                await self._finish(update.work(position))
-                at_once = 0
+        known = update.known
+        await self._work.shard_by_shard(update.store, known.keys, known.lengths, update.work)
         try:
             return self._applied(update, ticket)
         finally:
-            self._wake()  # repetitions that wait for the answer
+            self._work.wake()  # repetitions that wait for the answer
 
     def _applied(self, update: Update, ticket: Ticket) -> Reply:
         push = isinstance(update.message, Push)
@@ -430,58 +375,6 @@ class PsTask:
         self._assigns += not push
         self._platform.failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
         return Reply(answer)
-
-    # Long work and busy shards.
-
-    def _to_the_end(self, work: Coroutine[Any, Any, Reply]) -> Awaitable[Reply]:
-        """Carry work out whatever becomes of its request: half an update is none."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
-        return asyncio.shield(task)
-
-    def _finish_now(self, work: Work) -> None:
-        try:
-            for _ in work:
-                pass
-        except Exception as exc:
-            self._give_up(exc)
-            raise
-
-    async def _finish(self, work: Work) -> None:
-        """Do the work on one shard, with the loop running between blocks."""
-        try:
-            for _ in work:
-                await asyncio.sleep(0)
-        except Exception as exc:
-            self._give_up(exc)
-            raise
-        finally:
-            work.close()  # cancelled: the rest at once
-            self._wake()
-        await asyncio.sleep(0)  # readers first: a queue of updates must not starve them
-
-    def _give_up(self, error: Exception) -> None:
-        """A block could not be written, so its shard is torn: this task must end."""
-        logger.critical("%s: an update failed half-way, the task ends", self.task, exc_info=error)
-        self._torn = True
-        self.stopped.set()
-        self._wake()
-
-    async def _next_turn(self) -> None:
-        """Wait until some update has ended."""
-        if not self._torn:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            await turn
-        if self._torn:
-            raise PsyncError(f"{self.task} ends: an update failed half-way")
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
 
 
 def _check_chief(peer: Peer) -> None:

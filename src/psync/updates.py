@@ -1,6 +1,6 @@
 """A push or assign that has come in: whose it is, what it changes, and how, shard by shard.
 
-Layer: L3. Imports: blocks, store, ledger, specs, wire.
+Layer: L3. Imports: errors, specs, blocks, store, ledger, rpc, wire.
 
 Joins what the message says with what the store and the ledger know. It decides nothing
 about time: ``ps_task`` says when to judge, begin and work.
@@ -15,11 +15,17 @@ from typing import cast
 
 import numpy as np
 
-from psync.blocks import bytes_of
+from psync.blocks import BlockPool, bytes_of
+from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.ledger import Client, Ledger, Verdict
+from psync.rpc import Peer
 from psync.specs import ShardSpec, dtype_of
 from psync.store import AssignOp, Key, ShardStore, Work
-from psync.wire.messages import Assign, Push
+from psync.wire.messages import Assign, Pull, Push, StagePush
+from psync.wire.tensors import to_bytes_view
+
+MAX_SETS = 65_536
+"""Of one connection. Clients keep far fewer and define numbers anew."""
 
 
 @dataclass(slots=True)
@@ -65,9 +71,73 @@ class ShardSet:
             size = self.dtype.itemsize
             self.elements = [slice(start // size, end // size) for start, end in self.bounds]
 
+    def check_lengths(self, lengths: Sequence[int], task: str) -> None:
+        """Check the sizes of a body's segments on the ps ``task``.
+
+        Raises:
+            GradientError: They are not those of the shards.
+        """
+        if lengths == self.lengths:
+            return
+        for spec, expected, length in zip(self.specs, self.lengths, lengths, strict=False):
+            if expected != length:
+                raise GradientError(
+                    f"{spec} on {task}: expected shape {spec.shape} {spec.dtype} "
+                    f"({expected} bytes), got {length} bytes"
+                )
+        raise GradientError(f"{task}: {len(lengths)} arrays for {len(self.specs)} shards")
+
+    def body_of(self, body: Sequence[memoryview], task: str) -> memoryview:
+        """Return a body that has come in, all segments in one.
+
+        Raises:
+            GradientError: It is not that of these shards.
+        """
+        if not body:  # no segments came, so nobody was asked where to put them
+            self.check_lengths((), task)
+        elif len(body[0]) == self.nbytes:
+            return body[0]
+        raise GradientError(f"{task}: the variables were declared anew meanwhile")
+
+    def gradients(self, store: ShardStore, optimizer: int, body: memoryview) -> list[np.ndarray]:
+        """Return each shard's gradient in a body, checked as ``store.check_apply`` does."""
+        if self.dtype is not None and optimizer in self.optimizers:
+            array = bytes_of(body).view(self.dtype)
+            return [array[part] for part in self.elements]
+        parts = zip(self.keys, self.cut(body), strict=True)
+        gradients = [store.check_apply(optimizer, *part) for part in parts]
+        self.optimizers.add(optimizer)
+        return gradients
+
     def cut(self, body: memoryview) -> list[memoryview]:
         """Return the part of each shard in a body."""
         return [body[start:end] for start, end in self.bounds]
+
+
+def set_of(peer: Peer, message: Pull | Push | Assign | StagePush, task: str) -> ShardSet:
+    """Return a set, which the connection may be defining, or defining anew, just now.
+
+    Raises:
+        RemoteProtocolError: It is not defined.
+        UsageError: The connection has defined too many.
+    """
+    sets: dict[int, ShardSet] = peer.state.setdefault("sets", {})
+    if message.members is not None:
+        if len(sets) >= MAX_SETS and message.set_id not in sets:
+            raise UsageError(f"{task}: {peer.task} has defined too many sets")
+        sets[message.set_id] = ShardSet(tuple((key[0], key[1]) for key in message.members))
+    known = sets.get(message.set_id)
+    if known is None:
+        raise RemoteProtocolError(f"{task}: set {message.set_id} is not defined")
+    return known
+
+
+def memory_for(pool: BlockPool, nbytes: int) -> Sequence[memoryview]:
+    """Take memory for a body, all segments in one."""
+    root = pool.take(nbytes)
+    body = to_bytes_view(root)
+    pool.give(root)  # handed out again once the update has let go of it
+    return (body,)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,13 +167,7 @@ class Update:
         message, store, known = self.message, self.store, self.known
         if isinstance(message, Push):
             optimizer = message.optimizer
-            if known.dtype is not None and optimizer in known.optimizers:
-                array = bytes_of(self.body).view(known.dtype)
-                self.operands = [array[part] for part in known.elements]
-            else:
-                parts = zip(known.keys, known.cut(self.body), strict=True)
-                self.operands = [store.check_apply(optimizer, *part) for part in parts]
-                known.optimizers.add(optimizer)
+            self.operands = known.gradients(store, optimizer, self.body)
             self.step = store.begin_push(optimizer, message.step)
         else:
             parts = zip(known.keys, known.cut(self.body), strict=True)
