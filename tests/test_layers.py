@@ -25,7 +25,7 @@ LAYERS = {
     ],
     "L1 rules": [
         "partitioners", "placement", "accumulators", "schedules", "update_rules", "blocks", "store",
-        "ledger", "closure_states", "dispatching", "closures", "membership",
+        "ledger", "closure_states", "dispatching", "closures", "membership", "pulled_steps",
     ],
     "L2 shell": [
         "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",

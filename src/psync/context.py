@@ -1,6 +1,6 @@
 """Who is running here: a step, dataset code, or the program itself.
 
-Layer: L3. Imports: errors.
+Layer: L3. Imports: errors, pulled_steps.
 
 The answer lies in a context variable, so two workers in one process do not see each other's
 steps, and a task or thread that a step starts with its context counts as that step. There is
@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from psync.errors import ClosureCancelled, UsageError
+from psync.pulled_steps import PulledSteps
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class ClosureContext:
         "closed",
         "closure_id",
         "loop",
+        "pulled",
         "runtime",
         "worker_index",
     )
@@ -61,6 +63,7 @@ class ClosureContext:
         self.loop = loop  # the worker's; None where no plain step can call `wait`
         self.closed = False  # the step has returned or raised
         self.cancelled = False  # another closure failed, or this one was cancelled
+        self.pulled = PulledSteps()  # what its pulls have seen of synchronous groups
         self._ordinals = itertools.count()
         self._waiting: set[asyncio.Task[Any]] = set()  # what threads of this step wait for
 

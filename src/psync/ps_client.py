@@ -1,6 +1,6 @@
 """All ps tasks as one task sees them: pulls, pushes and assigns of whole sets of variables.
 
-Layer: L3. Imports: errors, specs, blocks, endpoint, plans, ps_link, rpc, wire.
+Layer: L3. Imports: errors, specs, blocks, endpoint, plans, ps_link, pulled_steps, rpc, wire.
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again
 after a lost connection: the ps answers a repetition from memory.
@@ -22,10 +22,11 @@ from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
 from psync.plans import Plan, Request, make_plan, targets_of
 from psync.ps_link import PsLink, knows_set
+from psync.pulled_steps import PulledSteps
 from psync.rpc import Peer
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Assign, DefineOptimizer, Message, Pull, Push, Pushed
+from psync.wire.messages import Assign, DefineOptimizer, Message, Pull, Pulled, Push, Pushed
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class PsClient:
         out: Sequence[np.ndarray | None] | None = None,
         optimizer: int = -1,
         slot: str = "",
+        seen: PulledSteps | None = None,
     ) -> list[np.ndarray]:
         """Return the values of a plan's variables, one consistent version of each shard.
 
@@ -97,6 +99,7 @@ class PsClient:
                 dtype), or None for each.
             optimizer: With ``slot``: that optimizer's slot instead of the values.
             slot: Its name.
+            seen: Notes which steps of synchronous groups the values are of.
 
         Raises:
             ParameterServerLost: A ps is gone.
@@ -127,14 +130,19 @@ class PsClient:
         calls = []
         for request in plan.requests:
             targets = targets_of(plan, request, views, given)
-            calls.append(self._pull_one(request, targets, optimizer, slot))
+            calls.append(self._pull_one(request, targets, optimizer, slot, seen))
         await _all(calls)
         for root in roots.values():
             self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays
 
     async def _pull_one(
-        self, request: Request, targets: list[memoryview], optimizer: int, slot: str
+        self,
+        request: Request,
+        targets: list[memoryview],
+        optimizer: int,
+        slot: str,
+        seen: PulledSteps | None,
     ) -> None:
         got: tuple[int, ...] = ()
 
@@ -148,9 +156,15 @@ class PsClient:
         def build(peer: Peer) -> Pull:
             return Pull(request.set_id, _members(peer, request), optimizer, slot)
 
-        await self.links[request.ps].call(
+        received = await self.links[request.ps].call(
             build, bulk=request.nbytes > SMALL_BODY_BYTES, into=into, set_id=request.set_id
         )
+        if not isinstance(received.message, Pulled):
+            raise RemoteProtocolError(
+                f"/job:ps/task:{request.ps} answered a pull with {type(received.message).__name__}"
+            )
+        if seen is not None:
+            seen.note(received.message.steps)
         if got != request.lengths:
             raise RemoteProtocolError(
                 f"/job:ps/task:{request.ps} sent other sizes than the shards have: "

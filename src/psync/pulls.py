@@ -56,6 +56,7 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
         plan,
         writable=copy,
         out=None if targets is None else [targets[variable] for variable in variables],
+        seen=runtime.pulled,
     )
     values = dict(zip(variables, arrays, strict=True))
     return _mapped(tree, values.__getitem__)

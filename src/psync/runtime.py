@@ -1,6 +1,6 @@
 """What variables and optimizers talk through: a worker in a step, else the coordinator.
 
-Layer: L3. Imports: errors, context, iterators, ps_client.
+Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from psync.context import current_closure
 from psync.errors import UsageError
 from psync.iterators import IteratorTable
 from psync.ps_client import PsClient
+from psync.pulled_steps import PulledSteps
 
 
 class Runtime:
@@ -40,12 +41,19 @@ class Runtime:
         self.iterators = iterators
         self.steps: dict[int, int] = {}  # highest step known of each optimizer
         self._ensure_created = ensure_created
+        self._pulled = PulledSteps()  # by code outside of closures
         self._ordinal = 0
 
     async def ensure_created(self) -> None:
         """Wait until every declared variable exists. Cancellation: safe."""
         if self._ensure_created is not None:
             await self._ensure_created()
+
+    @property
+    def pulled(self) -> PulledSteps:
+        """What the pulls of the step that runs here, or of the program, have seen."""
+        closure = current_closure()
+        return self._pulled if closure is None else closure.pulled
 
     def check_open(self, operation: str) -> None:
         """Refuse ``operation`` in a step that has ended.

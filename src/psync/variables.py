@@ -101,7 +101,8 @@ class Handle:
         runtime = await runtime_of(operation, self)
         runtime.check_open(operation)
         plan = runtime.ps.plan((self.spec,))
-        return (await runtime.ps.pull(plan, writable=copy, out=target))[0]
+        pulled = await runtime.ps.pull(plan, writable=copy, out=target, seen=runtime.pulled)
+        return pulled[0]
 
     async def assign(self, value: Any) -> Self:
         """Set the value.
