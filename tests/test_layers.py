@@ -24,8 +24,9 @@ LAYERS = {
         "wire.remote_errors", "wire.handshake", "wire.protocol",
     ],
     "L1 rules": [
-        "partitioners", "placement", "accumulators", "schedules", "update_rules", "blocks", "store",
-        "ledger", "closure_states", "dispatching", "closures", "membership", "pulled_steps",
+        "partitioners", "placement", "sums", "accumulators", "sparse_accumulators", "schedules",
+        "update_rules", "blocks", "store", "ledger", "closure_states", "dispatching", "closures",
+        "membership", "pulled_steps",
     ],
     "L2 shell": [
         "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",
