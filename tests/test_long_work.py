@@ -70,9 +70,7 @@ async def test_what_is_small_and_idle_fits_into_this_turn() -> None:
 async def test_a_busy_shard_is_waited_for_and_those_before_it_are_done_meanwhile() -> None:
     ps = Ps(3)
     other = ps.add_one(1)
-    updating = asyncio.ensure_future(
-        ps.work.shard_by_shard(ps.store, ps.keys, [4, 4, 4], ps.add_one)
-    )
+    updating = asyncio.ensure_future(ps.work.shard_by_shard([4, 4, 4], ps.add_one))
     await asyncio.sleep(0)
     assert ps.value(0) == 1
     assert ps.value(2) == 0
@@ -84,9 +82,7 @@ async def test_a_busy_shard_is_waited_for_and_those_before_it_are_done_meanwhile
 async def test_the_loop_runs_between_shards_that_together_are_large() -> None:
     ps = Ps(4)
     cost = INLINE_BYTES // 2
-    updating = asyncio.ensure_future(
-        ps.work.shard_by_shard(ps.store, ps.keys, [cost] * 4, ps.add_one)
-    )
+    updating = asyncio.ensure_future(ps.work.shard_by_shard([cost] * 4, ps.add_one))
     await asyncio.sleep(0)
     assert not updating.done()
     assert ps.value(3) == 0

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from psync.errors import PsyncError
+from psync.errors import BusyError, PsyncError
 from psync.store import Key, ShardStore, Work
 
 logger = logging.getLogger(__name__)
@@ -60,27 +60,39 @@ class LongWork:
         cost = nbytes + SHARD_BYTES * len(keys)
         return cost <= INLINE_BYTES and not any(map(store.busy, keys))
 
-    async def shard_by_shard(
-        self, store: ShardStore, keys: Sequence[Key], costs: Sequence[int],
-        begin: Callable[[int], Work],
-    ) -> None:  # fmt: skip
+    async def begun(self, begin: Callable[..., Work], *arguments: Any) -> Work:
+        """Begin work when all shards that it needs are idle.
+
+        Args:
+            begin: Starts the work, or raises BusyError.
+            arguments: For ``begin``.
+
+        Raises:
+            PsyncError: The task is about to end; or what else ``begin`` raises.
+
+        Cancellation: Safe.
+        """
+        while True:
+            try:
+                return begin(*arguments)
+            except BusyError:
+                await self.next_turn()
+
+    async def shard_by_shard(self, costs: Sequence[int], begin: Callable[[int], Work]) -> None:
         """Update shards one after the other, small ones several in a turn of the loop.
 
         Args:
-            store: That holds them.
-            keys: Of the shards; who is busy is waited for.
             costs: Bytes that the update of each one touches.
-            begin: Starts the work on one, by its position.
+            begin: Starts the work on one, by its position; who is busy is waited for.
         """
         at_once = 0  # cost in bytes since the loop last ran
-        for position, key in enumerate(keys):
-            while store.busy(key):
-                await self.next_turn()
-            at_once += costs[position] + SHARD_BYTES
+        for position, cost in enumerate(costs):
+            work = await self.begun(begin, position)
+            at_once += cost + SHARD_BYTES
             if at_once <= INLINE_BYTES:
-                self.finish_now(begin(position))
+                self.finish_now(work)
             else:
-                await self.finish(begin(position))
+                await self.finish(work)
                 at_once = 0
 
     def finish_now(self, work: Work) -> None:

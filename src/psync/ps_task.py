@@ -234,12 +234,7 @@ class PsTask:
 
     async def _copy(self, store: ShardStore, spec: ShardSpec, source: Key) -> None:
         """Take up a shard that begins as another one is now."""
-        while True:
-            try:
-                work = store.copy(spec, source)
-                break
-            except BusyError:
-                await self._work.next_turn()
+        work = await self._work.begun(store.copy, spec, source)
         if spec.nbytes <= INLINE_BYTES:
             self._work.finish_now(work)
         else:
@@ -360,8 +355,7 @@ class PsTask:
 
     async def _apply_slowly(self, update: Update, ticket: Ticket) -> Reply:
         """Apply shard after shard, large ones block after block, small ones several at once."""
-        known = update.known
-        await self._work.shard_by_shard(update.store, known.keys, known.lengths, update.work)
+        await self._work.shard_by_shard(update.known.lengths, update.work)
         try:
             return self._applied(update, ticket)
         finally:
