@@ -488,11 +488,11 @@ class SessionEntered(Message):
 class Declared(Message):
     """Chief of a session → ps 0: the variables are there, workers may enter.
 
-    Answered by Done, when all that are expected are there; until then nobody enters.
+    Answered by Done, when so many wait; until then nobody enters.
     """
 
     trains: bool  # whether the chief is a replica itself
-    expected: list[str]  # names of tasks
+    num_workers: int
 
 
 @message(55)
