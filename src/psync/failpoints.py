@@ -21,6 +21,7 @@ NAMES = frozenset(
         "worker.closure.end",  # the step has returned, its result is not sent
         "worker.push.begun",  # nothing is sent
         "worker.push.between_ps",  # one ps task has answered, nothing is sent to the next
+        "worker.push.staged",  # every ps has its part, ps 0 has not been told
         "worker.push.answered",  # all ps tasks have answered, the step does not know yet
         "ps.push.received",  # complete, nothing is applied
         "ps.push.applied",  # applied and recorded, not answered

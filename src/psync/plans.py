@@ -9,6 +9,7 @@ gets.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,6 +82,7 @@ class Plan:
     requests: list[Request]
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
+    digest: bytes  # of the set of shards, in whatever order: the same in every process
 
 
 def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan:
@@ -134,7 +136,13 @@ def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan
         [request for group in requests.values() for request in group],
         buffers,
         [places[index] for index in range(len(variables))],
+        _digest_of(variables),
     )
+
+
+def _digest_of(variables: Sequence[VariableSpec]) -> bytes:
+    keys = sorted(shard.key for variable in variables for shard in variable.shards)
+    return hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
 
 
 def targets_of(

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from psync.wire.messages import Assign, DefineOptimizer, Message, Pull, Pulled, 
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
@@ -66,6 +68,7 @@ class PsClient:
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
+        self.on_close: list[Callable[[], None]] = []
 
     def plan(self, variables: Sequence[VariableSpec]) -> Plan:
         """Return the plan for these variables, in this order."""
@@ -154,7 +157,7 @@ class PsClient:
             return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
 
         def build(peer: Peer) -> Pull:
-            return Pull(request.set_id, _members(peer, request), optimizer, slot)
+            return Pull(request.set_id, members_for(peer, request), optimizer, slot)
 
         received = await self.links[request.ps].call(
             build, bulk=request.nbytes > SMALL_BODY_BYTES, into=into, set_id=request.set_id
@@ -206,7 +209,7 @@ class PsClient:
             defines = None if optimizer in self._optimizers[request.ps] else config
             return Push(
                 sequence, self.links[request.ps].acked_below, closure,
-                ordinal << PART_BITS | request.part, request.set_id, _members(peer, request),
+                ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request),
                 optimizer, defines, step,
             )  # fmt: skip
 
@@ -236,7 +239,7 @@ class PsClient:
         def build(peer: Peer, request: Request, sequence: int) -> Assign:
             return Assign(
                 sequence, self.links[request.ps].acked_below, closure,
-                ordinal << PART_BITS | request.part, request.set_id, _members(peer, request), op,
+                ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request), op,
             )  # fmt: skip
 
         return await self._mutate(plan, values, build)
@@ -261,25 +264,38 @@ class PsClient:
         self._failpoints.hit("worker.push.begun")
         views = [to_bytes_view(array) for array in arrays]
 
-        async def send() -> list[Pushed]:
-            calls = [self._mutate_one(request, views, build) for request in plan.requests]
+        answers = await self.shielded(
+            lambda: [self._mutate_one(request, views, build) for request in plan.requests]
+        )
+        self._failpoints.hit("worker.push.answered")
+        return answers
+
+    async def shielded(self, calls: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Make all ``calls`` at once and return what they return.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: They go on in the background, see ``drain``; an error is logged then.
+        """
+
+        async def send() -> list[T]:
+            made = calls()
             if self._failpoints.armed("worker.push.between_ps"):
-                return await self._one_by_one(calls)
-            return await _all(calls)
+                return await self._one_by_one(made)
+            return await _all(made)
 
         work = asyncio.ensure_future(send())
         self._pushes.add(work)
         work.add_done_callback(self._pushes.discard)
         try:
-            answers = await asyncio.shield(work)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
             work.add_done_callback(_note_result)
             raise
-        self._failpoints.hit("worker.push.answered")
-        return answers
 
-    async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, Pushed]]) -> list[Pushed]:
-        answers: list[Pushed] = []
+    async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        answers: list[T] = []
         try:
             for call in calls:
                 if answers:
@@ -324,6 +340,8 @@ class PsClient:
 
     async def close(self) -> None:
         """Stop pushes that were begun, close all links. Cancellation: safe."""
+        for callback in self.on_close:
+            callback()
         for work in self._pushes:
             work.cancel()
         await asyncio.gather(*self._pushes, return_exceptions=True)
@@ -331,7 +349,8 @@ class PsClient:
             await link.close()
 
 
-def _members(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
+def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
+    """Return the shards of a request's set, or None where the ps knows them by its number."""
     return None if knows_set(peer, request.set_id) else request.members
 
 
