@@ -26,7 +26,8 @@ LAYERS = {
     "L1 rules": [
         "partitioners", "placement", "sums", "accumulators", "sparse_accumulators", "schedules",
         "update_rules", "blocks", "store", "ledger", "closure_states", "dispatching", "closures",
-        "membership", "pulled_steps",
+        "membership", "sync_config", "tokens", "sync_groups", "sync_steps", "staging",
+        "pulled_steps",
     ],
     "L2 shell": [
         "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",

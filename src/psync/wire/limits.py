@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds on what one frame may declare. All sizes in bytes."""
+    """Upper bounds on what peers may declare and leave with a task. All sizes in bytes."""
 
     header_bytes: int = 1 << 20  # msgpack header of one frame
     segments: int = 65_536  # raw segments in one frame
@@ -24,6 +24,8 @@ class Limits:
     unfinished_bytes: int = 256 << 20
     connections: int = 4096  # open connections of one listening task
     handshakes: int = 64  # connections of one listening task that have not proved who they are
+    # Pushes of synchronous steps that are not closed yet, on one ps; see ``staging``.
+    staging_bytes: int = 2 << 30
 
 
 DEFAULT_LIMITS = Limits()

@@ -346,7 +346,8 @@ class FinalBelow(Message):
 class StagePush(Message):
     """Worker → ps: keep this part of a push until ps 0 has decided. Answered by Staged.
 
-    Segments: one per member. A later push of the client in the group replaces an undecided one.
+    Segments: one per member. The same push again replaces it; else it stays until its step is
+    closed.
     """
 
     group: int
