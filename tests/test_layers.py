@@ -35,8 +35,8 @@ LAYERS = {
     ],
     "L3 roles": [
         "context", "captures", "payloads", "failures", "functions", "iterators", "declarations",
-        "plans", "ps_link", "ps_client", "creation", "runtime", "scopes", "updates", "long_work",
-        "ps_task",
+        "plans", "ps_link", "ps_client", "sync_client", "creation", "runtime", "scopes", "updates",
+        "long_work", "ps_task",
         "step_thread", "closure_inputs", "worker_session", "worker_task",
         "remote_value", "closure_messages", "closure_timeout", "joins", "cluster_links",
         "coordinator",

@@ -610,7 +610,7 @@ class TestIdentity:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
             first, second = cluster.client(WORKER), cluster.client(OTHER)
-            first._failpoints.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
+            first.failpoints.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
             first_dies: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await first_dies

@@ -62,7 +62,7 @@ class PsClient:
             for index, address in enumerate(addresses)
         ]
         self._pool = pool
-        self._failpoints = endpoint.platform.failpoints
+        self.failpoints = endpoint.platform.failpoints
         # By each variable's id and which shards it stands for; the last used at the end.
         self._plans: OrderedDict[tuple[tuple[int, int, int], ...], Plan] = OrderedDict()
         self._set_ids = itertools.count(1)
@@ -261,13 +261,13 @@ class PsClient:
         arrays: Sequence[np.ndarray],
         build: Callable[[Peer, Request, int], Message],
     ) -> list[Pushed]:
-        self._failpoints.hit("worker.push.begun")
+        self.failpoints.hit("worker.push.begun")
         views = [to_bytes_view(array) for array in arrays]
 
         answers = await self.shielded(
             lambda: [self._mutate_one(request, views, build) for request in plan.requests]
         )
-        self._failpoints.hit("worker.push.answered")
+        self.failpoints.hit("worker.push.answered")
         return answers
 
     async def shielded(self, calls: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
@@ -281,7 +281,7 @@ class PsClient:
 
         async def send() -> list[T]:
             made = calls()
-            if self._failpoints.armed("worker.push.between_ps"):
+            if self.failpoints.armed("worker.push.between_ps"):
                 return await self._one_by_one(made)
             return await _all(made)
 
@@ -299,7 +299,7 @@ class PsClient:
         try:
             for call in calls:
                 if answers:
-                    self._failpoints.hit("worker.push.between_ps")
+                    self.failpoints.hit("worker.push.between_ps")
                 answers.append(await call)
         finally:
             for call in calls:

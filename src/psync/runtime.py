@@ -1,10 +1,11 @@
 """What variables and optimizers talk through: a worker in a step, else the coordinator.
 
-Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps.
+Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps, sync_client.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
@@ -14,6 +15,7 @@ from psync.errors import UsageError
 from psync.iterators import IteratorTable
 from psync.ps_client import PsClient
 from psync.pulled_steps import PulledSteps
+from psync.sync_client import SyncClient
 
 
 class Runtime:
@@ -25,6 +27,8 @@ class Runtime:
         program: Token of the process whose optimizers it serves.
         ensure_created: Creates what has been declared meanwhile; a worker has nothing to create.
         iterators: A worker's per-worker iterators; None on the coordinator.
+        in_session: Whether the program itself trains, outside of closures: a worker in a training
+            session.
     """
 
     def __init__(
@@ -34,11 +38,14 @@ class Runtime:
         program: str = "",
         ensure_created: Callable[[], Awaitable[None]] | None = None,
         iterators: IteratorTable | None = None,
+        *,
+        in_session: bool = False,
     ) -> None:
         self.ps = ps
         self.origin = origin
         self.program = program
         self.iterators = iterators
+        self.in_session = in_session
         self.steps: dict[int, int] = {}  # highest step known of each optimizer
         self._ensure_created = ensure_created
         self._pulled = PulledSteps()  # by code outside of closures
@@ -48,6 +55,11 @@ class Runtime:
         """Wait until every declared variable exists. Cancellation: safe."""
         if self._ensure_created is not None:
             await self._ensure_created()
+
+    @functools.cached_property
+    def sync(self) -> SyncClient:
+        """The way to the synchronous groups."""
+        return SyncClient(self.ps)
 
     @property
     def pulled(self) -> PulledSteps:

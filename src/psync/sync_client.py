@@ -1,0 +1,238 @@
+"""Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
+
+Layer: L3. Imports: errors, plans, ps_client, rpc, wire.
+
+    StagePush to each ps   keeps its part; no trace of it if what follows never happens
+    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
+
+Every request may be repeated after a lost connection: a push has a number, which its client
+draws anew in each group, and by which ps 0 answers a repetition from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from psync.errors import ConfigurationError, RemoteProtocolError, TrainingEnded
+from psync.plans import BODY_PER_REQUEST, MEMBERS_PER_REQUEST, Plan, Request
+from psync.ps_client import PsClient, members_for
+from psync.rpc import Peer, Received
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import (
+    AskStep,
+    Contribute,
+    Contributed,
+    InitTokens,
+    Message,
+    Staged,
+    StagePush,
+    SyncStep,
+)
+from psync.wire.tensors import to_bytes_view
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(slots=True)
+class _Group:
+    """What this task knows of one group."""
+
+    next_push: int = 1
+    outstanding: dict[int, None] = field(default_factory=dict)  # pushes without answers, in order
+    token: int | None = None  # the last one
+    earliest: int | None = None  # the lowest step that ps 0 has named: it began there or before
+
+    @property
+    def acked_below(self) -> int:
+        """All smaller numbers have their answers, or nobody wants them any more."""
+        return next(iter(self.outstanding), self.next_push)
+
+    def note_step(self, step: int) -> None:
+        """ps 0 has named a step."""
+        self.earliest = step if self.earliest is None else min(step, self.earliest)
+
+    def is_over(self, local_step: int, step: int) -> bool:
+        """Return whether a push of ``local_step`` is certainly stale now that ps 0 is at ``step``.
+
+        -1 stands for the step at which the group began, which only ps 0 knows.
+        """
+        if local_step >= 0:
+            return local_step < step
+        return self.earliest is not None and self.earliest < step
+
+
+class SyncClient:
+    """All synchronous groups as one task sees them.
+
+    Args:
+        ps: Links to all ps tasks.
+    """
+
+    def __init__(self, ps: PsClient) -> None:
+        self._ps = ps
+        self._groups: dict[int, _Group] = {}
+        self._staging: set[tuple[int, int]] = set()  # (ps, group): where its config is known
+        self._deciding: set[int] = set()  # groups whose config the rule at ps 0 knows
+        self._ended = asyncio.Event()
+        ps.on_close.append(self._ended.set)
+
+    def token(self, group: int) -> int | None:
+        """Return the last token that this task got, or None before the first."""
+        known = self._groups.get(group)
+        return None if known is None else known.token
+
+    async def contribute(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray],
+        *,
+        group: int,
+        config: dict[str, Any],
+        local_step: int,
+        closure: int,
+        ordinal: int,
+        weight: float,
+    ) -> Contributed:
+        """Contribute a gradient for each of a plan's variables to the group's step.
+
+        Args:
+            plan: Of the variables.
+            gradients: Of the variables' shapes and dtypes, C-contiguous. Not copied.
+            group: Number of the synchronous optimizer.
+            config: ``SyncConfig.to_config()``, for a ps that does not know the group yet.
+            local_step: Of the values that the gradients were computed from; -1: of before
+                the group's first step.
+            closure: Id of the closure, or -1.
+            ordinal: Of the call within the closure.
+            weight: Of these gradients in the mean.
+
+        Returns:
+            What became of it, and the token; there may be a long wait for that.
+
+        Raises:
+            TrainingEnded: No further step will be closed.
+            NotEnoughReplicas: Too few workers have lived for too long.
+            ConfigurationError: The group is known with another configuration; or the variables
+                are too many for one message to a ps. Nothing was contributed.
+            FencedError: This task was replaced.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Staging, once begun, ends in the background. Cancelled before ps 0 was told,
+            the push does not count; afterwards it does, and nobody waits for its token.
+        """
+        for request in plan.requests:
+            if request.part:
+                raise ConfigurationError(
+                    f"a synchronous push to /job:ps/task:{request.ps} carries at most "
+                    f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
+                    hint="spread the variables over more ps tasks",
+                )
+        self._ps.failpoints.hit("worker.push.begun")
+        known = self._groups.setdefault(group, _Group())
+        number, known.next_push = known.next_push, known.next_push + 1
+        known.outstanding[number] = None
+
+        def build(peer: Peer) -> Contribute:
+            defines = None if group in self._deciding else config
+            return Contribute(
+                group, defines, number, known.acked_below, closure, ordinal, plan.digest,
+                local_step, weight,
+            )  # fmt: skip
+
+        try:
+            if not await self._is_over(plan, group, local_step):
+                await self._stage(plan, gradients, group, config, number, local_step)
+            self._ps.failpoints.hit("worker.push.staged")
+            answer = await self._decide(group, build)
+        finally:
+            known.outstanding.pop(number)
+        known.token = answer.token
+        known.note_step(answer.token)
+        self._ps.failpoints.hit("worker.push.answered")
+        return answer
+
+    async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
+        """Put the initial tokens of a group, if nobody has yet; return the group's step.
+
+        Raises:
+            ConfigurationError: They are too few for the first step.
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe; they may have been put.
+        """
+        received = await self._ps.links[0].call(lambda peer: InitTokens(group, config, count))
+        self._deciding.add(group)
+        return _expect(received, SyncStep, "initial tokens").step
+
+    async def wait_ended(self) -> None:
+        """Wait until this task learns that training has ended, or is closed. Cancellation: safe."""
+        await self._ended.wait()
+
+    async def _is_over(self, plan: Plan, group: int, local_step: int) -> bool:
+        """Ask ps 0, before many bytes travel, whether the push would be stale."""
+        if sum(request.nbytes for request in plan.requests) <= SMALL_BODY_BYTES:
+            return False
+        received = await self._ps.links[0].call(lambda peer: AskStep(group))
+        step = _expect(received, SyncStep, "a question for the step").step
+        if step < 0:
+            return False
+        known = self._groups[group]
+        known.note_step(step)
+        return known.is_over(local_step, step)
+
+    async def _stage(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray],
+        group: int,
+        config: dict[str, Any],
+        number: int,
+        local_step: int,
+    ) -> None:
+        """Send each ps its part.
+
+        Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
+        will say the same of the whole push.
+        """
+        views = [to_bytes_view(array) for array in gradients]
+
+        async def send(request: Request) -> None:
+            ps = request.ps
+
+            def build(peer: Peer) -> StagePush:
+                defines = None if (ps, group) in self._staging else config
+                members = members_for(peer, request)
+                return StagePush(group, defines, number, local_step, request.set_id, members)
+
+            received = await self._ps.links[ps].call(
+                build,
+                [views[index][start:end] for index, start, end in request.cuts],
+                bulk=request.nbytes > SMALL_BODY_BYTES,
+                set_id=request.set_id,
+            )
+            _expect(received, Staged, "a part of a push")
+            self._staging.add((ps, group))
+
+        await self._ps.shielded(lambda: [send(request) for request in plan.requests])
+
+    async def _decide(self, group: int, build: Callable[[Peer], Contribute]) -> Contributed:
+        """Tell ps 0 that all parts are staged, and wait for the token."""
+        try:
+            received = await self._ps.links[0].call(build)
+        except TrainingEnded:
+            self._ended.set()
+            raise
+        self._deciding.add(group)
+        return _expect(received, Contributed, "a push")
+
+
+def _expect(received: Received, kind: type[M], question: str) -> M:
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
+    return message
