@@ -1,0 +1,91 @@
+"""For tests of the rules of synchronous training: replicas, configurations, a group to push to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psync.sync_config import SyncConfig
+from psync.sync_steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
+
+GROUP = 7
+
+
+def config(needed: int, total: int | None = None, **more: Any) -> SyncConfig:
+    return SyncConfig(
+        name="opt",
+        optimizer={},
+        replicas_to_aggregate=needed,
+        total_num_replicas=total or needed,
+        global_step=(0, 0, 0),
+        **more,
+    )
+
+
+def replica(index: int, incarnation: int = 1) -> Replica:
+    return (f"/job:worker/task:{index}", incarnation)
+
+
+class Steps(SyncSteps):
+    """One group, and its replicas' pushes, numbered as they come."""
+
+    def __init__(
+        self, needed: int, total: int | None = None, *, begin: int = 0, **more: Any
+    ) -> None:
+        super().__init__()
+        self.define(GROUP, config(needed, total, **more), begin)
+        self.numbers: dict[Replica, int] = {}
+
+    def live(self, *indices: int, now: float = 0.0, incarnation: int = 1) -> list[Action]:
+        """These live; ``incarnation`` is that of worker 0."""
+        alive = dict(replica(index) for index in indices)
+        if 0 in indices:
+            alive |= [replica(0, incarnation)]
+        missing = [replica(index)[0] for index in range(4) if index not in indices]
+        return self.members(alive, missing, now)
+
+    def push(
+        self,
+        index: int,
+        local_step: int,
+        *,
+        incarnation: int = 1,
+        closure: int | None = None,
+        ordinal: int = 0,
+        variable_set: bytes = b"w",
+        weight: float = 1.0,
+        number: int = 0,
+    ) -> list[Action]:
+        who = replica(index, incarnation)
+        if not number:
+            number = self.numbers[who] = self.numbers.get(who, 0) + 1
+        return self.contribute(
+            GROUP,
+            Contribution(who, number, number, closure, ordinal, variable_set, local_step, weight),
+        )
+
+
+def closes(actions: list[Action]) -> list[tuple[int, list[int], bool]]:
+    """(step, indices of the workers summed, partial) of each Close."""
+    return [
+        (act.step, [int(task[-1]) for task, *_ in act.pushes], act.partial)
+        for act in actions
+        if isinstance(act, Close)
+    ]
+
+
+def answers(actions: list[Action]) -> list[tuple[int, str, int]]:
+    """(worker, outcome, token) of each Answer."""
+    return [
+        (int(act.replica[0][-1]), act.outcome, act.token)
+        for act in actions
+        if isinstance(act, Answer)
+    ]
+
+
+def refusals(actions: list[Action]) -> list[tuple[int, str]]:
+    """(worker, class of the error) of each Refuse."""
+    return [
+        (int(act.replica[0][-1]), type(act.error).__name__)
+        for act in actions
+        if isinstance(act, Refuse)
+    ]

@@ -1,0 +1,295 @@
+"""When ps 0 closes a synchronous step, with whom, and who may go on."""
+
+from __future__ import annotations
+
+import pytest
+from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
+
+from psync.errors import (
+    ConfigurationError,
+    LocalProtocolError,
+    NotEnoughReplicas,
+    ParameterServerLost,
+)
+from psync.sync_steps import Answer, Close, Contribution, Refuse, SyncSteps
+
+
+def accepted(index: int, token: int) -> tuple[int, str, int]:
+    return (index, "accepted", token)
+
+
+# The sequence of a step.
+
+
+def test_two_replicas_close_step_after_step_and_none_is_wasted() -> None:
+    steps = Steps(2)
+    for step in range(3):
+        assert steps.push(0, step) == []
+        assert closes(steps.push(1, step)) == [(step, [0, 1], False)]
+        done = steps.closed(GROUP, step)
+        assert answers(done) == [accepted(0, step + 1), accepted(1, step + 1)]
+
+
+def test_tokens_come_only_when_the_step_has_been_applied() -> None:
+    steps = Steps(1)
+    (close,) = steps.push(0, 0)
+    assert isinstance(close, Close)
+    assert steps.step(GROUP) == 1  # what is pulled while it is being applied is stale already
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+
+
+def test_the_straggler_of_three_with_one_backup_is_told_and_goes_on_at_once() -> None:
+    steps = Steps(2, 3)
+    steps.push(0, 0)
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+    steps.closed(GROUP, 0)
+    (answer,) = steps.push(2, 0)
+    assert isinstance(answer, Answer)
+    assert (answer.outcome, answer.staleness, answer.token) == ("stale", 1, 1)
+    assert not answer.count
+
+
+def test_a_push_while_the_step_is_being_applied_is_stale_and_waits_for_its_token() -> None:
+    steps = Steps(2, 3)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    assert steps.push(2, 0) == []
+    assert answers(steps.closed(GROUP, 0)) == [
+        accepted(0, 1),
+        accepted(1, 1),
+        (2, "stale", 1),
+    ]
+
+
+def test_one_replica_of_three_gradients_a_step_goes_on_by_initial_tokens() -> None:
+    steps = Steps(3, 1)
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    assert closes(steps.push(0, 0)) == [(0, [0, 0, 0], False)]
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+    for _ in range(2):
+        assert answers(steps.push(0, 1)) == [accepted(0, 1)]
+    assert closes(steps.push(0, 1)) == [(1, [0, 0, 0], False)]
+
+
+def test_a_fast_replica_may_take_the_token_of_a_slow_one() -> None:
+    steps = Steps(2, 3)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(0, 1)) == [accepted(0, 1)]  # the third token, meant for worker 2
+    assert closes(steps.push(0, 1)) == [(1, [0, 0], False)]
+
+
+def test_bound_tokens_let_each_replica_contribute_once_a_step() -> None:
+    steps = Steps(2, 3, strict=True)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    steps.closed(GROUP, 0)
+    assert steps.push(0, 1) == []
+    assert answers(steps.push(2, 0)) == [(2, "stale", 1)]
+    assert refusals(steps.push(0, 1)) == [(0, "UsageError")]  # without awaiting the first
+    assert closes(steps.push(2, 1)) == [(1, [0, 2], False)]
+
+
+def test_the_wasted_first_step_of_tensorflow() -> None:
+    steps = Steps(2, tensorflow_compat=True)
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    done = steps.push(1, 0)
+    assert closes(done) == [(0, [0, 1], False)]
+    assert answers(done) == [accepted(1, 0)]
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(0, 0)) == [(0, "stale", 1)]
+    assert answers(steps.push(1, 0)) == [(1, "stale", 1)]
+    steps.push(0, 1)
+    assert closes(steps.push(1, 1)) == [(1, [0, 1], False)]
+
+
+def test_a_gradient_from_the_future_counts() -> None:
+    steps = Steps(1)
+    assert closes(steps.push(0, 5)) == [(0, [0], False)]
+
+
+def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
+    steps = Steps(1, 2, begin=40)
+    assert steps.step(GROUP) == 40
+    assert closes(steps.push(0, -1)) == [(40, [0], False)]
+    steps.closed(GROUP, 40)
+    (answer,) = steps.push(1, -1)
+    assert isinstance(answer, Answer)
+    assert (answer.outcome, answer.staleness) == ("stale", 1)
+
+
+# Who lives.
+
+
+def test_the_target_shrinks_at_once_and_grows_with_the_next_step() -> None:
+    steps = Steps(3)
+    steps.live(0, 1, 2)
+    assert steps.push(0, 0) == []
+    assert steps.push(1, 0) == []
+    assert closes(steps.live(0, 1)) == [(0, [0, 1], False)]
+    steps.live(0, 1, 2)  # while the step is applied
+    steps.closed(GROUP, 0)
+    steps.push(0, 1)
+    assert steps.push(1, 1) == []
+    assert closes(steps.push(2, 1)) == [(1, [0, 1, 2], False)]
+
+
+def test_who_joins_does_not_raise_the_target_of_the_present_step() -> None:
+    steps = Steps(3)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    steps.live(0, 1, 2)
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+
+
+def test_several_gradients_a_replica_lower_the_target_by_as_many() -> None:
+    steps = Steps(4, 2)
+    steps.live(0, 1)
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    assert closes(steps.push(0, 0)) == []
+    assert closes(steps.live(0)) == [(0, [0, 0], False)]
+
+
+def test_a_dead_replica_waits_no_more_and_its_push_stays_counted() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    gone = steps.live(1)
+    assert refusals(gone) == [(0, "FencedError")]
+    assert closes(gone) == [(0, [0], False)]
+
+
+def test_where_all_wait_the_step_is_closed_as_a_partial_one() -> None:
+    steps = Steps(3, 2)
+    steps.live(0, 1)
+    for index in (0, 0, 1):
+        steps.push(index, 0)
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(0, 1)) == [accepted(0, 1)]
+    steps.live(0, 1, incarnation=2)  # worker 0 was started again; its token is gone
+    assert steps.push(0, 0, incarnation=2) == []  # stale
+    assert closes(steps.push(1, 1)) == [(1, [0, 1], True)]
+
+
+def test_when_a_token_died_with_its_replica_the_others_go_on() -> None:
+    steps = Steps(2, 2)
+    steps.live(0, 1)
+    for index in (0, 1):
+        steps.push(index, 0)
+    steps.closed(GROUP, 0)
+    for index in (0, 1):
+        steps.push(index, 1)
+    steps.closed(GROUP, 1)
+    steps.live(0)  # with it went a token of step 2
+    assert answers(steps.push(0, 1)) == [(0, "stale", 2)]  # nothing counted, nobody else: go on
+    assert closes(steps.push(0, 2)) == [(2, [0], False)]
+
+
+def test_too_few_replicas_are_waited_for_and_then_named() -> None:
+    steps = Steps(3, min_replicas=2, patience_s=10.0)
+    steps.live(0, 1, 2)
+    steps.push(0, 0)
+    assert steps.live(0, now=5.0) == []
+    assert steps.live(0, now=9.0) == []
+    assert steps.next_deadline() == 15.0
+    assert steps.tick(14.9) == []
+    (refuse,) = steps.tick(15.0)
+    assert isinstance(refuse, Refuse)
+    assert isinstance(refuse.error, NotEnoughReplicas)
+    assert "at least 2" in str(refuse.error)
+    assert "missing: /job:worker/task:1, /job:worker/task:2" in str(refuse.error)
+    assert steps.next_deadline() is None
+
+
+def test_replicas_that_come_back_in_time_go_on() -> None:
+    steps = Steps(2, min_replicas=2)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    steps.live(0, now=1.0)
+    assert closes(steps.live(0, 1, now=2.0)) == [(0, [0], False)]
+    assert steps.next_deadline() is None
+
+
+# What is left to do.
+
+
+def test_the_odd_closure_at_the_end_is_a_partial_step() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.schedule(True, [])
+    assert steps.push(0, 0, closure=100) == []
+    (close,) = steps.schedule(False, [100])
+    assert isinstance(close, Close)
+    assert close.partial
+    (answer,) = steps.closed(GROUP, 0)
+    assert isinstance(answer, Answer)
+    assert (answer.outcome, answer.partial, answer.count) == ("accepted", True, 1)
+
+
+def test_a_closure_in_flight_that_does_not_wait_may_still_push() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.schedule(False, [100, 101])
+    assert steps.push(0, 0, closure=100) == []
+    assert closes(steps.push(1, 0, closure=101)) == [(0, [0, 1], False)]
+
+
+def test_nothing_in_flight_closes_nothing() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0, closure=100)
+    assert steps.schedule(False, []) == []
+
+
+def test_closures_that_wait_in_two_groups_release_each_other() -> None:
+    steps = Steps(2)
+    steps.define(8, config(2), 0)
+    steps.live(0, 1, 2)
+    steps.push(0, 0, closure=1)
+    steps.contribute(8, Contribution(replica(1), 1, 1, 2, 0, b"w", 0, 1.0))
+    assert [step for step, *_ in closes(steps.schedule(False, [1, 2]))] == [0, 0]
+
+
+# Tokens, ends and failures.
+
+
+def test_the_end_of_training_releases_everybody() -> None:
+    steps = Steps(2)
+    steps.push(0, 0)
+    assert refusals(steps.end("done")) == [(0, "TrainingEnded")]
+    assert refusals(steps.push(1, 0)) == [(1, "TrainingEnded")]
+    assert refusals(steps.push(0, 0, number=1)) == [(0, "TrainingEnded")]
+
+
+def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:
+    steps = Steps(2)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    lost = ParameterServerLost("/job:ps/task:1")
+    assert refusals(steps.close_failed(GROUP, lost)) == [
+        (0, "ParameterServerLost"),
+        (1, "ParameterServerLost"),
+    ]
+    assert refusals(steps.push(0, 1)) == [(0, "ParameterServerLost")]
+    assert steps.live(0) == []
+
+
+def test_defining_again_changes_nothing_and_must_be_the_same() -> None:
+    steps = Steps(2)
+    steps.push(0, 0)
+    steps.define(GROUP, config(2), 9)
+    assert steps.step(GROUP) == 0
+    with pytest.raises(ConfigurationError, match="another configuration"):
+        steps.define(GROUP, config(3), 0)
+
+
+def test_what_does_not_exist_is_a_bug() -> None:
+    steps = SyncSteps()
+    assert not steps.knows(GROUP)
+    assert steps.step(GROUP) == -1
+    with pytest.raises(LocalProtocolError):
+        steps.closed(GROUP, 0)
+    with pytest.raises(LocalProtocolError, match="not being closed"):
+        Steps(1).closed(GROUP, 0)

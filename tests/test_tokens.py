@@ -1,0 +1,108 @@
+"""The token channel: first in, first out; free or bound; void once a new step has begun."""
+
+from __future__ import annotations
+
+from psync.tokens import Replica, Taker, TokenChannel
+
+A, B, C = (Replica((f"/job:worker/task:{index}", 1)) for index in range(3))
+
+
+def ask(replica: Replica, number: int = 1) -> Taker:
+    return (replica, number)
+
+
+def test_free_tokens_go_to_whoever_asks_first() -> None:
+    channel = TokenChannel()
+    assert channel.put(0, 2) == []
+    assert channel.take(ask(A, 1)) == 0
+    assert channel.take(ask(A, 2)) == 0  # what was meant for B
+    assert channel.take(ask(B)) is None
+    assert channel.waiting == [ask(B)]
+
+
+def test_those_who_wait_are_served_in_order() -> None:
+    channel = TokenChannel()
+    for replica in (B, A, C):
+        assert channel.take(ask(replica)) is None
+    assert channel.put(1, 2) == [(ask(B), 1), (ask(A), 1)]
+    assert channel.waiting == [ask(C)]
+
+
+def test_who_asks_again_while_waiting_keeps_its_place() -> None:
+    channel = TokenChannel()
+    assert channel.take(ask(A)) is None
+    assert channel.take(ask(B)) is None
+    assert channel.take(ask(A)) is None
+    assert channel.put(1, 1) == [(ask(A), 1)]
+
+
+def test_who_was_cancelled_gets_nothing() -> None:
+    channel = TokenChannel()
+    channel.take(ask(A))
+    channel.take(ask(B))
+    channel.cancel(ask(A))
+    channel.cancel(ask(C))  # did not wait
+    assert channel.put(1, 1) == [(ask(B), 1)]
+
+
+def test_a_new_step_voids_older_tokens() -> None:
+    channel = TokenChannel()
+    channel.put(0, 3)
+    channel.put(1, 1)
+    assert channel.take(ask(A)) == 1
+    assert channel.take(ask(B)) is None
+    statistics = channel.statistics()
+    assert (statistics.published, statistics.taken, statistics.void) == (4, 1, 3)
+    assert (statistics.left, statistics.waiting) == (0, 1)
+
+
+def test_older_tokens_stay_and_come_first_where_they_are_kept() -> None:
+    channel = TokenChannel(keeps_old=True)
+    channel.put(0, 1)
+    channel.put(1, 1)
+    assert [channel.take(ask(A, n)) for n in (1, 2, 3)] == [0, 1, None]
+
+
+def test_bound_tokens_give_each_replica_its_allowance_of_each_step() -> None:
+    channel = TokenChannel(2)
+    channel.put(0, 0)
+    assert [channel.take(ask(A, n)) for n in (1, 2, 3)] == [0, 0, None]
+    assert channel.take(ask(B)) == 0
+    assert channel.put(1, 0) == [(ask(A, 3), 1)]
+
+
+def test_bound_tokens_skip_who_has_had_its_share_and_serve_who_stands_behind() -> None:
+    channel = TokenChannel(1)
+    channel.put(0, 0)
+    channel.charge(A)  # began without a token
+    channel.charge(B)
+    assert channel.take(ask(A)) is None
+    assert channel.take(ask(B)) is None
+    channel.put(0, 0)
+    assert channel.waiting == [ask(A), ask(B)]
+    assert channel.put(1, 0) == [(ask(A), 1), (ask(B), 1)]
+    assert channel.take(ask(A, 2)) is None
+
+
+def test_free_tokens_are_not_charged() -> None:
+    channel = TokenChannel()
+    channel.put(0, 1)
+    channel.charge(A)
+    assert channel.take(ask(A)) == 0
+
+
+def test_release_lets_all_go_on_who_wait() -> None:
+    channel = TokenChannel()
+    channel.take(ask(A))
+    channel.take(ask(B))
+    assert channel.release(4) == [(ask(A), 4), (ask(B), 4)]
+    assert channel.waiting == []
+    statistics = channel.statistics()
+    assert statistics.published == statistics.taken == 2
+
+
+def test_closing_names_those_who_waited() -> None:
+    channel = TokenChannel()
+    channel.take(ask(A))
+    assert channel.close() == [ask(A)]
+    assert channel.put(1, 1) == []
