@@ -42,8 +42,8 @@ LAYERS = {
         "coordinator",
     ],
     "L4 user API": [
-        "variables", "pulls", "optimizers", "strategy", "datasets", "cluster_coordinator",
-        "task_output", "processes",
+        "variables", "pulls", "global_step", "moving_averages", "optimizers", "strategy",
+        "datasets", "cluster_coordinator", "task_output", "processes",
         "testing.deadlock", "testing.segments", "testing.loop_base", "testing.clock",
         "testing.memory_transport", "testing.link", "testing.network", "testing",
         "tasks", "local", "__init__",

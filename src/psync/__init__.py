@@ -53,8 +53,11 @@ if TYPE_CHECKING:
     from psync.errors import VersionMismatch as VersionMismatch
     from psync.errors import WorkerLost as WorkerLost
     from psync.functions import StaleCaptureWarning as StaleCaptureWarning
+    from psync.global_step import get_global_step as get_global_step
+    from psync.global_step import get_or_create_global_step as get_or_create_global_step
     from psync.iterators import InputContext as InputContext
     from psync.local import LocalCluster as LocalCluster
+    from psync.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
     from psync.optimizers import PushResult as PushResult
     from psync.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
     from psync.partitioners import MaxSizePartitioner as MaxSizePartitioner
@@ -93,8 +96,10 @@ _HOMES = {
         "VersionMismatch", "WorkerLost",
     ),
     "functions": ("StaleCaptureWarning",),
+    "global_step": ("get_global_step", "get_or_create_global_step"),
     "iterators": ("InputContext",),
     "local": ("LocalCluster",),
+    "moving_averages": ("ExponentialMovingAverage",),
     "optimizers": ("PushResult",),
     "partitioners": (
         "FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner",

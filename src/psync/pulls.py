@@ -59,7 +59,7 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
         seen=runtime.pulled,
     )
     values = dict(zip(variables, arrays, strict=True))
-    return _mapped(tree, values.__getitem__)
+    return mapped(tree, values.__getitem__)
 
 
 def _leaves(tree: Any) -> Iterator[Handle]:
@@ -73,19 +73,24 @@ def _leaves(tree: Any) -> Iterator[Handle]:
             yield from _leaves(item)
 
 
-def _mapped(tree: Any, value_of: Callable[[Handle], np.ndarray]) -> Any:
-    """Return ``tree`` with its variables replaced; containers keep their type."""
+def mapped(tree: Any, value_of: Callable[[Handle], Any]) -> Any:
+    """Return ``tree`` with its variables replaced; containers keep their type.
+
+    Args:
+        tree: As ``pull`` takes it.
+        value_of: A variable → what stands in its place.
+    """
     if isinstance(tree, Handle):
         return value_of(tree)
     if isinstance(tree, dict):
-        mapped = copying.copy(tree)  # keeps what a subclass has, such as a default factory
+        made = copying.copy(tree)  # keeps what a subclass has, such as a default factory
         for key, item in tree.items():
-            mapped[key] = _mapped(item, value_of)
-        return mapped
+            made[key] = mapped(item, value_of)
+        return made
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(item, value_of) for item in tree))
+        return type(tree)(*(mapped(item, value_of) for item in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(item, value_of) for item in tree)
+        return type(tree)(mapped(item, value_of) for item in tree)
     return tree
 
 

@@ -305,8 +305,13 @@ async def runtime_of(operation: str, *variables: Handle) -> Runtime:
     return runtime
 
 
+def scope_of(variable: Handle) -> Scope | None:
+    """Return the strategy that declared a variable, or None: it is elsewhere, or gone."""
+    return variable._scope() if variable._scope is not None else None
+
+
 def _coordinators_runtime(operation: str, variable: Handle) -> Runtime:
-    scope = variable._scope() if variable._scope is not None else None
+    scope = scope_of(variable)
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:
