@@ -1,7 +1,7 @@
 """Optimizers: what a step pushes gradients through. The mathematics runs on the ps tasks.
 
-Layer: L4. Imports: errors, specs, context, pulls, runtime, schedules, update_rules, variables,
-wire.
+Layer: L4. Imports: errors, specs, context, pulls, runtime, schedules, scopes, update_rules,
+variables, wire.
 
 An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
 first push on a connection, keeps the slots beside their shards, and applies each push at
@@ -23,8 +23,9 @@ from psync import update_rules
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import GradientError, UsageError
 from psync.pulls import pull
-from psync.runtime import Runtime
+from psync.runtime import Runtime, current_runtime
 from psync.schedules import Schedule
+from psync.scopes import running_scopes
 from psync.specs import Outcome, VariableSpec
 from psync.variables import ShardedVariable, Variable, fitting, runtime_of
 from psync.wire.messages import Pushed
@@ -43,9 +44,13 @@ _interned: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = weakref.Wea
 class PushResult:
     """What became of a push."""
 
-    outcome: Outcome  # ACCEPTED, or DUPLICATE where another run of the closure was first
-    step: int  # of the optimizer, after the push: the highest that a ps named
+    outcome: Outcome  # DUPLICATE: another run of the closure was first. STALE: not applied
+    step: (
+        int  # of the optimizer, after the push: the highest that a ps named. Synchronous: the token
+    )
     staleness: int  # updates of others since this task's last push: at most so old were the values
+    partial: bool = False  # synchronous: its step was closed with fewer pushes than the target
+    count: int = 0  # synchronous: pushes in its step; 0: it counts in none that is closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +107,32 @@ class Optimizer:
         self._config = rule.to_config()
         self._name = name or type(self).__name__
         self._forbid_nonfinite = forbid_nonfinite
+        self._arrived: tuple[AnyVariable, ...] = ()
         _interned[(self.origin, self.number)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        variables = [v for scope in running_scopes() for v in scope.trainable_variables]
         return (
             _restore,
-            (type(self), self.origin, self.number, self._config, self._name,
-             self._forbid_nonfinite),
-        )  # fmt: skip
+            (
+                type(self),
+                self.origin,
+                self.number,
+                self._state(),
+                tuple(variables or self._arrived),
+            ),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this handle is made from in another process."""
+        return {
+            "config": self._config, "name": self._name, "forbid_nonfinite": self._forbid_nonfinite,
+        }  # fmt: skip
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        self._config, self._name = state["config"], state["name"]
+        self._forbid_nonfinite = state["forbid_nonfinite"]
+        self._rule = update_rules.rule_from_config(self._config)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r} {self._config}>"
@@ -125,6 +148,21 @@ class Optimizer:
     def get_slot(self, var: AnyVariable, name: str) -> Slot | None:
         """Return the slot ``name`` of ``var``, or None if this optimizer has no such slot."""
         return Slot(var, self, name) if name in self._rule.slot_names() else None
+
+    def variables(self) -> list[Slot]:
+        """Return its slots of all trainable variables.
+
+        Raises:
+            UsageError: It has slots, and it is not known here of which variables; see
+                ``compute_gradients``.
+
+        Source: ``tf.compat.v1.train.Optimizer.variables``.
+        """
+        names = self._rule.slot_names()
+        if not names:
+            return []
+        variables = self._trainable_variables("variables")
+        return [Slot(variable, self, name) for variable in variables for name in names]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
@@ -180,17 +218,22 @@ class Optimizer:
         return result
 
     async def compute_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Sequence[AnyVariable]
+        self, value_and_grad: ValueAndGrad, var_list: Iterable[AnyVariable] | None = None
     ) -> list[tuple[Any, AnyVariable]]:
         """Pull the variables and return pairs of gradient and variable.
 
         Args:
             value_and_grad: Called with the values (one argument each); returns the loss and
                 the gradients in the same order.
-            var_list: The variables.
+            var_list: The variables. Default: all trainable variables of the strategy. Where
+                steps run in other processes than the program, those that were declared before
+                the step was first scheduled.
 
         Raises:
-            GradientError: If the function returns another number of gradients.
+            GradientError: If the function returns another number of gradients, or something in
+                ``var_list`` is no variable.
+            UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
+                two strategies are running.
 
         Cancellation: Safe.
         """
@@ -200,7 +243,7 @@ class Optimizer:
     async def minimize(
         self,
         value_and_grad: ValueAndGrad,
-        var_list: Sequence[AnyVariable],
+        var_list: Iterable[AnyVariable] | None = None,
         global_step: AnyVariable | None = None,
     ) -> Any:
         """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
@@ -213,9 +256,9 @@ class Optimizer:
         return loss
 
     async def _value_and_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Sequence[AnyVariable]
+        self, value_and_grad: ValueAndGrad, var_list: Iterable[AnyVariable] | None
     ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
-        variables = list(var_list)
+        variables = self._listed(var_list)
         loss, grads = value_and_grad(*await pull(variables))
         grads = list(grads)
         if len(grads) != len(variables):
@@ -223,6 +266,37 @@ class Optimizer:
                 f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
             )
         return loss, list(zip(grads, variables, strict=True))
+
+    def _listed(self, var_list: Iterable[AnyVariable] | None) -> list[AnyVariable]:
+        if var_list is None:
+            return self._trainable_variables("compute_gradients without var_list")
+        variables = [var_list] if isinstance(var_list, Variable | ShardedVariable) else var_list
+        for variable in (listed := list(variables)):
+            if not isinstance(variable, Variable | ShardedVariable):
+                raise GradientError(f"var_list: expected variables, got {type(variable).__name__}")
+        return listed
+
+    def _trainable_variables(self, operation: str) -> list[AnyVariable]:
+        """Return the trainable variables of the strategy that is served here."""
+        runtime, scopes = current_runtime(), running_scopes()
+        if runtime is not None:
+            scopes = [scope for scope in scopes if scope.origin == runtime.origin]
+        elif len(scopes) > 1:
+            raise UsageError(
+                f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
+            )
+        if scopes:
+            variables = list(scopes[0].trainable_variables)
+        else:  # another process than the program's
+            origin = runtime.origin if runtime is not None else None
+            variables = [variable for variable in self._arrived if variable.origin == origin]
+        if not variables:
+            raise UsageError(
+                f"{operation}: no trainable variable is known here",
+                hint="declare variables before the step that captures this optimizer is first "
+                "scheduled, or say which variables",
+            )
+        return variables
 
     def _checked(self, grads_and_vars: GradsAndVars) -> list[tuple[np.ndarray, AnyVariable]]:
         pairs: list[tuple[np.ndarray, AnyVariable]] = []
@@ -300,19 +374,19 @@ def _restore(
     cls: type[Optimizer],
     origin: str,
     number: int,
-    config: dict[str, Any],
-    name: str,
-    forbid_nonfinite: bool,
+    state: dict[str, Any],
+    variables: tuple[AnyVariable, ...],
 ) -> Optimizer:
     """Return this process's handle of an optimizer: one object, however often it arrives."""
     optimizer = _interned.get((origin, number))
     if optimizer is None:
         optimizer = cls.__new__(cls)
         optimizer.number, optimizer.origin = number, origin
-        optimizer._rule = update_rules.rule_from_config(config)
-        optimizer._config, optimizer._name = config, name
-        optimizer._forbid_nonfinite = forbid_nonfinite
+        optimizer._arrived = ()
+        optimizer._set_state(state)
         _interned[(origin, number)] = optimizer
+    if len(variables) > len(optimizer._arrived):  # more may have been declared since
+        optimizer._arrived = variables
     return optimizer
 
 

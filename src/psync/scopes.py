@@ -1,4 +1,4 @@
-"""Which strategy's ``scope()`` is open here.
+"""Which strategy's ``scope()`` is open here, and which strategies are running.
 
 Layer: L3. Imports: specs, placement, runtime.
 
@@ -8,6 +8,7 @@ importing the strategy, which knows variables.
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -55,6 +56,19 @@ class Scope(Protocol):
 
 
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
+
+
+_strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+
+
+def add_strategy(scope: Scope) -> None:
+    """Note a new strategy."""
+    _strategies.add(scope)
+
+
+def running_scopes() -> list[Scope]:
+    """Return the strategies of this process whose variables can be reached: one, as a rule."""
+    return [scope for scope in _strategies if scope.runtime is not None]
 
 
 def current_scope() -> Scope | None:

@@ -17,7 +17,7 @@ from psync.errors import ClosedError, UsageError
 from psync.placement import Placement, RoundRobin
 from psync.resolvers import ClusterResolver, training_cluster
 from psync.runtime import Runtime
-from psync.scopes import open_scope
+from psync.scopes import add_strategy, open_scope
 from psync.specs import VariableSpec
 from psync.variables import ShardedVariable, Variable
 
@@ -59,6 +59,7 @@ class ParameterServerStrategy:
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Variable | ShardedVariable] = []
         self._next_id = 0
+        add_strategy(self)
 
     def __repr__(self) -> str:
         return f"<ParameterServerStrategy {self._cluster!r}, {len(self._variables)} variables>"
