@@ -27,7 +27,7 @@ LAYERS = {
         "partitioners", "placement", "sums", "accumulators", "sparse_accumulators", "schedules",
         "update_rules", "blocks", "store", "ledger", "closure_states", "dispatching", "closures",
         "membership", "sync_config", "tokens", "sync_groups", "sync_steps", "staging",
-        "pulled_steps",
+        "session_members", "pulled_steps",
     ],
     "L2 shell": [
         "access", "resolvers", "failpoints", "platform", "transport", "connection", "rpc",
@@ -36,14 +36,15 @@ LAYERS = {
     "L3 roles": [
         "context", "captures", "payloads", "failures", "functions", "iterators", "declarations",
         "plans", "ps_link", "ps_client", "sync_client", "creation", "runtime", "scopes", "updates",
-        "long_work", "ps_task",
+        "long_work", "session_service", "ps_task",
         "step_thread", "closure_inputs", "worker_session", "worker_task",
         "remote_value", "closure_messages", "closure_timeout", "joins", "cluster_links",
-        "coordinator",
+        "coordinator", "session_links",
     ],
     "L4 user API": [
         "variables", "pulls", "global_step", "moving_averages", "optimizers", "strategy",
-        "datasets", "cluster_coordinator", "task_output", "processes",
+        "datasets", "cluster_coordinator", "session_hooks", "training_sessions", "task_output",
+        "processes",
         "testing.deadlock", "testing.segments", "testing.loop_base", "testing.clock",
         "testing.memory_transport", "testing.link", "testing.network", "testing",
         "tasks", "local", "__init__",

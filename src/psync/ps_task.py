@@ -47,6 +47,7 @@ from psync.ledger import (
 from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
 from psync.rpc import Handler, Peer, Reply
+from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec, dtype_of
 from psync.store import Key, ShardStore
 from psync.transport import Listener
@@ -55,6 +56,7 @@ from psync.wire.messages import (
     AskStatistics,
     Assign,
     AttachPs,
+    CheckShards,
     CreateShards,
     DefineOptimizer,
     Done,
@@ -96,10 +98,17 @@ class PsTask:
         self._ledger = Ledger()
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._work = LongWork(self.task, self.stopped.set)
+        self._sessions = SessionService(
+            check_coordinator=self._check_coordinator,
+            set_members=lambda alive, missing: None,
+            fence=lambda task, below: self._ledger.fence(task, below),
+            end_training=lambda reason: None,
+        )
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
             self._admit,
         )  # fmt: skip
+        self._endpoint.on_peer.append(self._sessions.note_peer)
         self._pulls = self._pushes = self._assigns = 0
 
     async def start(self) -> Listener:
@@ -113,6 +122,7 @@ class PsTask:
         """
         await self._work.drain()  # and let their senders know
         await self._endpoint.close()
+        self._sessions.close()
         await self._work.drain()  # what began meanwhile
 
     @property
@@ -129,6 +139,7 @@ class PsTask:
             "store": _counters(self._store.statistics()),
             "ledger": _counters(self._ledger.statistics()),
             "network": self._endpoint.statistics(),
+            "session": self._sessions.statistics(),
         }
 
     def _handlers(self) -> dict[type[Message], Handler]:
@@ -143,6 +154,8 @@ class PsTask:
             FinalBelow: Handler(self._final_below),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
+            CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
+            **(self._sessions.handlers() if self._index == 0 else {}),
         }
 
     # Membership.
@@ -169,6 +182,7 @@ class PsTask:
             self._coordinator = message.coordinator
             self._store = ShardStore(self.task, self._pool)
             self._ledger = Ledger(floor=message.coordinator)
+            self._sessions.attached(message.coordinator)
         return Reply(Done())
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
