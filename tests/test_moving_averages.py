@@ -95,7 +95,8 @@ class TestPlaces:
         assert strategy.variables == (w, b, shadow)
 
     def test_two_averages_of_a_variable_have_names_of_their_own(self) -> None:
-        w, _ = variables(strategy_of())
+        strategy = strategy_of()
+        w, _ = variables(strategy)
         fast, slow = psync.ExponentialMovingAverage(0.9), psync.ExponentialMovingAverage(0.99)
         fast.apply([w])
         slow.apply([w])

@@ -78,7 +78,7 @@ class ExponentialMovingAverage:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"moving average: expected a name, got {name!r}")
         self._decay = float(decay)
-        self._num_updates = num_updates or False
+        self._num_updates: Variable | bool = False if num_updates is None else num_updates
         self._zero_debias = zero_debias
         self._name = name
         self._shadows: dict[AnyVariable, AnyVariable] = {}
@@ -88,8 +88,9 @@ class ExponentialMovingAverage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # On a worker there is no strategy in which the global step could be looked up.
-        step = self._step_variable() or self._num_updates
-        arguments = (self._decay, step, self._zero_debias, self._name)
+        step = self._step_variable()
+        num_updates = self._num_updates if step is None else step
+        arguments = (self._decay, num_updates, self._zero_debias, self._name)
         return (_arrived, (arguments, tuple(self._shadows.items())))
 
     @property
@@ -109,7 +110,9 @@ class ExponentialMovingAverage:
 
     def decay_at(self, step: int) -> float:
         """Return the decay at a step: of the update after which the global step is ``step``."""
-        return min(self._decay, (1 + step) / (10 + step)) if self._num_updates else self._decay
+        if self._num_updates is False:
+            return self._decay
+        return min(self._decay, (1 + step) / (10 + step))
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
         """Declare the averages of variables; those that have one already keep it.
@@ -139,16 +142,13 @@ class ExponentialMovingAverage:
                 f'moving average: expected a list of variables, got variable "{var_list.name}"',
                 hint="apply([variable])",
             )
-        new = {
-            variable: _checked_scope(variable)
-            for variable in var_list
-            if variable not in self._shadows
-        }
+        scopes = {variable: _checked_scope(variable) for variable in var_list}
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        for variable, scope in new.items():
-            spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
-            self._shadows[variable] = declared_in(scope, spec)
+        for variable, scope in scopes.items():
+            if variable not in self._shadows:
+                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
+                self._shadows[variable] = declared_in(scope, spec)
 
     def average(self, var: AnyVariable) -> AnyVariable | None:
         """Return the variable that holds the average of ``var``, or None if it has none."""
@@ -229,9 +229,9 @@ class ExponentialMovingAverage:
 
     def _step_variable(self) -> Variable | None:
         """Return the variable whose value the decay follows, if it is known here."""
-        if self._num_updates is not True:
-            return self._num_updates or None
-        scope = self._scope()
+        if isinstance(self._num_updates, Variable):
+            return self._num_updates
+        scope = self._scope() if self._num_updates else None
         return None if scope is None else global_step_of(scope)
 
 
