@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from psync import creation, declarations
-from psync.declarations import Declaration, split
-from psync.errors import ParameterServerLost, PartitionError
+from psync.declarations import Declaration, beside, split
+from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import VariableSpec
 from psync.wire.messages import CreateShards
-from tests.ps_cluster import PsCluster, pull, until
+from tests.ps_cluster import PsCluster, assign, hold, pull, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -178,6 +178,100 @@ async def test_what_the_ps_refuses_is_told() -> None:
         )
         cluster.declared.append(Declaration(spec, np.zeros(4, np.float32)))
         with pytest.raises(PartitionError, match=r"exists already as .*shape \(3,\)"):
+            await cluster.creation.ensure()
+
+
+def declare_copy(cluster: PsCluster, name: str, original: VariableSpec) -> VariableSpec:
+    number = next(cluster.variables)
+    spec = beside(original, name, number, trainable=False, where="train.py:9")
+    cluster.declared.append(Declaration(spec, None, original))
+    return spec
+
+
+def bytes_received(cluster: PsCluster) -> int:
+    links = [link for task in cluster.ps for link in cluster.network.links(task._address)]
+    return sum(link.to_server.delivered_bytes for link in links)
+
+
+@pytest.mark.parametrize("size", [3, 1 << 19])
+async def test_copies_begin_beside_their_originals_in_the_same_message(size: int) -> None:
+    async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
+        seen = watch_messages(cluster)
+        value = np.arange(3 * size, dtype=np.float32).reshape(3, size)
+        v = cluster.declare("v", value, shards=3)
+        c = declare_copy(cluster, "c", v)
+        cc = declare_copy(cluster, "cc", c)
+        await cluster.creation.ensure()
+        assert sorted(seen) == [
+            ["v/0", "v/2", "c/0", "c/2", "cc/0", "cc/2"],
+            ["v/1", "c/1", "cc/1"],
+        ]
+        assert bytes_received(cluster) < value.nbytes + 10_000
+        for copied in await pull(cluster.chief, c, cc):
+            assert np.array_equal(copied, value)
+
+
+async def test_a_copy_of_a_trained_variable_begins_with_the_present_value() -> None:
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros((4, 2), np.float32), shards=2)
+        await assign(cluster.client(), v, np.arange(8, dtype=np.float32).reshape(4, 2))
+        c = declare_copy(cluster, "c", v)
+        await cluster.creation.ensure()
+        assert (await pull(cluster.chief, c))[0].ravel().tolist() == list(range(8))
+
+
+async def test_a_large_original_is_copied_without_its_bytes_on_the_network() -> None:
+    async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
+        value = np.random.default_rng(0).random((10, 1 << 20), np.float32)  # 40 MiB
+        v = await cluster.create("v", value, shards=2)
+        before = bytes_received(cluster)
+        assert before > value.nbytes
+        c = declare_copy(cluster, "c", v)
+        await cluster.creation.ensure()
+        assert bytes_received(cluster) - before < 1000
+        assert np.array_equal((await pull(cluster.chief, c))[0], value)
+
+
+async def test_an_original_that_is_being_updated_is_waited_for() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.ones(3, np.float32))
+        release = hold(cluster.ps[0], v)
+        c = declare_copy(cluster, "c", v)
+        creating = asyncio.create_task(cluster.creation.ensure())
+        await until(lambda: cluster.ps[0]._work.waiting)
+        assert cluster.ps[0]._store.keys() == [(0, 0)]
+        release()
+        await creating
+        assert (await pull(cluster.chief, c))[0].all()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 20])
+async def test_copying_is_repeated_after_a_lost_connection_and_done_once(size: int) -> None:
+    async with PsCluster(chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
+        task = cluster.ps[0]
+        seen = watch_messages(cluster)
+        v = await cluster.create("v", np.ones(size, np.float32))
+
+        def cut() -> None:  # and let the original go on before the repetition comes
+            for _ in task._store.assign((0, 0), "add", np.ones(size, np.float32)):
+                pass
+            cluster.network.cut(task._address)
+
+        task._platform.failpoints.arm("ps.create.done", cut)
+        c = declare_copy(cluster, "c", v)
+        await cluster.creation.ensure()
+        assert seen == [["v/0"], ["c/0"], ["c/0"]]
+        values = await pull(cluster.chief, v, c)
+        assert [value.max() for value in values] == [2, 1]
+
+
+async def test_a_copy_without_its_original_is_told() -> None:
+    async with PsCluster() as cluster:
+        nowhere = split(
+            "v", 77, (4,), "float32", trainable=True, partitioner=None, place=lambda n: 0, where=""
+        )
+        declare_copy(cluster, "c", nowhere)
+        with pytest.raises(UnknownVariableError, match=r'"c/part_0" on .* of variable 77, which'):
             await cluster.creation.ensure()
 
 

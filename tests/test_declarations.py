@@ -13,6 +13,7 @@ from psync import declarations
 from psync.declarations import (
     Declaration,
     as_array,
+    beside,
     describe,
     initial_shards,
     split,
@@ -355,3 +356,12 @@ def test_an_array_is_made_of_anything_that_numpy_takes() -> None:
 
     assert as_array(Tensor(), None, "x").dtype == np.float64
     assert as_array(range(3), "int8", "x").tolist() == [0, 1, 2]
+
+
+def test_a_name_beside_another_variable_can_be_sent_too() -> None:
+    spec = split(
+        "w" * 1020, 0, (2,), "float32", trainable=True, partitioner=None, place=lambda n: 0,
+        where=WHERE,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match=r"declared at here.py:1: expected a name .*got 1028 ch"):
+        beside(spec, f"{spec.name}/average", 1, trainable=False, where="here.py:1")

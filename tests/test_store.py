@@ -124,6 +124,77 @@ class TestCreate:
         assert np.array_equal(value(store), values.T)
 
 
+class TestCopy:
+    @pytest.mark.parametrize("shape", [(), (0, 3), (64, 10), (3, BLOCK_ELEMENTS)])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+    def test_a_copy_has_the_value_of_its_original_and_a_life_of_its_own(
+        self, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        store = ShardStore(TASK)
+        original = np.random.default_rng(0).integers(0, 2, shape).astype(dtype_of(dtype))
+        store.create(spec_of(shape, dtype), original)
+        run(store.copy(spec_of(shape, dtype, variable_id=1, name="c"), (0, 0)))
+        run(store.assign((0, 0), "assign", np.zeros(shape, dtype_of(dtype))))
+        assert np.array_equal(value(store, (1, 0)), original)
+        assert not value(store).any()
+
+    def test_again_changes_nothing(self, store: ShardStore) -> None:
+        copied = spec_of(variable_id=1)
+        run(store.copy(copied, (0, 0)))
+        run(store.assign((0, 0), "add", np.ones((64, 10), np.float32)))
+        run(store.copy(copied, (0, 0)))
+        assert (value(store, (1, 0)) == 1).all()
+        assert store.version((1, 0)) == 1
+
+    def test_what_happens_to_the_original_meanwhile_changes_nothing(self) -> None:
+        store = ShardStore(TASK)
+        shape = (3, BLOCK_ELEMENTS)
+        store.create(spec_of(shape), np.ones(shape, np.float32))
+        copying = store.copy(spec_of(shape, variable_id=1), (0, 0))
+        with pytest.raises(BusyError):
+            store.read((1, 0))
+        next(copying)
+        run(store.assign((0, 0), "add", np.ones(shape, np.float32)))
+        run(copying)
+        assert (value(store, (1, 0)) == 1).all()
+        assert (value(store) == 2).all()
+
+    def test_it_lets_go_of_the_original(self, store: ShardStore) -> None:
+        run(store.copy(spec_of(variable_id=1), (0, 0)))
+        run(store.assign((0, 0), "add", np.ones((64, 10), np.float32)))
+        assert store.statistics().copies == 0
+
+    def test_an_original_that_is_being_updated_is_not_copied(self, store: ShardStore) -> None:
+        updating = store.assign((0, 0), "add", np.ones((64, 10), np.float32))
+        with pytest.raises(BusyError):
+            store.copy(spec_of(variable_id=1), (0, 0))
+        assert store.keys() == [(0, 0)]
+        run(updating)
+
+    def test_without_its_original_there_is_none(self, store: ShardStore) -> None:
+        with pytest.raises(UnknownVariableError) as caught:
+            store.copy(spec_of(variable_id=1, name="c"), (0, 3))
+        assert caught.value.message == (
+            f'"c/part_0" on {TASK}: cannot begin as a copy of shard 3 of variable 0, which is not '
+            "here"
+        )
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype"), [((10, 64), "float32"), ((64, 10), "int32"), ((64,), "float32")]
+    )
+    def test_a_copy_looks_like_its_original(
+        self, store: ShardStore, shape: tuple[int, ...], dtype: str
+    ) -> None:
+        with pytest.raises(PartitionError, match=r'expected shape \(64, 10\) float32, as "w/part'):
+            store.copy(spec_of(shape, dtype, variable_id=1), (0, 0))
+        assert store.keys() == [(0, 0)]
+
+    def test_another_shard_under_the_key_is_an_error(self, store: ShardStore) -> None:
+        store.create(spec_of((3,), variable_id=1))
+        with pytest.raises(PartitionError, match="exists already"):
+            store.copy(spec_of(variable_id=1), (0, 0))
+
+
 class TestUnknown:
     def test_shard(self, store: ShardStore) -> None:
         with pytest.raises(

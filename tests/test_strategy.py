@@ -10,6 +10,8 @@ from local_training import in_step, strategy_of, training
 
 import psync
 from psync.errors import CaptureError, ConfigurationError, UsageError
+from psync.placement import Pinned
+from psync.specs import VariableSpec
 
 
 def resolver_of(*jobs: str) -> psync.SimpleClusterResolver:
@@ -104,3 +106,45 @@ def test_it_says_how_many_variables_it_has() -> None:
     with strategy.scope():
         psync.Variable(0.0)
     assert repr(strategy).endswith(", 1 variables>")
+
+
+@pytest.mark.parametrize(
+    ("declared", "places"),
+    [
+        # What is declared, in order: its name, and how. Where its shards then lie.
+        ([("a", None), ("p", 0), ("b", None)], {"a": [0, 1], "p": [0], "b": [2, 0]}),
+        ([("p", 2), ("q", 2), ("a", None)], {"p": [2], "q": [2], "a": [0, 1]}),
+        ([("a", None), ("x", "a"), ("b", None)], {"a": [0, 1], "x": [0, 1], "b": [2, 0]}),
+        ([("a", None), ("x", "a"), ("y", "x")], {"a": [0, 1], "x": [0, 1], "y": [0, 1]}),
+        ([("p", 1), ("x", "p"), ("a", None)], {"p": [1], "x": [1], "a": [0, 1]}),
+    ],
+)
+def test_what_is_pinned_or_beside_another_takes_nobodys_turn(
+    declared: list[tuple[str, int | str | None]], places: dict[str, list[int]]
+) -> None:
+    strategy = strategy_of(3, psync.FixedShardsPartitioner(2))
+    specs: dict[str, VariableSpec] = {}
+    for name, how in declared:
+        if isinstance(how, str):
+            specs[name] = strategy.declare_copy(specs[how], name, "train.py:1")
+        else:
+            placement = None if how is None else Pinned(how)
+            specs[name] = strategy.declare(
+                np.zeros((5, 2)), name, None, None, True, "train.py:1", placement=placement
+            )
+    found = {name: [shard.ps for shard in spec.shards] for name, spec in specs.items()}
+    assert found == places
+    assert [spec.variable_id for spec in specs.values()] == list(range(len(declared)))
+
+
+def test_a_variable_beside_another_is_cut_as_that_one_whatever_the_partitioner() -> None:
+    strategy = strategy_of(3, lambda shape, dtype: [cuts.pop(0), 1])
+    cuts = [3]
+    original = strategy.declare(np.zeros((7, 2)), "w", None, None, True, "train.py:1")
+    beside = strategy.declare_copy(original, "w", "train.py:2")
+    assert (beside.name, beside.trainable, beside.declared_at) == ("w_1", False, "train.py:2")
+    assert (beside.shape, beside.dtype) == (original.shape, original.dtype)
+    for mine, its in zip(beside.shards, original.shards, strict=True):
+        assert (mine.variable, mine.key) == ("w_1", (1, its.index))
+        assert (mine.offset, mine.shape, mine.ps) == (its.offset, its.shape, its.ps)
+    assert not cuts
