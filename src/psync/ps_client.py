@@ -68,7 +68,6 @@ class PsClient:
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
-        self.on_close: list[Callable[[], None]] = []
 
     def plan(self, variables: Sequence[VariableSpec]) -> Plan:
         """Return the plan for these variables, in this order."""
@@ -340,8 +339,6 @@ class PsClient:
 
     async def close(self) -> None:
         """Stop pushes that were begun, close all links. Cancellation: safe."""
-        for callback in self.on_close:
-            callback()
         for work in self._pushes:
             work.cancel()
         await asyncio.gather(*self._pushes, return_exceptions=True)

@@ -11,20 +11,20 @@ draws anew in each group, and by which ps 0 answers a repetition from memory.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, RemoteProtocolError, TrainingEnded
+from psync.errors import ClosedError, ConfigurationError, RemoteProtocolError
 from psync.plans import BODY_PER_REQUEST, MEMBERS_PER_REQUEST, Plan, Request
 from psync.ps_client import PsClient, members_for
 from psync.rpc import Peer, Received
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import (
     AskStep,
+    AwaitEnd,
     Contribute,
     Contributed,
     InitTokens,
@@ -32,6 +32,7 @@ from psync.wire.messages import (
     Staged,
     StagePush,
     SyncStep,
+    TrainingOver,
 )
 from psync.wire.tensors import to_bytes_view
 
@@ -78,8 +79,6 @@ class SyncClient:
         self._groups: dict[int, _Group] = {}
         self._staging: set[tuple[int, int]] = set()  # (ps, group): where its config is known
         self._deciding: set[int] = set()  # groups whose config the rule at ps 0 knows
-        self._ended = asyncio.Event()
-        ps.on_close.append(self._ended.set)
 
     def token(self, group: int) -> int | None:
         """Return the last token that this task got, or None before the first."""
@@ -148,9 +147,11 @@ class SyncClient:
             if not await self._is_over(plan, group, local_step):
                 await self._stage(plan, gradients, group, config, number, local_step)
             self._ps.failpoints.hit("worker.push.staged")
-            answer = await self._decide(group, build)
+            received = await self._ps.links[0].call(build)
         finally:
             known.outstanding.pop(number)
+        self._deciding.add(group)
+        answer = _expect(received, Contributed, "a push")
         known.token = answer.token
         known.note_step(answer.token)
         self._ps.failpoints.hit("worker.push.answered")
@@ -170,8 +171,12 @@ class SyncClient:
         return _expect(received, SyncStep, "initial tokens").step
 
     async def wait_ended(self) -> None:
-        """Wait until this task learns that training has ended, or is closed. Cancellation: safe."""
-        await self._ended.wait()
+        """Wait until training has ended, or this task has closed its links. Cancellation: safe."""
+        try:
+            received = await self._ps.links[0].call(lambda peer: AwaitEnd())
+        except ClosedError:
+            return
+        _expect(received, TrainingOver, "a question for the end")
 
     async def _is_over(self, plan: Plan, group: int, local_step: int) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
@@ -219,16 +224,6 @@ class SyncClient:
             self._staging.add((ps, group))
 
         await self._ps.shielded(lambda: [send(request) for request in plan.requests])
-
-    async def _decide(self, group: int, build: Callable[[Peer], Contribute]) -> Contributed:
-        """Tell ps 0 that all parts are staged, and wait for the token."""
-        try:
-            received = await self._ps.links[0].call(build)
-        except TrainingEnded:
-            self._ended.set()
-            raise
-        self._deciding.add(group)
-        return _expect(received, Contributed, "a push")
 
 
 def _expect(received: Received, kind: type[M], question: str) -> M:
