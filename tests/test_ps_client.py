@@ -154,7 +154,7 @@ class TestBadAnswers:
             v = await cluster.create("v", np.zeros(3, np.float32))
             cluster.ps[0]._endpoint.handlers[Push] = Handler(lambda *_: Reply(Done()))
             with pytest.raises(
-                RemoteProtocolError, match="/job:ps/task:0 answered a push with Don"
+                RemoteProtocolError, match="/job:ps/task:0 answered an update with D"
             ):
                 await push(cluster.chief, (v,), (1.0,))
 

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -26,7 +26,16 @@ from psync.pulled_steps import PulledSteps
 from psync.rpc import Peer
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Assign, DefineOptimizer, Message, Pull, Pulled, Push, Pushed
+from psync.wire.messages import (
+    Assign,
+    AverageShards,
+    DefineOptimizer,
+    Message,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+)
 from psync.wire.tensors import to_bytes_view
 
 logger = logging.getLogger(__name__)
@@ -243,6 +252,46 @@ class PsClient:
 
         return await self._mutate(plan, values, build)
 
+    async def average(
+        self,
+        plan: Plan,
+        originals: Mapping[int, int],
+        *,
+        decay: float,
+        closure: int,
+        ordinal: int,
+    ) -> list[Pushed]:
+        """Let the ps tasks update moving averages: ``s -= (1 - decay) * (s - v)``.
+
+        Args:
+            plan: Of the averages.
+            originals: Id of each average → id of the variable beside which it lies.
+            decay: In [0, 1).
+            closure: Id of the closure, or -1.
+            ordinal: Of the call within the closure.
+
+        Returns:
+            Each request's answer.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: As ``push``.
+        """
+
+        async def average(request: Request) -> Pushed:
+            link = self.links[request.ps]
+            shards = [(number, originals[number], index) for number, index in request.members]
+            return await self._update_one(
+                link,
+                lambda peer, sequence: AverageShards(
+                    sequence, link.acked_below, closure, ordinal << PART_BITS | request.part,
+                    shards, decay,
+                ),
+            )  # fmt: skip
+
+        return await self.shielded(lambda: [average(request) for request in plan.requests])
+
     async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
         """Make an optimizer known to all ps tasks, so that its slots can be read.
 
@@ -311,21 +360,34 @@ class PsClient:
         views: Sequence[memoryview],
         build: Callable[[Peer, Request, int], Message],
     ) -> Pushed:
-        link = self.links[request.ps]
-        segments = [views[index][start:end] for index, start, end in request.cuts]
+        return await self._update_one(
+            self.links[request.ps],
+            lambda peer, sequence: build(peer, request, sequence),
+            [views[index][start:end] for index, start, end in request.cuts],
+            bulk=request.nbytes > SMALL_BODY_BYTES,
+            set_id=request.set_id,
+        )
+
+    async def _update_one(
+        self,
+        link: PsLink,
+        build: Callable[[Peer, int], Message],
+        segments: Sequence[memoryview] = (),
+        *,
+        bulk: bool = False,
+        set_id: int | None = None,
+    ) -> Pushed:
+        """Send what changes shards under a sequence of its own; return the answer to it."""
         sequence = link.draw_sequence()
         try:
             received = await link.call(
-                lambda peer: build(peer, request, sequence),
-                segments,
-                bulk=request.nbytes > SMALL_BODY_BYTES,
-                set_id=request.set_id,
+                lambda peer: build(peer, sequence), segments, bulk=bulk, set_id=set_id
             )
         finally:
             link.answered(sequence)
         if not isinstance(received.message, Pushed):
             raise RemoteProtocolError(
-                f"{link.task} answered a push with {type(received.message).__name__}"
+                f"{link.task} answered an update with {type(received.message).__name__}"
             )
         return received.message
 

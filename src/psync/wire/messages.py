@@ -311,6 +311,20 @@ class Pushed(Message):
     step: int  # the optimizer's step on this ps after it; 0 for an assign
 
 
+@message(61)
+@dataclass(frozen=True, slots=True)
+class AverageShards(Message):
+    """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    # (variable id of the average, id of the variable that it follows, index of both shards)
+    shards: list[tuple[int, int, int]]
+    decay: float  # average -= (1 - decay) * (average - value)
+
+
 @message(41)
 @dataclass(frozen=True, slots=True)
 class DefineOptimizer(Message):
