@@ -27,6 +27,9 @@ NAMES = frozenset(
         "ps.push.applied",  # applied and recorded, not answered
         "ps.assign.applied",  # likewise
         "ps.create.done",  # shards exist, not answered
+        "ps.step.applied",  # a synchronous step is applied here, ps 0 does not know
+        "ps0.step.decided",  # a synchronous step is to be closed, no other ps knows
+        "ps0.step.applied",  # on every ps, the global step is not raised
         "coordinator.dispatch",  # closures are about to be sent
         "coordinator.result",  # results came in, nothing is settled
     }

@@ -60,21 +60,21 @@ class LongWork:
         cost = nbytes + SHARD_BYTES * len(keys)
         return cost <= INLINE_BYTES and not any(map(store.busy, keys))
 
-    async def begun(self, begin: Callable[..., Work], *arguments: Any) -> Work:
-        """Begin work when all shards that it needs are idle.
+    async def when_idle(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Read shards or begin work on them when all that it needs are idle.
 
         Args:
-            begin: Starts the work, or raises BusyError.
-            arguments: For ``begin``.
+            function: Does it, or raises BusyError.
+            arguments: For ``function``.
 
         Raises:
-            PsyncError: The task is about to end; or what else ``begin`` raises.
+            PsyncError: The task is about to end; or what else ``function`` raises.
 
         Cancellation: Safe.
         """
         while True:
             try:
-                return begin(*arguments)
+                return function(*arguments)
             except BusyError:
                 await self.next_turn()
 
@@ -87,7 +87,7 @@ class LongWork:
         """
         at_once = 0  # cost in bytes since the loop last ran
         for position, cost in enumerate(costs):
-            work = await self.begun(begin, position)
+            work = await self.when_idle(begin, position)
             at_once += cost + SHARD_BYTES
             if at_once <= INLINE_BYTES:
                 self.finish_now(work)

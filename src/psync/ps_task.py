@@ -23,13 +23,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from psync.blocks import BlockPool
+from psync.clock_service import ClockService
 from psync.endpoint import Endpoint
 from psync.errors import (
     BusyError,
+    ClosedError,
     FencedError,
     GradientError,
     RemoteProtocolError,
@@ -46,9 +48,11 @@ from psync.ledger import (
 )
 from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
+from psync.ps_sync import CLOSER, PsSync
 from psync.rpc import Handler, Peer, Reply
 from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec, dtype_of
+from psync.step_closer import StepCloser
 from psync.store import Key, ShardStore
 from psync.transport import Listener
 from psync.updates import Update, memory_for, set_of
@@ -69,6 +73,7 @@ from psync.wire.messages import (
     Push,
     Pushed,
     Refused,
+    ReportSchedule,
     Shutdown,
     Statistics,
 )
@@ -94,15 +99,18 @@ class PsTask:
         self._index = index
         self._address = address
         self._pool = BlockPool()
+        self._work = LongWork(self.task, self.stopped.set)
+        self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
-        self._coordinator = 0  # incarnation of the one that is served; 0 before the first
-        self._work = LongWork(self.task, self.stopped.set)
+        self._sync = self._new_sync()
+        self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
+        self._clocks = ClockService(self.task, lambda *who: self._ledger.check_incarnation(*who))
         self._sessions = SessionService(
             check_coordinator=self._check_coordinator,
-            set_members=lambda alive, missing: None,
-            fence=lambda task, below: self._ledger.fence(task, below),
-            end_training=lambda reason: None,
+            set_members=self._set_members,
+            fence=self._fence_everywhere,
+            end_training=self._end_training,
         )
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
@@ -121,6 +129,8 @@ class PsTask:
         Cancellation: Safe; updates go on.
         """
         await self._work.drain()  # and let their senders know
+        if self._closer is not None:
+            await self._closer.close(ClosedError(f"{self.task} ends"))
         await self._endpoint.close()
         self._sessions.close()
         await self._work.drain()  # what began meanwhile
@@ -139,6 +149,9 @@ class PsTask:
             "store": _counters(self._store.statistics()),
             "ledger": _counters(self._ledger.statistics()),
             "network": self._endpoint.statistics(),
+            "staging": self._sync.statistics(),
+            "sync": {} if self._closer is None else self._closer.steps.statistics(),
+            "clocks": self._clocks.statistics(),
             "session": self._sessions.statistics(),
         }
 
@@ -152,8 +165,11 @@ class PsTask:
             DefineOptimizer: Handler(self._define),
             Fence: Handler(self._fence),
             FinalBelow: Handler(self._final_below),
+            ReportSchedule: Handler(self._report_schedule),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
+            **self._sync.handlers(),
+            **self._clocks.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
             **(self._sessions.handlers() if self._index == 0 else {}),
         }
@@ -180,19 +196,66 @@ class PsTask:
             if self._coordinator:
                 logger.info("%s: a new coordinator takes over, variables are dropped", self.task)
             self._coordinator = message.coordinator
-            self._store = ShardStore(self.task, self._pool)
-            self._ledger = Ledger(floor=message.coordinator)
+            self._begin(message)
+            self._clocks.restart()
             self._sessions.attached(message.coordinator)
         return Reply(Done())
 
+    def _begin(self, attach: AttachPs) -> None:
+        """Begin empty for a new coordinator."""
+        self._store = ShardStore(self.task, self._pool)
+        self._ledger = Ledger(floor=attach.coordinator)
+        self._sync = self._new_sync()
+        self._endpoint.handlers.update(self._sync.handlers())
+        if self._index == 0:
+            if self._closer is not None:
+                replaced = FencedError(f"{self.task} serves a newer coordinator")
+                self._work.to_the_end(self._closer.close(replaced))
+            self._closer = StepCloser(self._platform, attach, self._sync, self._work, self._pool)
+            self._endpoint.handlers.update(self._closer.handlers())
+
+    def _new_sync(self) -> PsSync:
+        return PsSync(self._platform, self.task, self._store, self._ledger, self._work, self._pool)
+
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
-        self._check_coordinator(peer)
-        self._ledger.fence(message.task, message.below)
+        if peer.task != CLOSER or peer.incarnation != self._coordinator:
+            self._check_coordinator(peer)
+        self._refuse_below(message.task, message.below)
         return Reply(Done())
+
+    def _refuse_below(self, task: str, below: int) -> None:
+        self._ledger.fence(task, below)
+        self._sync.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error
             self._ledger.final_below(message.closure)
+            if self._closer is not None:
+                self._closer.steps.final_below(message.closure)
+
+    def _report_schedule(self, peer: Peer, message: ReportSchedule, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        self._clocks.hear(message)
+        if self._closer is not None:
+            self._closer.hear(message)
+        return Reply(Done())
+
+    # What training sessions say on ps 0, where no coordinator reports.
+
+    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
+        self._clocks.report(alive, None)
+        if self._closer is not None:
+            self._closer.set_members(alive, missing)
+
+    def _fence_everywhere(self, task: str, below: int) -> None:
+        self._refuse_below(task, below)
+        if self._closer is not None:
+            self._closer.fence(task, below)
+
+    def _end_training(self, reason: str) -> None:
+        self._clocks.end()
+        if self._closer is not None:
+            self._closer.end(reason)
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         _check_chief(peer)
@@ -248,7 +311,7 @@ class PsTask:
 
     async def _copy(self, store: ShardStore, spec: ShardSpec, source: Key) -> None:
         """Take up a shard that begins as another one is now."""
-        work = await self._work.begun(store.copy, spec, source)
+        work = await self._work.when_idle(store.copy, spec, source)
         if spec.nbytes <= INLINE_BYTES:
             self._work.finish_now(work)
         else:
@@ -279,7 +342,7 @@ class PsTask:
         read = self._reader(message)
         self._pulls += 1
         try:
-            return Reply(Pulled([]), [read(key) for key in keys])
+            return Reply(Pulled(self._sync.steps()), [read(key) for key in keys])
         except BusyError:
             return self._pull_later(keys, read)
 
@@ -293,15 +356,8 @@ class PsTask:
         self, keys: Sequence[Key], read: Callable[[Key], list[memoryview]]
     ) -> Reply:
         """Read shard by shard: under steady updates never all of them are idle at once."""
-        values = []
-        for key in keys:
-            while True:
-                try:
-                    values.append(read(key))
-                    break
-                except BusyError:
-                    await self._work.next_turn()
-        return Reply(Pulled([]), values)
+        steps = self._sync.steps()
+        return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
 
     # Pushes and assigns.
 

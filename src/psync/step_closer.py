@@ -1,0 +1,417 @@
+"""Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
+
+Layer: L3. Imports: errors, specs, cluster, blocks, sync_config, sync_steps, platform, endpoint,
+rpc, ps_client, long_work, ps_sync, wire.
+
+Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
+a decided step goes to every ps.
+
+    Contribute    → SyncSteps.contribute → Answer, Refuse: to whoever waits for that push
+                                           Close: CloseStep to every ps, all at once;
+                                                  then the global step is raised by one;
+                                                  then SyncSteps.closed → Answer, …
+
+One object serves one coordinator. When a newer one comes, whoever waits here is told, and a
+step that is being closed reaches no ps that already serves the newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.blocks import BlockPool, bytes_of
+from psync.cluster import task_name
+from psync.endpoint import Endpoint
+from psync.errors import ConfigurationError, ConnectionLost, PsyncError
+from psync.long_work import LongWork
+from psync.platform import Platform
+from psync.ps_client import PsClient
+from psync.ps_sync import CLOSER, PsSync
+from psync.rpc import Handler, Peer, Received, Reply
+from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.sync_config import SyncConfig
+from psync.sync_steps import Action, Close, Contribution, Refuse, Replica, SyncSteps
+from psync.wire.messages import (
+    AskStep,
+    AttachPs,
+    CloseStep,
+    Contribute,
+    Contributed,
+    Fence,
+    InitTokens,
+    Message,
+    ReportSchedule,
+    SyncStep,
+)
+
+logger = logging.getLogger(__name__)
+
+GLOBAL_STEP_DTYPE = "int64"
+
+_PushKey = tuple[int, Replica, int]
+"""Group, replica, number of the push."""
+
+
+class StepCloser:
+    """Decides the synchronous steps of one coordinator's cluster, and closes them.
+
+    Args:
+        platform: Network, secret, failpoints.
+        attach: Says who the coordinator is, and where the ps tasks are.
+        sync: The part of ps 0 itself.
+        work: Waits for shards that are busy.
+        pool: Memory for what comes in.
+    """
+
+    def __init__(
+        self, platform: Platform, attach: AttachPs, sync: PsSync, work: LongWork, pool: BlockPool
+    ) -> None:
+        self.steps = SyncSteps()
+        self._platform = platform
+        self._attach = attach
+        self._sync = sync
+        self._work = work
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._report_version = 0
+        self._waiting: dict[_PushKey, list[asyncio.Future[Reply]]] = {}
+        self._beginning: dict[int, asyncio.Task[int]] = {}  # groups whose first step is read
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline: float | None = None  # of the timer
+        self._over: PsyncError | None = None  # why nothing is decided here any more
+        self._endpoint: Endpoint | None = None  # made when another ps is first needed
+        self._others: PsClient | None = None
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            Contribute: Handler(self._contribute),
+            AskStep: Handler(self._ask_step),
+            InitTokens: Handler(self._init_tokens),
+        }
+
+    async def close(self, error: PsyncError) -> None:
+        """Tell whoever waits, and close the links to the other ps tasks.
+
+        Args:
+            error: What they are told.
+
+        Cancellation: Links may be left open.
+        """
+        self._over = error
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiters in list(self._waiting.values()):
+            for waiter in waiters:
+                _fail(waiter, error)
+        self._waiting.clear()
+        if self._others is not None and self._endpoint is not None:
+            await self._others.close()
+            await self._endpoint.close()
+        if under_way := [*self._under_way, *self._beginning.values()]:
+            await asyncio.wait(under_way)  # they end with their links
+
+    # Messages.
+
+    def _contribute(
+        self, peer: Peer, message: Contribute, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        self._check(peer)
+        if self._is_ready(message.group, message.config):
+            return self._judge(peer, message)
+        return self._contribute_first(peer, message)
+
+    async def _contribute_first(self, peer: Peer, message: Contribute) -> Reply:
+        """The group is new: its first step is that of the global step."""
+        await self._begin(message.group, message.config)
+        self._check(peer)
+        answer = self._judge(peer, message)
+        return answer if isinstance(answer, Reply) else await answer
+
+    def _judge(self, peer: Peer, message: Contribute) -> Reply | Awaitable[Reply]:
+        replica = (peer.task, peer.incarnation)
+        actions = self.steps.contribute(
+            message.group,
+            Contribution(
+                replica, message.push, message.acked_below,
+                message.closure if message.closure >= 0 else None, message.ordinal,
+                message.variable_set, message.local_step, message.weight,
+            ),
+        )  # fmt: skip
+        waiter = self._wait(peer, (message.group, replica, message.push))
+        self._perform(actions)
+        return waiter.result() if waiter.done() else waiter
+
+    def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
+        self._check(peer)
+        return Reply(SyncStep(self.steps.step(message.group)))
+
+    async def _init_tokens(self, peer: Peer, message: InitTokens, _: list[memoryview]) -> Reply:
+        self._check(peer)
+        if not self._is_ready(message.group, message.config):
+            await self._begin(message.group, message.config)
+            self._check(peer)
+        self._perform(self.steps.init_tokens(message.group, message.count))
+        return Reply(SyncStep(self.steps.step(message.group)))
+
+    def _check(self, peer: Peer) -> None:
+        self._sync.ledger.check_incarnation(peer.task, peer.incarnation)
+        if self._over is not None:
+            raise self._over.with_traceback(None)  # it is raised many times
+
+    # Membership.
+
+    def hear(self, message: ReportSchedule) -> None:
+        """Note a report of the coordinator, unless a newer one was there."""
+        if message.version <= self._report_version:
+            return
+        self._report_version = message.version
+        alive = {task_name("worker", index): born for index, born in message.workers}
+        self.set_members(alive, message.missing)
+        in_flight = [closure for closure, _ in message.in_flight]
+        self._perform(self.steps.schedule(message.queued, in_flight))
+
+    def set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
+        """Take note of who lives (task → incarnation), and of the names of those who should."""
+        self._perform(self.steps.members(alive, missing, self._loop.time()))
+
+    def end(self, reason: str) -> None:
+        """Training is over: whoever waits, or pushes later, is told."""
+        self._perform(self.steps.end(reason))
+
+    def fence(self, task: str, below: int) -> None:
+        """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
+        if len(self._attach.ps_addresses) > 1:
+            self._start(self._fence_others(Fence(task, below)))
+
+    async def _fence_others(self, message: Fence) -> None:
+        calls = [link.call(lambda peer: message) for link in self._links().links[1:]]
+        for failed in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(failed, Exception):
+                logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
+
+    # Who waits.
+
+    def _wait(self, peer: Peer, key: _PushKey) -> asyncio.Future[Reply]:
+        """Return what will be the answer to a request, which others may wait for, too."""
+        waiter: asyncio.Future[Reply] = self._loop.create_future()
+        self._waiting.setdefault(key, []).append(waiter)
+        of_peer: set[asyncio.Future[Reply]] | None = peer.state.get("contributing")
+        if of_peer is None:
+            of_peer = peer.state["contributing"] = set()
+            peer.on_closed.append(_connection_lost)
+        of_peer.add(waiter)
+        waiter.add_done_callback(of_peer.discard)
+        waiter.add_done_callback(functools.partial(self._left, key))
+        return waiter
+
+    def _left(self, key: _PushKey, waiter: asyncio.Future[Reply]) -> None:
+        """A request has ended; unless it was answered, perhaps nobody waits for this push now."""
+        waiters = self._waiting.get(key, [])
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiting[key]
+                self.steps.forget(*key)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        """Do what the rule has decided, then look when it wants to be asked again."""
+        for action in actions:
+            if isinstance(action, Close):
+                self._close(action)
+                continue
+            waiters = self._waiting.pop((action.group, action.replica, action.number), ())
+            if isinstance(action, Refuse):
+                for waiter in waiters:
+                    _fail(waiter, action.error)
+                continue
+            reply = Reply(
+                Contributed(
+                    action.outcome, action.staleness, action.token, action.partial, action.count
+                )
+            )
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(reply)
+        deadline = self.steps.next_deadline()
+        if deadline != self._deadline:
+            self._set_timer(deadline)
+
+    def _set_timer(self, deadline: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deadline = deadline
+        self._timer = None if deadline is None else self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._deadline = self._timer = None
+        self._perform(self.steps.tick(self._loop.time()))
+
+    # The first step of a group.
+
+    def _is_ready(self, group: int, raw: dict[str, Any] | None) -> bool:
+        """Return whether a group is known; raise if it is known as something else."""
+        config = self._sync.define(group, raw)
+        if not self.steps.knows(group):
+            return False
+        if raw is not None:
+            self.steps.define(group, config, 0)
+        return True
+
+    async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
+        """Begin a group at the present global step, read once for all who ask meanwhile."""
+        config = self._sync.define(group, raw)
+        reading = self._beginning.get(group)
+        if reading is None:
+            reading = self._beginning[group] = self._loop.create_task(self._global_step(config))
+            reading.add_done_callback(lambda task: self._begun(group, task))
+        try:
+            first = await asyncio.shield(reading)
+        except PsyncError:
+            if self._over is not None:
+                raise self._over.with_traceback(None) from None
+            raise
+        self.steps.define(group, config, first)
+
+    def _begun(self, group: int, task: asyncio.Task[int]) -> None:
+        del self._beginning[group]  # an attempt that failed is made again
+        if not task.cancelled():
+            task.exception()  # seen, even if those who asked have gone
+
+    async def _global_step(self, config: SyncConfig) -> int:
+        ps, variable, index = config.global_step
+        if ps:
+            client = self._links()
+            if not 0 < ps < len(client.links):
+                raise ConfigurationError(f"{config.name}: its global step is on ps {ps}")
+            (value,) = await client.pull(client.plan((_step_variable(config),)))
+            return int(value)
+        spec = self._sync.store.spec((variable, index))
+        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
+            raise ConfigurationError(
+                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
+                f"expected one element of {GLOBAL_STEP_DTYPE}"
+            )
+        (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
+        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
+
+    # Closing.
+
+    def _close(self, close: Close) -> None:
+        message = CloseStep(
+            close.group, self._sync.raw_config(close.group), close.step, list(close.pushes)
+        )
+        try:
+            self._platform.failpoints.hit("ps0.step.decided")
+        except PsyncError as exc:
+            self._perform(self.steps.close_failed(close.group, exc))
+            return
+        # The others' tasks first: they are at work while this ps applies its own part.
+        calls = [
+            self._loop.create_task(link.call(lambda peer: message))
+            for link in (self._links().links[1:] if len(self._attach.ps_addresses) > 1 else ())
+        ]
+        self._start(self._close_everywhere(message, calls))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _close_everywhere(
+        self, message: CloseStep, calls: Sequence[asyncio.Task[Received]]
+    ) -> None:
+        """Let every ps apply a step, raise the global step, let replicas go on."""
+        try:
+            await self._apply_everywhere(message, calls)
+            self._platform.failpoints.hit("ps0.step.applied")
+            await self._raise_global_step(self._sync.define(message.group, None))
+        except Exception as exc:
+            if self._over is not None:
+                return
+            error = exc if isinstance(exc, PsyncError) else _unexpected(exc)
+            logger.error(
+                "%s: step %d of group %d cannot be closed: %s",
+                CLOSER, message.step, message.group, error.message,
+            )  # fmt: skip
+            self._perform(self.steps.close_failed(message.group, error))
+        else:
+            if self._over is None:
+                self._perform(self.steps.closed(message.group, message.step))
+
+    async def _apply_everywhere(
+        self, message: CloseStep, calls: Sequence[asyncio.Task[Received]]
+    ) -> None:
+        failed: Exception | None = None
+        try:
+            under_way = self._sync.close_step(message)
+            if under_way is not None:
+                await under_way
+        except Exception as exc:
+            failed = exc
+        for call in calls:  # all are waited for: the step is carried as far as it goes
+            try:
+                await call
+            except Exception as exc:
+                failed = failed or exc
+        if failed is not None:
+            raise failed
+
+    async def _raise_global_step(self, config: SyncConfig) -> None:
+        ps, variable, index = config.global_step
+        one: np.ndarray = np.ones((), dtype_of(GLOBAL_STEP_DTYPE))
+        if ps:
+            client = self._links()
+            plan = client.plan((_step_variable(config),))
+            await client.assign(plan, [one], op="add", closure=-1, ordinal=0)
+            return
+        store, key = self._sync.store, (variable, index)
+        operand = store.check_assign(key, "add", one.reshape(store.spec(key).shape))
+        self._work.finish_now(await self._work.when_idle(store.assign_checked, key, "add", operand))
+
+    def _links(self) -> PsClient:
+        """Return the links to the other ps tasks.
+
+        Their incarnation is the coordinator's: a ps that serves a newer one refuses it.
+        """
+        if self._over is not None:
+            raise self._over.with_traceback(None)
+        if self._others is None:
+            attach = self._attach
+            self._endpoint = Endpoint(self._platform, CLOSER, attach.coordinator, {}, self._pool)
+            self._others = PsClient(
+                self._endpoint, attach.ps_addresses, self._pool, attach.ps_timeout_s
+            )
+        return self._others
+
+
+def _step_variable(config: SyncConfig) -> VariableSpec:
+    """Describe the shard of the global step, on another ps, as a variable of its own."""
+    ps, variable, index = config.global_step
+    name = f"{config.name}: global step"
+    shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
+    return VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")
+
+
+def _connection_lost(peer: Peer) -> None:
+    """Who waited on this connection will ask again on another one, or is gone."""
+    for waiter in list(peer.state["contributing"]):
+        _fail(waiter, ConnectionLost(f"the connection to {peer.task} was lost"))
+
+
+def _fail(waiter: asyncio.Future[Reply], error: Exception) -> None:
+    if not waiter.done():
+        waiter.set_exception(error)
+
+
+def _unexpected(error: Exception) -> PsyncError:
+    wrapped = PsyncError(f"{type(error).__name__} while a step was applied: {error}")
+    wrapped.__cause__ = error
+    return wrapped
