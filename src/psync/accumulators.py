@@ -1,11 +1,380 @@
 """Accumulators: gradients of several replicas become one, and stale ones are refused.
 
 Layer: L1. Imports: errors, specs, sums.
+
+An accumulator holds the gradients of one step. Whoever wants their mean *takes* it: the step goes
+up by one, nothing is left behind, and what was computed against the step before is stale from then
+on. A take waits until enough gradients are there; takes are served in the order in which they
+came, so a small one waits behind a large one. Nothing here blocks: a take that has to wait is
+returned as it is, and the call that ends it says so.
+
+Source: ``ConditionalAccumulator`` of TensorFlow. Different here: what became of a gradient is
+answered, half precision is not summed in itself, a take that fails changes nothing. Added:
+weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
 """
 
 from __future__ import annotations
 
-from psync.sums import accumulate as accumulate
-from psync.sums import begin as begin
-from psync.sums import finish as finish
-from psync.sums import sum_dtype as sum_dtype
+import enum
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
+from psync.specs import Outcome, dtype_name, dtype_of
+from psync.sums import DenseSum, Reduction, check_weight
+
+GradientT = TypeVar("GradientT")
+ResultT = TypeVar("ResultT")
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def as_integer(value: object) -> int | None:
+    """Return the value of an integer scalar of Python, numpy or the like; None for all else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # any object: it decides
+    except TypeError:
+        return None
+
+
+class TakeState(enum.Enum):
+    """Where a take stands; all but WAITING are final."""
+
+    WAITING = "waiting"  # for gradients, or for the takes before it
+    READY = "ready"  # it has its result
+    FAILED = "failed"  # its result could not be made; the accumulator is as it was before
+    CANCELLED = "cancelled"  # it got nothing
+
+
+class Take(Generic[ResultT]):
+    """Somebody who wants the gradients of one step, reduced to one."""
+
+    __slots__ = ("_result", "count", "error", "num_required", "state", "step")
+
+    def __init__(self, num_required: int) -> None:
+        self.num_required = num_required  # gradients that must be there
+        self.state = TakeState.WAITING
+        self.count = 0  # gradients in the result: num_required or more; 0 while there is none
+        self.step = -1  # of the accumulator after this take; -1 while there is no result
+        self.error: Exception | None = None  # why it failed
+        self._result: ResultT  # set when it is READY
+
+    def result(self) -> ResultT:
+        """Return what was taken; it belongs to the caller.
+
+        Raises:
+            UsageError: If the take waits, or was cancelled.
+            Exception: What made it fail.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.state is not TakeState.READY:
+            raise UsageError(f"the take is {self.state.value}: it has no result")
+        return self._result
+
+    def _ready(self, result: ResultT, count: int, step: int) -> None:
+        self._result, self.count, self.step = result, count, step
+        self.state = TakeState.READY
+
+    def _failed(self, error: Exception) -> None:
+        self.error = error
+        self.state = TakeState.FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Applied(Generic[ResultT]):
+    """The answer to a gradient."""
+
+    outcome: Outcome  # ACCEPTED or STALE
+    count: int  # gradients held now: 0 if this one completed a take
+    step: int  # of the accumulator now
+    completed: tuple[Take[ResultT], ...] = ()  # takes that this gradient ended, READY or FAILED
+
+
+class Accumulator(ABC, Generic[GradientT, ResultT]):
+    """The gradients of one step, and who waits for them. Single owner.
+
+    A kind of accumulator is a subclass: what it takes for a gradient, how it adds them, what it
+    makes of them.
+
+    Args:
+        name: For messages.
+        max_staleness: How many steps a gradient may be behind and still count.
+
+    Raises:
+        ConfigurationError: If ``max_staleness`` is not an integer of at least 0.
+    """
+
+    def __init__(self, *, name: str, max_staleness: int = 0) -> None:
+        self.name = name
+        staleness = as_integer(max_staleness)
+        if staleness is None or staleness < 0:
+            raise self._misused(f"expected max_staleness of 0 or more, got {max_staleness!r}")
+        self.max_staleness = staleness
+        self._step = 0
+        self._count = 0
+        self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
+
+    @property
+    def step(self) -> int:
+        """Number of results taken, unless ``set_global_step`` said otherwise."""
+        return self._step
+
+    def num_accumulated(self) -> int:
+        """Return the number of gradients that the next take would get."""
+        return self._count
+
+    def set_global_step(self, step: int) -> str | None:
+        """Set the step, to a smaller one too. Gradients held and takes that wait stay.
+
+        Returns:
+            A warning to be logged if the step went back, else None.
+
+        Raises:
+            ConfigurationError: If ``step`` is not an integer.
+        """
+        new = as_integer(step)
+        if new is None:
+            raise self._misused(f"expected an integer as step, got {step!r}")
+        before, self._step = self._step, new
+        if new < before:
+            return f"{self}: the step went back from {before} to {new}"
+        return None
+
+    def take_grad(self, num_required: int) -> Take[ResultT]:
+        """Ask for what at least ``num_required`` gradients amount to.
+
+        Returns:
+            The take: READY or FAILED if enough gradients are there and nobody else waits, else
+            WAITING, until a later call returns it among those completed.
+
+        Raises:
+            ConfigurationError: If ``num_required`` is not an integer above 0.
+        """
+        required = as_integer(num_required)
+        if required is None or required <= 0:
+            raise self._misused(f"expected a number of gradients above 0, got {num_required!r}")
+        take: Take[ResultT] = Take(required)
+        self._takes[take] = None
+        self._serve()
+        return take
+
+    def cancel(self, take: Take[ResultT]) -> tuple[Take[ResultT], ...]:
+        """Let a take wait no longer; it consumes nothing. One that has ended stays as it is.
+
+        Returns:
+            Takes behind it that were completed by that.
+
+        Raises:
+            UsageError: If the take waits in another accumulator.
+        """
+        if take.state is not TakeState.WAITING:
+            return ()
+        if take not in self._takes:
+            raise UsageError(f"{self}: expected one of its own takes")
+        del self._takes[take]
+        take.state = TakeState.CANCELLED
+        return self._serve()
+
+    def _offer(self, given: Any, local_step: int, weight: float) -> Applied[ResultT]:
+        """Judge a gradient, and add it unless it is stale.
+
+        The order is TensorFlow's: a stale gradient is dropped whatever its shape, one from the
+        future counts.
+
+        Raises:
+            GradientError: If anything about it is wrong; nothing has changed.
+        """
+        computed_at = as_integer(local_step)
+        if computed_at is None:
+            raise self._refused(f"expected an integer scalar as local_step, got {local_step!r}")
+        try:
+            weight = check_weight(weight)
+        except GradientError as exc:
+            raise self._refused(exc.message) from None
+        gradient = self._convert(given)
+        if computed_at < self._step - self.max_staleness:
+            return Applied(Outcome.STALE, self._count, self._step)
+        self._check(gradient)
+        self._add(gradient, weight)
+        self._count += 1
+        completed = self._serve()
+        return Applied(Outcome.ACCEPTED, self._count, self._step, completed)
+
+    def _serve(self) -> tuple[Take[ResultT], ...]:
+        """Complete takes from the first on, as long as there are enough gradients for it."""
+        completed = []
+        while self._takes:
+            take = next(iter(self._takes))
+            if self._count < take.num_required:
+                break
+            del self._takes[take]
+            completed.append(take)
+            try:
+                result = self._reduce()
+            except Exception as exc:  # for whoever takes, not for whoever applied; nothing changed
+                take._failed(exc)
+                continue
+            self._step += 1
+            take._ready(result, self._count, self._step)
+            self._count = 0
+            self._clear()
+        return tuple(completed)
+
+    @abstractmethod
+    def _convert(self, given: Any) -> GradientT:
+        """Return the gradient as it is added, or raise GradientError for its dtype."""
+
+    @abstractmethod
+    def _check(self, gradient: GradientT) -> None:
+        """Raise GradientError if the gradient does not fit."""
+
+    @abstractmethod
+    def _add(self, gradient: GradientT, weight: float) -> None:
+        """Add the gradient, or raise and change nothing; ``num_accumulated`` is 0 for the first."""
+
+    @abstractmethod
+    def _reduce(self) -> ResultT:
+        """Return what the gradients held amount to, or raise; change nothing."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget the gradients held."""
+
+    def _refused(self, message: str) -> GradientError:
+        return GradientError(f"{self}: {message}")
+
+    def _misused(self, message: str) -> ConfigurationError:
+        return ConfigurationError(f"{self}: {message}")
+
+    def __str__(self) -> str:
+        return f'accumulator "{self.name}"'
+
+
+class ArrayAccumulator(Accumulator[GradientT, ResultT]):
+    """An accumulator of gradients made of one array of numbers, dense or some rows of it.
+
+    Args:
+        dtype: float16, bfloat16, float32 or float64: of gradients and results.
+        shape: Of the variable; None where a dimension, or all of it, is not known.
+        name: For messages.
+        reduction_type: "MEAN" or "SUM".
+        forbid_nonfinite: Refuse gradients that hold infinities or NaN.
+        max_staleness: How many steps a gradient may be behind and still count.
+
+    Raises:
+        ConfigurationError: If one of these is not what is stated above.
+    """
+
+    def __init__(
+        self,
+        dtype: object,
+        shape: Sequence[int | None] | None = None,
+        *,
+        name: str,
+        reduction_type: str = "MEAN",
+        forbid_nonfinite: bool = False,
+        max_staleness: int = 0,
+    ) -> None:
+        super().__init__(name=name, max_staleness=max_staleness)
+        try:
+            chosen = dtype_name(dtype)
+        except PartitionError:
+            chosen = ""
+        if chosen not in _DTYPES:
+            raise self._misused(f"expected one of {', '.join(_DTYPES)} as dtype, got {dtype!r}")
+        if reduction_type not in ("MEAN", "SUM"):
+            raise self._misused(f"expected reduction_type 'MEAN' or 'SUM', got {reduction_type!r}")
+        self.dtype = dtype_of(chosen)
+        self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
+        self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
+        self.forbid_nonfinite = forbid_nonfinite
+
+    def _dimension(self, dim: object) -> int | None:
+        size = as_integer(dim)
+        if dim is not None and (size is None or size < 0):
+            raise self._misused(f"expected dimensions of 0 or more, or None, got {dim!r}")
+        return size
+
+    def _as_array(self, given: object) -> np.ndarray:
+        """Return the values of a gradient; numbers of Python have no dtype, so they take ours."""
+        try:
+            array = np.asarray(given)
+        except (TypeError, ValueError) as exc:  # rows of unequal length, a tensor on a device
+            raise self._refused(f"expected an array as gradient, got {given!r:.80}") from exc
+        if not hasattr(given, "dtype") and array.dtype.kind in "iuf":
+            with np.errstate(all="ignore"):  # a number too large becomes an infinity
+                array = array.astype(self.dtype)
+        if array.dtype.newbyteorder("=") != self.dtype:
+            raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")
+        return array
+
+    def _check_finite(self, values: np.ndarray) -> None:
+        if self.forbid_nonfinite and not np.isfinite(values).all():
+            bad = values.size - np.count_nonzero(np.isfinite(values))
+            raise self._refused(f"expected finite values, got {bad} of {values.size} that are not")
+
+
+class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
+    """Collects arrays of one shape, and gives their mean or their sum.
+
+    Arguments as of ``ArrayAccumulator``. Where ``shape`` leaves something open, the first gradient
+    of each step decides it for that step.
+    """
+
+    _sum: DenseSum | None = None  # of this step; None before its first gradient
+
+    def apply_grad(
+        self, gradient: Any, local_step: int = 0, weight: float = 1.0
+    ) -> Applied[np.ndarray]:
+        """Add a gradient, unless it is stale.
+
+        Args:
+            gradient: Any shape that fits; of the accumulator's dtype, or numbers of Python. Not
+                kept.
+            local_step: The step that it was computed against. One ahead of the accumulator's
+                counts.
+            weight: What it counts in the mean, and what it is multiplied with. The number of
+                gradients that a take waits for does not know weights.
+
+        Raises:
+            GradientError: If the step is no integer, the weight not within ``sums.WEIGHTS``, the
+                dtype another; or if it is not stale and its shape does not fit, or it holds
+                infinities or NaN and these are forbidden. Nothing has changed.
+        """
+        return self._offer(gradient, local_step, weight)
+
+    def _convert(self, given: Any) -> np.ndarray:
+        return self._as_array(given)
+
+    def _check(self, gradient: np.ndarray) -> None:
+        expected = self.shape if self._sum is None else self._sum.shape
+        if expected is not None and not fits(gradient.shape, expected):
+            raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
+        self._check_finite(gradient)
+
+    def _add(self, gradient: np.ndarray, weight: float) -> None:
+        total = DenseSum(gradient.shape, self.dtype) if self._sum is None else self._sum
+        total.add(gradient, weight)
+        self._sum = total
+
+    def _reduce(self) -> np.ndarray:
+        assert self._sum is not None, "a take needs one gradient at least"
+        return self._sum.mean() if self.reduction == "mean" else self._sum.sum()
+
+    def _clear(self) -> None:
+        self._sum = None
+
+
+def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Say whether a shape is as expected where that is known."""
+    return len(shape) == len(expected) and all(
+        dim is None or dim == size for size, dim in zip(shape, expected, strict=True)
+    )

@@ -172,8 +172,10 @@ class SparseSum:
             GradientError: If a shape or the weight does not fit; the sum is as before.
         """
         weight = check_weight(weight)
-        expected = (*indices.shape, *self.row_shape)
-        if indices.ndim != 1 or values.shape != expected:
+        if indices.ndim != 1:
+            raise GradientError(f"expected a vector of indices, got shape {indices.shape}")
+        expected = (indices.size, *self.row_shape)
+        if values.shape != expected:
             raise GradientError(f"shape mismatch: expected {expected}, got {values.shape}")
         indices, values = _merged(indices, values, self._rows.dtype)
         union = np.union1d(self.indices, indices)
@@ -186,10 +188,10 @@ class SparseSum:
             weights = np.zeros(union.size)
             weights[known] = self._weights
         at = np.searchsorted(union, indices)
-        touched = rows[at]
+        touched, touched_weights = rows[at], weights[at]
         accumulate(touched, values, weight)
-        rows[at] = touched
-        weights[at] += weight
+        touched_weights += weight
+        rows[at], weights[at] = touched, touched_weights
         self.indices, self._rows, self._weights = union, rows, weights
         self.weight += weight
 
