@@ -5,6 +5,7 @@ Layer: L2. Imports: access, errors, failpoints, platform, resolvers, transport, 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", default=False)
 """Whether workers run this script too: then classes of its ``__main__`` travel by name."""
+
+training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_over", default=None)
+"""Set by a training session that ends: the program now says its last words."""
 
 
 def platform_of(

@@ -27,7 +27,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from psync.errors import FencedError, PsyncError, TrainingEnded
+from psync.errors import FencedError, PsyncError
 
 GRACE_S = 5.0
 """How long a replica or the chief may be without a connection to ps 0."""
@@ -210,7 +210,7 @@ class SessionMembers:
         before = self._asking.pop(task, None)
         actions = _replaced(None if before is None else before.waiter, task)
         if self._over is not None:
-            return [*actions, Refuse(waiter, TrainingEnded(self._over.reason))]
+            return [*actions, TellOver(waiter, self._over.reason, self._over.failed)]
         self._asking[task] = asking = _Asking(waiter, boot)
         if self._open:
             entered = self._enter(task, asking, now)
@@ -243,20 +243,18 @@ class SessionMembers:
         """Training is over; the first reason counts."""
         if self._over is not None:
             return []
-        self._over = over = _Over(reason, failed)
+        self._over = _Over(reason, failed)
         self._deserted_at = None
         actions: list[Action] = [CloseTokens(reason)]
-        actions += [TellOver(waiter, over.reason, over.failed) for waiter in self._watching]
-        actions += [
-            Refuse(asking.waiter, TrainingEnded(reason)) for asking in self._asking.values()
-        ]
+        actions += [TellOver(waiter, reason, failed) for waiter in self._watching]
+        actions += [TellOver(asking.waiter, reason, failed) for asking in self._asking.values()]
         self._watching.clear()
         self._asking.clear()
         return actions
 
-    def end_by_chief(self, waiter: Waiter, reason: str, failed: bool, now: float) -> list[Action]:
+    def leave_as_chief(self, waiter: Waiter, now: float) -> list[Action]:
         """The chief leaves, and training ends; it is told when all others have left."""
-        actions = [*_replaced(self._ending, self._chief_name), *self.end(reason, failed)]
+        actions = _replaced(self._ending, self._chief_name) + self.end("the chief has left", False)
         self._ending = waiter
         if self._trains and self._members.pop(self._chief_name, None) is not None:
             actions.append(self._set_members())
@@ -365,4 +363,12 @@ class SessionMembers:
 
 def _replaced(before: Waiter | None, task: str) -> list[Action]:
     """Let go of an earlier request that its sender has repeated."""
-    return [] if before is None else [Refuse(before, FencedError(f"{task} has asked again"))]
+    return (
+        []
+        if before is None
+        else [
+            Refuse(
+                before, FencedError(f"another request of {task} has taken the place of this one")
+            )
+        ]
+    )

@@ -131,20 +131,19 @@ class SessionService:
 
         return self._answered(declare)
 
-    def _leave(self, peer: Peer, message: LeaveSession, _: list[memoryview]) -> Reply:
+    def _leave(
+        self, peer: Peer, message: LeaveSession, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        if peer.task.startswith("/job:chief/"):
+            self._check_coordinator(peer)
+            return self._answered(lambda waiter: self._members.leave_as_chief(waiter, _now()))
         self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
         return Reply(Done())
 
-    def _end(
-        self, peer: Peer, message: EndTraining, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        reason, failed = message.reason, message.failed
+    def _end(self, peer: Peer, message: EndTraining, _: list[memoryview]) -> Reply:
         if peer.task.startswith("/job:chief/"):
             self._check_coordinator(peer)
-            return self._answered(
-                lambda waiter: self._members.end_by_chief(waiter, reason, failed, _now())
-            )
-        self._perform(self._members.end(reason, failed))
+        self._perform(self._members.end(message.reason, message.failed))
         return Reply(Done())
 
     def _await_end(self, peer: Peer, message: AwaitEnd, _: list[memoryview]) -> Awaitable[Reply]:

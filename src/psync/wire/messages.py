@@ -470,10 +470,7 @@ class InitTokens(Message):
 @message(51)
 @dataclass(frozen=True, slots=True)
 class EndTraining(Message):
-    """Close the token channel: who waits, or pushes later, is told. Answered by Done.
-
-    To the chief of a session the answer comes when all others have left theirs.
-    """
+    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
 
     reason: str
     failed: bool  # whether it ends before its time
@@ -484,7 +481,8 @@ class EndTraining(Message):
 class EnterSession(Message):
     """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
 
-    The answer waits until a chief has attached the ps and ``Declared`` was said.
+    The answer waits until a chief has attached the ps and ``Declared`` was said; it is
+    TrainingOver if training has ended by then.
     """
 
     incarnation: int  # under which the worker was started
@@ -513,7 +511,10 @@ class Declared(Message):
 @message(55)
 @dataclass(frozen=True, slots=True)
 class LeaveSession(Message):
-    """A worker that entered has ended its loop; answered by Done."""
+    """A worker that entered has ended its loop; answered by Done.
+
+    From the chief it ends training, and is answered when all others have left.
+    """
 
 
 @message(56)
