@@ -70,7 +70,10 @@ if TYPE_CHECKING:
     from psync.resolvers import SimpleClusterResolver as SimpleClusterResolver
     from psync.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
     from psync.specs import Outcome as Outcome
+    from psync.staleness_bound import StalenessBound as StalenessBound
     from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
+    from psync.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
+    from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.tasks import run as run
     from psync.tasks import serve as serve
     from psync.variables import ShardedVariable as ShardedVariable
@@ -108,7 +111,9 @@ _HOMES = {
     "remote_value": ("RemoteValue", "RemoteValueStatus"),
     "resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
     "specs": ("Outcome",),
+    "staleness_bound": ("StalenessBound",),
     "strategy": ("ParameterServerStrategy",),
+    "sync_replicas": ("ChiefQueueRunner", "SyncReplicasOptimizer"),
     "tasks": ("run", "serve"),
     "variables": (
         "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",

@@ -1,0 +1,501 @@
+"""Synchronous training: gradients of several replicas are averaged, then applied once.
+
+Layer: L4. Imports: errors, context, global_step, moving_averages, optimizers, runtime, scopes,
+session_hooks, specs, sync_arguments, variables, wire.
+
+``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
+tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
+step at which its replica may go on. How, is in docs/design.md, section 9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from psync.context import current_closure, forbid_in_dataset
+from psync.errors import ConfigurationError, UsageError
+from psync.global_step import global_step_of
+from psync.moving_averages import ExponentialMovingAverage
+from psync.optimizers import AnyVariable, GradsAndVars, Optimizer, PushResult, ValueAndGrad
+from psync.runtime import Runtime, current_runtime
+from psync.scopes import running_scopes
+from psync.session_hooks import SyncReplicasHook
+from psync.specs import Outcome
+from psync.sync_arguments import checked_config, checked_count, checked_step, checked_weight
+from psync.variables import Handle, Variable, runtime_of, scope_of
+from psync.wire.messages import Contributed
+
+
+class SyncReplicasOptimizer(Optimizer):
+    """Averages the gradients of several replicas and applies the mean in one step.
+
+    A replica is a worker. Each step takes the pushes of ``replicas_to_aggregate`` (R) of the
+    ``total_num_replicas`` (N) replicas. R < N: the others are backup replicas, and whoever is
+    late is not waited for. R > N: a replica contributes more than once to a step. A push is
+    counted whole or not at all, over all variables and ps tasks; one whose gradients were
+    computed from values of an earlier step is *stale*: it is dropped, and its result says so.
+
+    ``apply_gradients`` returns when its replica may begin with the next step, so replicas stay
+    together. Nobody waits for ever: with fewer living workers, or when there is nothing left to
+    schedule, a step is closed with what has come (``PushResult.partial``).
+
+    The wrapped optimizer's rule is applied to the mean. Its slots belong to this optimizer:
+    ``get_slot`` of this one, not of the wrapped one.
+
+    Args:
+        opt: One of ``psync.optimizers``. Of it only the rule, the name and what it checks are used.
+        replicas_to_aggregate: R, at least 1: pushes that make a step.
+        total_num_replicas: N, at least 1: replicas that are meant to run. Default: R.
+        variable_averages: Moving averages that follow each step.
+        variables_to_average: The variables that are averaged. Default: the trainable variables of
+            the strategy whose scope is open. Only with ``variable_averages``.
+        use_locking: Without effect: every step is applied under the ps's own order.
+        name: For messages and statistics.
+        strict: Tokens are bound: a replica may contribute ⌈R/N⌉ pushes to a step and no more, so
+            that a fast one does not take the place of a slow one.
+        deterministic: Gradients are summed by the index of their worker, so that the result is,
+            bit for bit, that of one process that sums the same gradients in that order. Implies
+            ``strict``; needs N = R.
+        tensorflow_compat: The tokens of TensorFlow: R initial ones, which waste each replica's
+            second step; old ones stay valid; what a replica pulls does not count, the token alone
+            says how old its gradients are.
+        min_replicas: With fewer living workers no step is closed.
+        patience_s: Seconds after which whoever waits for ``min_replicas`` gets NotEnoughReplicas.
+        reduction: "mean", weighted; or "sum".
+
+    Raises:
+        ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
+        UsageError: Inside a step.
+        GradientError: A variable to average is of no float dtype.
+
+    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
+        There a gradient is judged for each variable alone, nobody is told that it was dropped,
+        and every replica's second step is wasted.
+
+    Example:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(10, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 4, 5)
+
+        async def step():
+            weights = await w.read()
+            result = await optimizer.apply_gradients([(gradient(weights), w)], global_step)
+            return result.outcome
+    """
+
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        replicas_to_aggregate: int,
+        total_num_replicas: int | None = None,
+        variable_averages: ExponentialMovingAverage | None = None,
+        variables_to_average: Iterable[AnyVariable] | None = None,
+        use_locking: bool = False,
+        name: str = "sync_replicas",
+        *,
+        strict: bool = False,
+        deterministic: bool = False,
+        tensorflow_compat: bool = False,
+        min_replicas: int = 1,
+        patience_s: float = 30.0,
+        reduction: str = "mean",
+    ) -> None:
+        _check_wrapped(name, opt)
+        config = checked_config(
+            name,
+            opt._config,
+            replicas_to_aggregate=replicas_to_aggregate,
+            total_num_replicas=total_num_replicas,
+            strict=strict,
+            deterministic=deterministic,
+            tensorflow_compat=tensorflow_compat,
+            min_replicas=min_replicas,
+            patience_s=patience_s,
+            reduction=reduction,
+        )
+        super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
+        self._opt = opt
+        self._sync = config
+        self._averaged_by: Variable | None = None  # whose value the averages' decay follows
+        self._begin()
+        self._add_averages(variable_averages, variables_to_average)
+
+    def _begin(self) -> None:
+        self._global_step: Variable | None = None  # that of the last push; None before the first
+        self._wire_config: dict[str, Any] = {}  # what ps tasks are told, once it is known
+
+    def _add_averages(
+        self,
+        averages: ExponentialMovingAverage | None,
+        variables: Iterable[AnyVariable] | None,
+    ) -> None:
+        if averages is None:
+            if variables is not None:
+                raise ConfigurationError(
+                    f"{self._name}: variables_to_average without variable_averages",
+                    hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
+                )
+            return
+        if not isinstance(averages, ExponentialMovingAverage):
+            raise ConfigurationError(
+                f"{self._name}: expected an ExponentialMovingAverage as variable_averages, got "
+                f"{type(averages).__name__}"
+            )
+        single = isinstance(variables, Handle)  # apply says what is wrong with that
+        chosen = variables if variables is None or single else list(variables)
+        averages.apply(chosen)
+        follows = averages.num_updates
+        self._averaged_by = follows if isinstance(follows, Variable) else None
+        self._sync = dataclasses.replace(
+            self._sync,
+            decay=averages.decay,
+            num_updates=follows is not False,
+            averages=averages.pairs(chosen),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **super()._state(),
+            "opt": self._opt,
+            "sync": self._sync,
+            "averaged_by": self._averaged_by,
+        }
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        super()._set_state(state)
+        self._opt, self._sync = state["opt"], state["sync"]
+        self._averaged_by = state["averaged_by"]
+        self._begin()
+
+    def __repr__(self) -> str:
+        config = self._sync
+        return (
+            f"<SyncReplicasOptimizer {self._name!r} {config.replicas_to_aggregate} of "
+            f"{config.total_num_replicas}, {self._opt!r}>"
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as plain data, that of the wrapped optimizer in "optimizer"."""
+        config = self._sync.to_config()
+        del config["global_step"]  # of the program, not of the optimizer
+        return config
+
+    @property
+    def local_step(self) -> int | None:
+        """This task's last token: the step at which it may go on. None before the first.
+
+        Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
+        """
+        runtime = current_runtime()
+        if runtime is None and self._global_step is not None:
+            scope = scope_of(self._global_step)
+            runtime = None if scope is None else scope.runtime
+        return None if runtime is None else runtime.sync.token(self.number)
+
+    # Training.
+
+    async def apply_gradients(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: AnyVariable | None = None,
+        name: str | None = None,
+        *,
+        weight: float = 1.0,
+    ) -> PushResult:
+        """Contribute gradients to the present step, and wait for the token of the next one.
+
+        The gradients' age is that of the oldest values that the step function has pulled
+        since its last push; if it has pulled nothing, the last token.
+
+        Args:
+            grads_and_vars: As for every optimizer. Not copied.
+            global_step: An int64 scalar, raised by one with each step of the optimizer, when all
+                its variables are updated. Always the same variable.
+            name: Without effect.
+            weight: Of these gradients in the mean, above 0: such as the number of examples.
+
+        Returns:
+            ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of
+            the closure was counted. ``step``: the token. ``staleness``: steps that were closed
+            since the values were pulled. ``partial``, ``count``: of the step that it counts in.
+
+        Raises:
+            GradientError: As for every optimizer, or a weight that is none. Also a ValueError.
+            ConfigurationError: No global step, or another one than before. Also a ValueError.
+            UsageError: Outside a step and outside a training session.
+            NotEnoughReplicas: Fewer than ``min_replicas`` workers have lived for ``patience_s``.
+            TrainingEnded: No further step will be closed.
+            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Cancelled before ps 0 was told, the push does not count; afterwards it may.
+            Gradients must not change until the step has ended.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
+            this call.
+        """
+        forbid_in_dataset("apply_gradients")
+        pairs = self._checked(grads_and_vars)
+        weight = checked_weight(weight)
+        step = checked_step("apply_gradients", global_step)
+        variables = [variable for _, variable in pairs]
+        runtime = await runtime_of("apply_gradients", *variables, step)
+        if current_closure() is None and not runtime.in_session:
+            raise UsageError(
+                "apply_gradients of a synchronous optimizer outside a step: the program is no "
+                "replica, and would wait for others",
+                hint="do it in a function given to schedule, or in a training session",
+            )
+        self._check_origin(runtime)
+        config = self._configured(step)
+        closure, ordinal = runtime.begin_update("push")
+        answer = await runtime.sync.contribute(
+            runtime.ps.plan(tuple(variable.spec for variable in variables)),
+            [gradient for gradient, _ in pairs],
+            group=self.number,
+            config=config,
+            local_step=self._local_step_of_push(runtime),
+            closure=closure,
+            ordinal=ordinal,
+            weight=weight,
+        )
+        return _result(answer)
+
+    async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
+        """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.
+
+        They are of this replica alone, so they may be changed, as by clipping their norm, before
+        they are given to ``apply_gradients``.
+        """
+        return await self._opt.compute_gradients(*args, **kwargs)
+
+    async def minimize(  # type: ignore[override]  # TensorFlow's order of arguments
+        self,
+        loss: ValueAndGrad,
+        global_step: AnyVariable | None = None,
+        var_list: Iterable[AnyVariable] | None = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: object = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: object = None,
+    ) -> Any:
+        """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
+
+        Args:
+            loss: Called with the values of the variables, one argument each; returns the loss
+                and the gradients in the same order.
+            global_step: As for ``apply_gradients``.
+            var_list: Default: the trainable variables; see ``compute_gradients`` of optimizers.
+            gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH. Without effect, like all that
+                follow: there is no graph here.
+            aggregation_method: Without effect.
+            colocate_gradients_with_ops: Without effect.
+            name: Without effect.
+            grad_loss: Without effect, as in TensorFlow's eager mode.
+
+        Returns:
+            The loss. What became of the push is said by ``apply_gradients``.
+
+        Raises:
+            ConfigurationError: ``gate_gradients`` is none of the three; also a ValueError.
+            PsyncError: As ``compute_gradients`` and ``apply_gradients``.
+
+        Source: ``tf.compat.v1.train.Optimizer.minimize``.
+        """
+        if gate_gradients not in (self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH):
+            raise ConfigurationError(
+                f"{self._name}: expected gate_gradients GATE_NONE, GATE_OP or GATE_GRAPH, got "
+                f"{gate_gradients!r}"
+            )
+        checked_step("minimize", global_step)
+        losses = []
+
+        def noting(*values: Any) -> tuple[Any, Any]:
+            value, gradients = loss(*values)
+            losses.append(value)
+            return value, gradients
+
+        pairs = await self.compute_gradients(noting, var_list)
+        await self.apply_gradients(pairs, global_step)
+        return losses[-1]
+
+    def _configured(self, global_step: Variable) -> dict[str, Any]:
+        """Return what ps tasks are told; the global step becomes part of it with the first push."""
+        if global_step is self._global_step:
+            return self._wire_config
+        before = self._global_step
+        if before is not None and before.origin == global_step.origin:
+            raise ConfigurationError(
+                f'{self._name}: expected the global step "{before.name}", as before, got '
+                f'"{global_step.name}"'
+            )
+        follows = self._averaged_by
+        if follows is not None and follows is not global_step:
+            raise ConfigurationError(
+                f'{self._name}: the decay of its moving averages follows "{follows.name}", and not '
+                f'the global step "{global_step.name}"',
+                hint="ExponentialMovingAverage(…, num_updates=True)",
+            )
+        (shard,) = global_step.spec.shards
+        sync = dataclasses.replace(self._sync, global_step=(shard.ps, *shard.key))
+        self._wire_config, self._global_step = sync.to_config(), global_step
+        return self._wire_config
+
+    def _local_step_of_push(self, runtime: Runtime) -> int:
+        """Return the step of the values that a push's gradients come from; -1: the first."""
+        pulled = runtime.pulled.lowest(self.number)
+        runtime.pulled.forget(self.number)
+        if pulled is not None and not self._sync.tensorflow_compat:
+            return pulled
+        token = runtime.sync.token(self.number)
+        return -1 if token is None else token
+
+    # What programs for TensorFlow call.
+
+    async def init_tokens(self, global_step: AnyVariable, num_tokens: int = -1) -> int:
+        """Put the initial tokens, unless somebody has; ps 0 does so itself with the first push.
+
+        Args:
+            global_step: As for ``apply_gradients``.
+            num_tokens: At least R - N. -1: as many as are needed; R in ``tensorflow_compat``.
+
+        Returns:
+            The present step.
+
+        Raises:
+            ConfigurationError: Too few tokens, or no number of tokens; also a ValueError.
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe; they may have been put.
+        """
+        count = self._checked_tokens(num_tokens)
+        step = checked_step("init_tokens", global_step)
+        runtime = await runtime_of("init_tokens", step)
+        self._check_origin(runtime)
+        return await runtime.sync.init_tokens(self.number, self._configured(step), count)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
+        """Return what puts the initial tokens when it is awaited; see ``init_tokens``.
+
+        Raises:
+            ConfigurationError: Before ``apply_gradients`` was called in this process, or as
+                ``init_tokens``; also a ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_init_tokens_op``.
+        """
+        global_step = self._applied("get_init_tokens_op")
+        self._checked_tokens(num_tokens)
+        return self.init_tokens(global_step, num_tokens)
+
+    def get_chief_queue_runner(self) -> ChiefQueueRunner:
+        """Return a runner that has nothing to do, since ps 0 closes the steps.
+
+        Raises:
+            ConfigurationError: Before ``apply_gradients`` was called in this process; also a
+                ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
+        """
+        return ChiefQueueRunner(self._applied("get_chief_queue_runner"))
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+        """Return a hook for a training session, which puts the initial tokens.
+
+        Args:
+            is_chief: Whether this task is the chief.
+            num_tokens: As for ``init_tokens``.
+
+        Raises:
+            ConfigurationError: As ``init_tokens``; also a ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.make_session_run_hook``.
+        """
+        self._checked_tokens(num_tokens)
+        return SyncReplicasHook(lambda: self._put_tokens(num_tokens), is_chief)
+
+    async def _put_tokens(self, num_tokens: int) -> None:
+        """Put other numbers of tokens than ps 0 would put by itself."""
+        if num_tokens == -1:
+            return
+        step = self._global_step
+        for scope in running_scopes() if step is None else ():
+            step = global_step_of(scope)
+        if step is None:
+            raise UsageError(
+                f"{self._name}: {num_tokens} initial tokens for an unknown global step",
+                hint="make it with psync.get_or_create_global_step() before the session begins",
+            )
+        await self.init_tokens(step, num_tokens)
+
+    def _applied(self, operation: str) -> Variable:
+        if self._global_step is None:
+            raise ConfigurationError(
+                f"{operation} before apply_gradients of {self._name} was called in this process",
+                hint="ps 0 puts the tokens and closes the steps by itself; to put other numbers "
+                "of tokens first: `await optimizer.init_tokens(global_step, num_tokens)`",
+            )
+        return self._global_step
+
+    def _checked_tokens(self, num_tokens: int) -> int:
+        count = checked_count(self._name, "num_tokens", num_tokens)
+        self._sync.initial_tokens(count)
+        return count
+
+
+class ChiefQueueRunner:
+    """What a TensorFlow program starts on the chief to close steps. Here ps 0 does that.
+
+    Args:
+        global_step: Of the training.
+    """
+
+    def __init__(self, global_step: Variable) -> None:
+        self._global_step = global_step
+
+    async def run(self) -> None:
+        """Return when training has ended, or this task's connections are closed.
+
+        Raises:
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = await runtime_of("the chief's queue runner", self._global_step)
+        await runtime.sync.wait_ended()
+
+
+def _check_wrapped(name: object, opt: object) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        ConfigurationError: It is no optimizer, or one that waits for others itself.
+    """
+    if not isinstance(opt, Optimizer):
+        raise ConfigurationError(
+            f"{name}: expected one of psync.optimizers as opt, got {type(opt).__name__}"
+        )
+    if isinstance(opt, SyncReplicasOptimizer):
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} is synchronous already",
+            hint="wrap one of psync.optimizers",
+        )
+    if opt._staleness_bound is not None:
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} has a staleness bound, which is of no use here: "
+            "gradients of an earlier step are never applied",
+            hint="leave out staleness_bound",
+        )
+
+
+def _result(answer: Contributed) -> PushResult:
+    return PushResult(
+        Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
+    )
