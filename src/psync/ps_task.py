@@ -31,7 +31,6 @@ from psync.clock_service import ClockService
 from psync.endpoint import Endpoint
 from psync.errors import (
     BusyError,
-    ClosedError,
     FencedError,
     GradientError,
     RemoteProtocolError,
@@ -129,9 +128,9 @@ class PsTask:
         Cancellation: Safe; updates go on.
         """
         await self._work.drain()  # and let their senders know
-        if self._closer is not None:
-            await self._closer.close(ClosedError(f"{self.task} ends"))
         await self._endpoint.close()
+        if self._closer is not None:
+            await self._closer.close()
         self._sessions.close()
         await self._work.drain()  # what began meanwhile
 
@@ -209,8 +208,8 @@ class PsTask:
         self._endpoint.handlers.update(self._sync.handlers())
         if self._index == 0:
             if self._closer is not None:
-                replaced = FencedError(f"{self.task} serves a newer coordinator")
-                self._work.to_the_end(self._closer.close(replaced))
+                self._closer.replaced()
+                self._work.to_the_end(self._closer.close())
             self._closer = StepCloser(self._platform, attach, self._sync, self._work, self._pool)
             self._endpoint.handlers.update(self._closer.handlers())
 

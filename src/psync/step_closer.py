@@ -1,7 +1,7 @@
 """Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
 
-Layer: L3. Imports: errors, specs, cluster, blocks, sync_config, sync_steps, platform, endpoint,
-rpc, ps_client, long_work, ps_sync, wire.
+Layer: L3. Imports: errors, cluster, blocks, sync_steps, platform, rpc, long_work, ps_sync, all_ps,
+wire.
 
 Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
 a decided step goes to every ps.
@@ -23,19 +23,14 @@ import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from psync.blocks import BlockPool, bytes_of
+from psync.all_ps import AllPs
+from psync.blocks import BlockPool
 from psync.cluster import task_name
-from psync.endpoint import Endpoint
-from psync.errors import ConfigurationError, ConnectionLost, PsyncError
+from psync.errors import ClosedError, ConnectionLost, FencedError, PsyncError
 from psync.long_work import LongWork
 from psync.platform import Platform
-from psync.ps_client import PsClient
 from psync.ps_sync import CLOSER, PsSync
 from psync.rpc import Handler, Peer, Received, Reply
-from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.sync_config import SyncConfig
 from psync.sync_steps import Action, Close, Contribution, Refuse, Replica, SyncSteps
 from psync.wire.messages import (
     AskStep,
@@ -51,8 +46,6 @@ from psync.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-GLOBAL_STEP_DTYPE = "int64"
 
 _PushKey = tuple[int, Replica, int]
 """Group, replica, number of the push."""
@@ -73,11 +66,9 @@ class StepCloser:
         self, platform: Platform, attach: AttachPs, sync: PsSync, work: LongWork, pool: BlockPool
     ) -> None:
         self.steps = SyncSteps()
-        self._platform = platform
-        self._attach = attach
         self._sync = sync
-        self._work = work
-        self._pool = pool
+        self._all_ps = AllPs(platform, attach, sync, work, pool)
+        self._failpoints = platform.failpoints
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         self._waiting: dict[_PushKey, list[asyncio.Future[Reply]]] = {}
@@ -86,8 +77,6 @@ class StepCloser:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
-        self._endpoint: Endpoint | None = None  # made when another ps is first needed
-        self._others: PsClient | None = None
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -97,24 +86,23 @@ class StepCloser:
             InitTokens: Handler(self._init_tokens),
         }
 
-    async def close(self, error: PsyncError) -> None:
-        """Tell whoever waits, and close the links to the other ps tasks.
+    def replaced(self) -> None:
+        """A newer coordinator is served: tell whoever waits, or comes later."""
+        self._over = FencedError(f"{CLOSER} serves a newer coordinator")
+        waiting, self._waiting = self._waiting, {}
+        for waiters in waiting.values():
+            for waiter in waiters:
+                _fail(waiter, self._over)
 
-        Args:
-            error: What they are told.
+    async def close(self) -> None:
+        """Close the links to the other ps tasks; a step that is being closed gets no further.
 
         Cancellation: Links may be left open.
         """
-        self._over = error
+        self._over = self._over or ClosedError(f"{CLOSER} ends")
         if self._timer is not None:
             self._timer.cancel()
-        for waiters in list(self._waiting.values()):
-            for waiter in waiters:
-                _fail(waiter, error)
-        self._waiting.clear()
-        if self._others is not None and self._endpoint is not None:
-            await self._others.close()
-            await self._endpoint.close()
+        await self._all_ps.close()
         if under_way := [*self._under_way, *self._beginning.values()]:
             await asyncio.wait(under_way)  # they end with their links
 
@@ -188,11 +176,11 @@ class StepCloser:
 
     def fence(self, task: str, below: int) -> None:
         """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
-        if len(self._attach.ps_addresses) > 1:
-            self._start(self._fence_others(Fence(task, below)))
+        message = Fence(task, below)
+        if calls := self._all_ps.ask_others(message):
+            self._start(self._fence_others(calls))
 
-    async def _fence_others(self, message: Fence) -> None:
-        calls = [link.call(lambda peer: message) for link in self._links().links[1:]]
+    async def _fence_others(self, calls: Sequence[asyncio.Task[Received]]) -> None:
         for failed in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(failed, Exception):
                 logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
@@ -270,7 +258,9 @@ class StepCloser:
         config = self._sync.define(group, raw)
         reading = self._beginning.get(group)
         if reading is None:
-            reading = self._beginning[group] = self._loop.create_task(self._global_step(config))
+            reading = self._beginning[group] = self._loop.create_task(
+                self._all_ps.read_global_step(config)
+            )
             reading.add_done_callback(lambda task: self._begun(group, task))
         try:
             first = await asyncio.shield(reading)
@@ -285,23 +275,6 @@ class StepCloser:
         if not task.cancelled():
             task.exception()  # seen, even if those who asked have gone
 
-    async def _global_step(self, config: SyncConfig) -> int:
-        ps, variable, index = config.global_step
-        if ps:
-            client = self._links()
-            if not 0 < ps < len(client.links):
-                raise ConfigurationError(f"{config.name}: its global step is on ps {ps}")
-            (value,) = await client.pull(client.plan((_step_variable(config),)))
-            return int(value)
-        spec = self._sync.store.spec((variable, index))
-        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
-            raise ConfigurationError(
-                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
-                f"expected one element of {GLOBAL_STEP_DTYPE}"
-            )
-        (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
-        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
-
     # Closing.
 
     def _close(self, close: Close) -> None:
@@ -309,15 +282,11 @@ class StepCloser:
             close.group, self._sync.raw_config(close.group), close.step, list(close.pushes)
         )
         try:
-            self._platform.failpoints.hit("ps0.step.decided")
+            self._failpoints.hit("ps0.step.decided")
         except PsyncError as exc:
             self._perform(self.steps.close_failed(close.group, exc))
             return
-        # The others' tasks first: they are at work while this ps applies its own part.
-        calls = [
-            self._loop.create_task(link.call(lambda peer: message))
-            for link in (self._links().links[1:] if len(self._attach.ps_addresses) > 1 else ())
-        ]
+        calls = self._all_ps.ask_others(message)  # first: they work while ps 0 does its own part
         self._start(self._close_everywhere(message, calls))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -330,9 +299,9 @@ class StepCloser:
     ) -> None:
         """Let every ps apply a step, raise the global step, let replicas go on."""
         try:
-            await self._apply_everywhere(message, calls)
-            self._platform.failpoints.hit("ps0.step.applied")
-            await self._raise_global_step(self._sync.define(message.group, None))
+            await self._all_ps.apply(message, calls)
+            self._failpoints.hit("ps0.step.applied")
+            await self._all_ps.raise_global_step(self._sync.define(message.group, None))
         except Exception as exc:
             if self._over is not None:
                 return
@@ -345,59 +314,6 @@ class StepCloser:
         else:
             if self._over is None:
                 self._perform(self.steps.closed(message.group, message.step))
-
-    async def _apply_everywhere(
-        self, message: CloseStep, calls: Sequence[asyncio.Task[Received]]
-    ) -> None:
-        failed: Exception | None = None
-        try:
-            under_way = self._sync.close_step(message)
-            if under_way is not None:
-                await under_way
-        except Exception as exc:
-            failed = exc
-        for call in calls:  # all are waited for: the step is carried as far as it goes
-            try:
-                await call
-            except Exception as exc:
-                failed = failed or exc
-        if failed is not None:
-            raise failed
-
-    async def _raise_global_step(self, config: SyncConfig) -> None:
-        ps, variable, index = config.global_step
-        one: np.ndarray = np.ones((), dtype_of(GLOBAL_STEP_DTYPE))
-        if ps:
-            client = self._links()
-            plan = client.plan((_step_variable(config),))
-            await client.assign(plan, [one], op="add", closure=-1, ordinal=0)
-            return
-        store, key = self._sync.store, (variable, index)
-        operand = store.check_assign(key, "add", one.reshape(store.spec(key).shape))
-        self._work.finish_now(await self._work.when_idle(store.assign_checked, key, "add", operand))
-
-    def _links(self) -> PsClient:
-        """Return the links to the other ps tasks.
-
-        Their incarnation is the coordinator's: a ps that serves a newer one refuses it.
-        """
-        if self._over is not None:
-            raise self._over.with_traceback(None)
-        if self._others is None:
-            attach = self._attach
-            self._endpoint = Endpoint(self._platform, CLOSER, attach.coordinator, {}, self._pool)
-            self._others = PsClient(
-                self._endpoint, attach.ps_addresses, self._pool, attach.ps_timeout_s
-            )
-        return self._others
-
-
-def _step_variable(config: SyncConfig) -> VariableSpec:
-    """Describe the shard of the global step, on another ps, as a variable of its own."""
-    ps, variable, index = config.global_step
-    name = f"{config.name}: global step"
-    shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
-    return VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")
 
 
 def _connection_lost(peer: Peer) -> None:
