@@ -20,7 +20,7 @@ from psync.errors import (
 )
 from psync.session_hooks import SessionHook
 from psync.training_sessions import MonitoredTrainingSession
-from tests.session_cluster import session_cluster
+from session_cluster import session_cluster
 
 Strategy = psync.ParameterServerStrategy
 

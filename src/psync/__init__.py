@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from psync.resolvers import ClusterResolver as ClusterResolver
     from psync.resolvers import SimpleClusterResolver as SimpleClusterResolver
     from psync.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+    from psync.session_hooks import SessionHook as SessionHook
+    from psync.session_hooks import SyncReplicasHook as SyncReplicasHook
     from psync.specs import Outcome as Outcome
     from psync.staleness_bound import StalenessBound as StalenessBound
     from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.tasks import run as run
     from psync.tasks import serve as serve
+    from psync.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
     from psync.variables import ShardedVariable as ShardedVariable
     from psync.variables import Variable as Variable
     from psync.variables import VariableAggregation as VariableAggregation
@@ -110,11 +113,13 @@ _HOMES = {
     "pulls": ("pull",),
     "remote_value": ("RemoteValue", "RemoteValueStatus"),
     "resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
+    "session_hooks": ("SessionHook", "SyncReplicasHook"),
     "specs": ("Outcome",),
     "staleness_bound": ("StalenessBound",),
     "strategy": ("ParameterServerStrategy",),
     "sync_replicas": ("ChiefQueueRunner", "SyncReplicasOptimizer"),
     "tasks": ("run", "serve"),
+    "training_sessions": ("MonitoredTrainingSession",),
     "variables": (
         "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
     ),

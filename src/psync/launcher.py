@@ -31,6 +31,7 @@ from psync.processes import (
 from psync.task_output import write_stderr
 
 SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
 
 
@@ -161,6 +162,10 @@ class _Run:
                 return
             death = f"{worker.name} {describe_exit(code)}"
             if code == 0:
+                # As a rule a worker that runs the program itself ends just before the chief.
+                await asyncio.wait([self._outcome], timeout=ALONE_S)
+                if self._outcome.done():
+                    return
                 _say(f"{death}: it has ended by itself and is not started again")
                 return
             if not policy.allow(asyncio.get_running_loop().time()):

@@ -14,12 +14,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from psync.cluster import ClusterSpec, task_name
 from psync.endpoint import Endpoint
-from psync.environment import platform_of, script_is_shared
+from psync.environment import platform_of, script_is_shared, training_over
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -48,7 +49,17 @@ SHUTDOWN_TIMEOUT_S = 2.0
 """How long the chief waits, at its end, for each task to hear that it should exit."""
 
 
-def run(main: Callable[[], Awaitable[T]], resolver: ClusterResolver | None = None) -> T:
+LAST_WORDS_S = 3.0
+"""How long a worker may go on that is told to exit when its training session has ended. Less than
+the launcher's patience (``processes.GRACE_S``)."""
+
+
+def run(
+    main: Callable[[], Awaitable[T]],
+    resolver: ClusterResolver | None = None,
+    *,
+    on_workers: bool = False,
+) -> T:
     """Run this process as the task that the cluster says it is.
 
     On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under
@@ -58,12 +69,15 @@ def run(main: Callable[[], Awaitable[T]], resolver: ClusterResolver | None = Non
     Args:
         main: Coroutine function without arguments: the training program.
         resolver: Default: ``TFConfigClusterResolver()``.
+        on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
+            programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
+            In a cluster without a chief, worker 0 tells the ps tasks to exit.
 
     Returns:
         What ``main`` returned.
 
     Raises:
-        SystemExit: On ps and worker tasks (code 0). With code 2, and the reason instead of a
+        SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
             traceback on stderr, where the cluster is not as it should be: its description is
             wrong, there is no secret or another one, an address is taken, a task is not there or
             is another one. With code 130 after Ctrl-C and
@@ -82,8 +96,14 @@ def run(main: Callable[[], Awaitable[T]], resolver: ClusterResolver | None = Non
     try:
         resolver, cluster, job, index = _own_task(resolver)
         launched = _prepare_process(job, index)
-        if job == "chief":
-            return _run_loop(lambda: _run_chief(main, resolver, cluster, launched=launched))
+        if job == "chief" or (on_workers and job == "worker"):
+            own = OwnTask(resolver, cluster, job, index)
+            jobs = ("ps",) if on_workers else ("worker", "ps")
+            over = asyncio.Event()
+            return _run_loop(
+                lambda: _run_main(main, own, () if launched else jobs, over),
+                last_words=over if job == "worker" else None,
+            )
         _run_loop(
             lambda: _serve(resolver, cluster, job, index, insecure=False, shared=True),
             terminated_code=0,
@@ -95,15 +115,34 @@ def run(main: Callable[[], Awaitable[T]], resolver: ClusterResolver | None = Non
         _exit(exc)
 
 
-async def _run_chief(
-    main: Callable[[], Awaitable[T]],
-    resolver: ClusterResolver,
-    cluster: ClusterSpec,
-    *,
-    launched: bool,
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """Who this process is."""
+
+    resolver: ClusterResolver
+    cluster: ClusterSpec
+    job: str
+    index: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether the others exit when it does: the chief, or worker 0 where there is none."""
+        first = (self.job, self.index) == ("worker", 0) and "chief" not in self.cluster.jobs
+        return self.job == "chief" or first
+
+    @property
+    def address(self) -> str:
+        """Where it is known."""
+        return self.cluster.task_address(self.job, self.index)
+
+
+async def _run_main(
+    main: Callable[[], Awaitable[T]], own: OwnTask, stopping: Sequence[str], over: asyncio.Event
 ) -> T:
+    """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
     script_is_shared.set(True)
-    tasks_end = not launched
+    training_over.set(over)
+    tasks_end = own.leads
     try:
         return await main()
     except SETUP_ERRORS as exc:
@@ -112,7 +151,7 @@ async def _run_chief(
         raise
     finally:
         if tasks_end:
-            await _shut_down(resolver, cluster)
+            await _shut_down(own, stopping)
 
 
 def _is_of_setup(error: PsyncError) -> bool:
@@ -190,12 +229,12 @@ def make_task(
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
-async def _shut_down(resolver: ClusterResolver, cluster: ClusterSpec) -> None:
-    """Tell every ps and worker that training is over; those that do not hear it stay."""
-    chief = cluster.task_address("chief", cluster.task_indices("chief")[0])
+async def _shut_down(own: OwnTask, jobs: Sequence[str]) -> None:
+    """Tell every task of these jobs that training is over; those that do not hear it stay."""
+    cluster = own.cluster
     try:
         # If there is no secret, main() has allowed that or has failed: it was said before.
-        platform = platform_of(resolver, chief, insecure=True, warn=logger.debug)
+        platform = platform_of(own.resolver, own.address, insecure=True, warn=logger.debug)
     except ConfigurationError as exc:
         logger.debug("nobody was told to exit: %s", exc)
         return
@@ -213,7 +252,7 @@ async def _shut_down(resolver: ClusterResolver, cluster: ClusterSpec) -> None:
 
     try:
         await asyncio.gather(
-            *(tell(job, index) for job in ("worker", "ps") for index in cluster.task_indices(job))
+            *(tell(job, index) for job in jobs for index in cluster.task_indices(job))
         )
     finally:
         await endpoint.close()
@@ -283,11 +322,17 @@ def _watch_launcher() -> None:
         watch_lifeline(int(lifeline))
 
 
-def _run_loop(main: Callable[[], Awaitable[T]], *, terminated_code: int = 143) -> T:
+def _run_loop(
+    main: Callable[[], Awaitable[T]],
+    *,
+    terminated_code: int = 143,
+    last_words: asyncio.Event | None = None,
+) -> T:
     """Run ``main`` on a new loop; SIGTERM and Ctrl-C cancel it: everything is closed in order.
 
     SIGTERM then ends the process with ``terminated_code``, 128 + 15 by default. For a ps or
-    worker that serves it is the orderly end, with code 0.
+    worker that serves it is the orderly end, with code 0. Once ``last_words`` is set, it leaves
+    ``main`` some seconds to end by itself.
     """
     terminated = False
 
@@ -299,7 +344,10 @@ def _run_loop(main: Callable[[], Awaitable[T]], *, terminated_code: int = 143) -
         def terminate() -> None:
             nonlocal terminated
             terminated = True
-            task.cancel()
+            if last_words is not None and last_words.is_set():
+                loop.call_later(LAST_WORDS_S, task.cancel)
+            else:
+                task.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, terminate)
         try:
