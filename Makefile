@@ -11,8 +11,8 @@ EXTRAS_coverage := test
 
 # What decides, and what reads bytes, is tested without an event loop, every branch of it.
 RULES := errors specs cluster partitioners placement sums accumulators sparse_accumulators schedules \
-	update_rules blocks store ledger closure_states dispatching closures membership \
-	sync_config tokens sync_groups sync_steps staging
+	update_rules blocks shards means store ledger closure_states dispatching closures membership \
+	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks
 WIRE := limits tensors frames codec messages handshake protocol remote_errors
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2

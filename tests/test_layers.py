@@ -25,8 +25,9 @@ LAYERS = {
     ],
     "L1 rules": [
         "partitioners", "placement", "sums", "accumulators", "sparse_accumulators", "schedules",
-        "update_rules", "blocks", "store", "ledger", "closure_states", "dispatching", "closures",
-        "membership", "sync_config", "tokens", "sync_groups", "sync_steps", "staging",
+        "update_rules", "blocks", "shards", "means", "store", "ledger", "closure_states",
+        "dispatching", "closures", "membership", "sync_config", "tokens", "sync_groups",
+        "sync_steps", "staging",
         "session_members", "pulled_steps", "schedule_report", "round_clocks",
     ],
     "L2 shell": [

@@ -1,6 +1,6 @@
-"""What one ps holds: shards, their slots, and the state of optimizers.
+"""What one ps holds and how it changes: shards, their slots, and the state of optimizers.
 
-Layer: L1. Imports: errors, specs, blocks, update_rules.
+Layer: L1. Imports: errors, specs, blocks, sums, update_rules, means, shards.
 
 The store decides nothing about time and peers. It reads, assigns and applies, each on one
 shard, and refuses before anything has changed whatever does not fit.
@@ -9,44 +9,27 @@ Reading is free of copies: ``read`` returns references to the shard's blocks, an
 stay what they are for ever, because a block that somebody holds is replaced, not changed
 (see ``blocks``). Memory is therefore bounded by values, slots and the blocks in flight.
 
-Updating a large shard takes milliseconds, which would delay every peer of an event loop. So
-``assign`` and ``apply`` return a generator that does one block per ``next()``; the caller
-lets the loop run in between. From the call until its end the shard is busy: reading
-or updating it raises BusyError (the caller queues such requests), so nobody sees a shard
-half of which is new. The caller runs the generator to its end. It cannot be abandoned by
-accident: closing it, or dropping it, does the remaining blocks at once. Only an exception inside
-a block (no memory left) leaves the shard busy for good, as its value is torn: the task must end.
+``assign``, ``apply`` and the like return work, to be done block by block: see ``shards``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from psync.blocks import BlockArray, BlockPool, PoolStatistics, bytes_of
-from psync.errors import (
-    BusyError,
-    ConfigurationError,
-    GradientError,
-    PartitionError,
-    PsyncError,
-    UnknownVariableError,
-    UsageError,
-)
-from psync.specs import ShardSpec, dtype_of
-from psync.update_rules import Part, Scratch, UpdateRule, rule_from_config, slot_dtype
+from psync.blocks import BLOCK_ELEMENTS, BlockPool, PoolStatistics, bytes_of
+from psync.errors import GradientError, PartitionError, UsageError
+from psync.means import MeanGradient, move_average
+from psync.shards import Key, ShardTable, Work, described, started
+from psync.sums import Reduction, sum_dtype
+from psync.update_rules import Part, Scratch
 
-Key = tuple[int, int]
-"""(variable id, shard index): see ``ShardSpec.key``."""
+__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
 
 AssignOp = Literal["assign", "add", "sub"]
-
-Work = Generator[None, None, None]
-"""An update under way: one block per ``next()``; run it to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +40,14 @@ class StoreStatistics:
     bytes: int  # size of their values
     slot_bytes: int  # size of their slots
     applies: int  # finished applies, one per shard
-    assigns: int  # finished assigns, one per shard
+    assigns: int  # finished assigns and moving averages, one per shard
     copies: int  # blocks replaced instead of changed, because a reader held them
     versions: dict[str, int]  # finished updates per shard, by name: "w/part_0"
     pool: PoolStatistics
 
 
-@dataclass(slots=True)
-class _Shard:
-    spec: ShardSpec
-    values: BlockArray
-    nbytes: int  # of the values; specs compute theirs at each look
-    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
-    version: int = 0  # finished updates
-    busy: bool = False  # an update is under way
-
-
-@dataclass(slots=True)
-class _Optimizer:
-    rule: UpdateRule
-    step: int = 0  # the lowest step that the next push may have
-
-
-class ShardStore:
-    """Shards, slots and optimizers of one ps. Single owner; never blocks.
+class ShardStore(ShardTable):
+    """A table of shards whose values can be changed. Single owner; never blocks.
 
     Args:
         task: Name of the ps, for messages: ``/job:ps/task:1``.
@@ -88,153 +55,12 @@ class ShardStore:
     """
 
     def __init__(self, task: str, pool: BlockPool | None = None) -> None:
-        self._task = task
-        self._pool = BlockPool() if pool is None else pool
-        self._shards: dict[Key, _Shard] = {}
-        self._optimizers: dict[int, _Optimizer] = {}
+        super().__init__(task, pool)
         self._scratch = Scratch()
+        self._sums = Scratch(BLOCK_ELEMENTS)  # apart from the rules', which read what is in it
         self._applies = 0
         self._assigns = 0
         self._copies = 0
-
-    # Shards
-
-    def create(self, spec: ShardSpec, value: object = None, *, fill: float = 0) -> bool:
-        """Take up a shard. Idempotent: the same spec again changes nothing, whatever the value.
-
-        Args:
-            spec: Of the shard.
-            value: Initial value: a buffer of the shard's bytes (C order, little endian) or an
-                array of its shape and dtype; copied at once. For values of many MiB create the
-                shard first and ``assign`` to it, which lets the loop run in between.
-            fill: Initial value of all elements if ``value`` is None; costs nothing until
-                the shard is first used.
-
-        Returns:
-            Whether the shard is new.
-
-        Raises:
-            PartitionError: If there is another shard under the key.
-            GradientError: If the value does not fit the spec.
-        """
-        known = self._shards.get(spec.key)
-        if known is not None:
-            if known.spec != spec:
-                raise PartitionError(
-                    f"{spec} on {self._task}: exists already as {_whole(known.spec)}, "
-                    f"got {_whole(spec)}"
-                )
-            return False
-        values = BlockArray(spec.size, dtype_of(spec.dtype), fill)
-        shard = _Shard(spec, values, values.nbytes)
-        if value is not None:
-            shard.values = BlockArray.from_array(self._typed(shard, value), self._pool)
-        self._shards[spec.key] = shard
-        return True
-
-    def copy(self, spec: ShardSpec, source: Key) -> Work:
-        """Start to take up a shard that begins with the present value of another one.
-
-        Idempotent like ``create``: the work on a shard that is there already is nothing. What
-        happens to the other shard meanwhile changes nothing: its blocks are held.
-
-        Args:
-            spec: Of the new shard.
-            source: Of the other one, which has its shape and dtype.
-
-        Returns:
-            The work, to be run to its end; the new shard is busy until then.
-
-        Raises:
-            UnknownVariableError: If there is no such other shard here.
-            PartitionError: If its shape or dtype differ, or there is another shard under the key.
-            BusyError: If an update of the other shard is under way.
-        """
-        if source not in self._shards:
-            raise UnknownVariableError(
-                f"{spec} on {self._task}: cannot begin as a copy of shard {source[1]} of variable "
-                f"{source[0]}, which is not here"
-            )
-        if spec.key in self._shards:
-            self.create(spec)  # raises if it is another one
-            return _nothing()
-        original = self._idle(source)
-        if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
-            raise PartitionError(
-                f"{spec} on {self._task}: expected {_described(original.spec)}, as "
-                f"{original.spec} has, got {_described(spec)}"
-            )
-        self.create(spec)
-        shard = self._shards[spec.key]
-        held = original.values.export()  # one view of each block
-        values, dtype = shard.values, shard.values.dtype
-
-        def one_block(i: int) -> None:
-            np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
-
-        return _started(shard, one_block, held.clear)
-
-    def keys(self) -> list[Key]:
-        """Return the keys of all shards, in the order of their creation."""
-        return list(self._shards)
-
-    def spec(self, key: Key) -> ShardSpec:
-        """Return the spec of a shard.
-
-        Raises:
-            UnknownVariableError: If it is not here.
-        """
-        return self._shard(key).spec
-
-    def busy(self, key: Key) -> bool:
-        """Return whether an update of the shard is under way.
-
-        Raises:
-            UnknownVariableError: If the shard is not here.
-        """
-        return self._shard(key).busy
-
-    def version(self, key: Key) -> int:
-        """Return how many updates of the shard have been finished.
-
-        Raises:
-            UnknownVariableError: If the shard is not here.
-        """
-        return self._shard(key).version
-
-    def read(self, key: Key) -> list[memoryview]:
-        """Return the shard's bytes as read-only views, without copying.
-
-        They never change. While they live, updates replace the blocks instead of changing them.
-
-        Raises:
-            UnknownVariableError: If the shard is not here.
-            BusyError: If an update of it is under way.
-        """
-        return self._idle(key).values.export()
-
-    def read_slot(self, key: Key, optimizer_id: int, slot: str) -> list[memoryview]:
-        """Return a slot's bytes like ``read``; it has its initial value before the first apply.
-
-        The dtype is ``update_rules.slot_dtype`` of the shard's: float32 for half precision.
-
-        Raises:
-            UnknownVariableError: If the shard is not here.
-            UsageError: If the optimizer is not defined or has no such slot.
-            GradientError: If the shard's dtype cannot be optimized.
-            BusyError: If an update of the shard is under way.
-        """
-        rule = self._optimizer(optimizer_id).rule
-        if slot not in rule.slot_names():
-            raise UsageError(
-                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
-                hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
-            )
-        shard = self._idle(key)
-        self._check_optimizable(shard)
-        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)].export()
-
-    # Updates
 
     def check_assign(self, key: Key, op: str, data: object) -> np.ndarray:
         """Raise what ``assign`` would raise, except BusyError, and return ``data`` as it is used.
@@ -291,27 +117,7 @@ class ShardStore:
         def finished() -> None:
             self._assigns += 1
 
-        return _started(shard, one_block, finished)
-
-    def define_optimizer(self, optimizer_id: int, config: object) -> None:
-        """Make an optimizer known. Idempotent for the same config.
-
-        Args:
-            optimizer_id: Its number in the strategy.
-            config: ``UpdateRule.to_config()``, as it came over the wire.
-
-        Raises:
-            ConfigurationError: If the config is not one, or differs from the one known.
-        """
-        rule = rule_from_config(config)
-        known = self._optimizers.get(optimizer_id)
-        if known is None:
-            self._optimizers[optimizer_id] = _Optimizer(rule)
-        elif known.rule.to_config() != rule.to_config():
-            raise ConfigurationError(
-                f"optimizer {optimizer_id} on {self._task} is defined already as "
-                f"{known.rule.to_config()}, got {rule.to_config()}"
-            )
+        return started(shard, one_block, finished)
 
     def begin_push(self, optimizer_id: int, carried_step: int) -> int:
         """Count one push and return its step, with which all its shards are applied.
@@ -360,7 +166,9 @@ class ShardStore:
             optimizer_id, key, self.check_apply(optimizer_id, key, grad), step
         )
 
-    def apply_checked(self, optimizer_id: int, key: Key, gradient: np.ndarray, step: int) -> Work:
+    def apply_checked(
+        self, optimizer_id: int, key: Key, gradient: np.ndarray | MeanGradient, step: int
+    ) -> Work:
         """As ``apply``, of what ``check_apply`` returned."""
         shard = self._idle(key)
         rule, pool, scratch = self._optimizers[optimizer_id].rule, self._pool, self._scratch
@@ -387,7 +195,7 @@ class ShardStore:
         def finished() -> None:
             self._applies += 1
 
-        return _started(shard, one_block, finished)
+        return started(shard, one_block, finished)
 
     def apply_at_once(
         self, optimizer_id: int, keys: Sequence[Key], gradients: Sequence[np.ndarray], step: int
@@ -399,11 +207,86 @@ class ShardStore:
         Raises:
             BusyError: If an update of one of them is under way; those before it are applied.
         """
+        self._apply_parts(optimizer_id, keys, gradients, step)
+
+    def apply_mean(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        step: int,
+        *,
+        reduction: Reduction = "mean",
+    ) -> Work:
+        """Start to apply the weighted mean, or sum, of several pushes' gradients to the shard.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            gradients: Of each push, in the order in which they are summed: what ``check_apply``
+                returned. They must not change until the work is done.
+            weights: Of each push, above 0. ``means.MeanGradient`` says what is computed.
+            step: As for ``apply``.
+            reduction: "mean" or "sum".
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If there are no gradients, or not as many weights.
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of the shard is under way.
+        """
+        mean = MeanGradient(gradients, weights, reduction, self._sums)
+        return self.apply_checked(optimizer_id, key, mean, step)
+
+    def apply_mean_at_once(
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients_by_push: Sequence[Sequence[np.ndarray]],
+        weights: Sequence[float],
+        step: int,
+        reduction: Reduction = "mean",
+    ) -> None:
+        """Do ``apply_mean`` on idle shards that are small, to the end.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            keys: Of the shards.
+            gradients_by_push: Of each push the gradients, one per key.
+            weights: Of each push.
+            step: As for ``apply``.
+            reduction: "mean" or "sum".
+
+        Raises:
+            UsageError: If there are no pushes, or not as many weights, or gradients as keys.
+            BusyError: If an update of one of them is under way; those before it are applied.
+        """
+        if any(len(gradients) != len(keys) for gradients in gradients_by_push):
+            raise UsageError(f"expected {len(keys)} gradients of each push")
+        means = [
+            MeanGradient([push[i] for push in gradients_by_push], weights, reduction, self._sums)
+            for i in range(len(keys))
+        ]
+        self._apply_parts(optimizer_id, keys, means, step)
+
+    def _apply_parts(
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients: Sequence[np.ndarray | MeanGradient],
+        step: int,
+    ) -> None:
         rule = self._optimizers[optimizer_id].rule
         rule.apply_all(self._parts(optimizer_id, keys, gradients), step, self._scratch)
 
     def _parts(
-        self, optimizer_id: int, keys: Sequence[Key], gradients: Sequence[np.ndarray]
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients: Sequence[np.ndarray | MeanGradient],
     ) -> Iterator[Part]:
         """Yield block after block; each is committed when the next one is asked for."""
         pool = self._pool
@@ -412,8 +295,9 @@ class ShardStore:
             values, slots = shard.values, self._slots(shard, optimizer_id)
             shard.busy = True  # for ever, if it fails half-way
             for i in range(values.num_blocks):
-                part = gradient
-                if values.num_blocks > 1:
+                if values.num_blocks == 1 and isinstance(gradient, np.ndarray):
+                    part = gradient
+                else:
                     start, stop = values.bounds(i)
                     part = gradient[start:stop]
                 target = values.writable(i, pool)
@@ -432,6 +316,54 @@ class ShardStore:
             shard.version += 1
             self._applies += 1
 
+    def average(self, average_key: Key, key: Key, decay: float) -> Work:
+        """Start to move a shard towards the present value of another one.
+
+        It becomes ``average - (1 - decay) * (average - value)``, as ``means.move_average`` says.
+        What happens to the other shard meanwhile changes nothing: its blocks are held, each one
+        until it was read.
+
+        Args:
+            average_key: Of the shard that changes.
+            key: Of the other one, which has its shape and dtype.
+            decay: In [0, 1].
+
+        Returns:
+            The work, to be run to its end; the shard that changes is busy until then.
+
+        Raises:
+            UnknownVariableError: If one of them is not here.
+            PartitionError: If shapes or dtypes differ.
+            GradientError: If they are not floating.
+            BusyError: If an update of one of them is under way.
+        """
+        shard, other = self._idle(average_key), self._idle(key)
+        if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
+            raise PartitionError(
+                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
+                f"has, whose moving average it is, got {described(shard.spec)}"
+            )
+        try:
+            sum_dtype(shard.values.dtype)
+        except GradientError:
+            raise GradientError(
+                f"{shard.spec} on {self._task}: only floating-point variables have moving "
+                f"averages, got {shard.spec.dtype}"
+            ) from None
+        averages, pool, scratch = shard.values, self._pool, self._sums
+        held = other.values.export()[::-1]  # one view of each block, the first at the end
+
+        def one_block(i: int) -> None:
+            target = averages.writable(i, pool)
+            value = bytes_of(held.pop()).view(averages.dtype)
+            move_average(averages.block(i).array, value, target.array, decay, scratch)
+            self._copies += averages.commit(i, target, pool)
+
+        def finished() -> None:
+            self._assigns += 1
+
+        return started(shard, one_block, finished)
+
     def statistics(self) -> StoreStatistics:
         """Return sizes and counters as of now."""
         shards = self._shards.values()
@@ -445,103 +377,3 @@ class ShardStore:
             versions={str(shard.spec).strip('"'): shard.version for shard in shards},
             pool=self._pool.statistics(),
         )
-
-    # Lookups and checks
-
-    def _shard(self, key: Key) -> _Shard:
-        shard = self._shards.get(key)
-        if shard is None:
-            variable_id, index = key
-            names = {
-                s.spec.variable for s in self._shards.values() if s.spec.variable_id == variable_id
-            }
-            named = "".join(f' ("{name}")' for name in names)
-            raise UnknownVariableError(
-                f"{self._task} holds no shard {index} of variable {variable_id}{named}"
-            )
-        return shard
-
-    def _idle(self, key: Key) -> _Shard:
-        shard = self._shard(key)
-        if shard.busy:
-            raise BusyError(f"{shard.spec} on {self._task}: an update is under way")
-        return shard
-
-    def _optimizer(self, optimizer_id: int) -> _Optimizer:
-        optimizer = self._optimizers.get(optimizer_id)
-        if optimizer is None:
-            raise UsageError(f"optimizer {optimizer_id} is not defined on {self._task}")
-        return optimizer
-
-    def _slots(self, shard: _Shard, optimizer_id: int) -> list[BlockArray]:
-        """Return the shard's slots in the rule's order, made when first asked for."""
-        rule = self._optimizers[optimizer_id].rule
-        slots = []
-        for name in rule.slot_names():
-            slot = shard.slots.get((optimizer_id, name))
-            if slot is None:
-                dtype = slot_dtype(shard.values.dtype)
-                slot = BlockArray(shard.values.size, dtype, rule.initial_slot(name))
-                shard.slots[optimizer_id, name] = slot
-            slots.append(slot)
-        return slots
-
-    def _check_optimizable(self, shard: _Shard) -> None:
-        try:
-            slot_dtype(shard.values.dtype)
-        except GradientError as exc:
-            raise GradientError(
-                f"{shard.spec} on {self._task}: {exc.message}", hint=exc.hint
-            ) from None
-
-    def _typed(self, shard: _Shard, data: object) -> np.ndarray:
-        """Return ``data`` as a 1-D array of the shard's dtype, without copying if it can be."""
-        spec, dtype = shard.spec, shard.values.dtype
-        if isinstance(data, np.ndarray) and (data.dtype != dtype or data.shape != spec.shape):
-            raise self._misfit(spec, f"shape {data.shape} {data.dtype}")
-        data_bytes = bytes_of(data)
-        if data_bytes.size != shard.nbytes:
-            raise self._misfit(spec, f"{data_bytes.size} bytes")
-        if spec.dtype == "bool" and data_bytes.size and data_bytes.max() > 1:
-            raise self._misfit(spec, "bytes other than 0 and 1")
-        return data_bytes.view(dtype)
-
-    def _misfit(self, spec: ShardSpec, got: str) -> PsyncError:
-        return GradientError(
-            f"{spec} on {self._task}: expected {_described(spec)} ({spec.nbytes} bytes), got {got}"
-        )
-
-
-def _started(shard: _Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
-    work = _work(shard, one_block, finished)
-    next(work)  # a generator that has not begun could be dropped without a trace
-    return work
-
-
-def _work(shard: _Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
-    count = shard.values.num_blocks
-    done = 0
-    shard.busy = True
-    with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
-        yield
-        while done < count - 1:
-            one_block(done)
-            done += 1
-            yield
-    for i in range(done, count):
-        one_block(i)
-    shard.version += 1
-    shard.busy = False
-    finished()
-
-
-def _nothing() -> Work:
-    yield from ()
-
-
-def _described(spec: ShardSpec) -> str:
-    return f"shape {spec.shape} {spec.dtype}"
-
-
-def _whole(spec: ShardSpec) -> str:
-    return f"{spec} of {_described(spec)} at row {spec.offset} on ps {spec.ps}"

@@ -1,0 +1,98 @@
+"""What a synchronous step does with several arrays: the mean of gradients, and moving averages.
+
+Layer: L1. Imports: errors, sums, update_rules.
+
+Both work on one block of a shard at a time, so that the terms are read once, and their result is
+still in the CPU's cache when the optimizer's rule reads it. All of it is elementwise: the blocks
+do not show in the result, not in a single bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from psync.errors import UsageError
+from psync.sums import Reduction, accumulate, begin, finish, sum_dtype
+from psync.update_rules import Scratch
+
+
+class MeanGradient:
+    """The mean, or sum, of the gradients that several pushes have for one shard.
+
+    It is cut like an array, ``mean[start:stop]``, and computed when it is cut: what is cut off
+    is valid until the next cut of anything that shares the scratch memory.
+
+    The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
+    ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+
+    Args:
+        gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
+            until the last cut.
+        weights: Of each push, above 0.
+        reduction: "mean" or "sum".
+        scratch: Memory for the sum; its chunk is the longest possible cut.
+
+    Raises:
+        UsageError: There is no gradient, or not one weight for each.
+    """
+
+    __slots__ = ("_gradients", "_reduction", "_scratch", "_weight_sum", "_weights")
+
+    def __init__(
+        self,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        reduction: Reduction,
+        scratch: Scratch,
+    ) -> None:
+        if not gradients or len(gradients) != len(weights):
+            raise UsageError(
+                "expected gradients, and a weight for each, got "
+                f"{len(gradients)} and {len(weights)}"
+            )
+        self._gradients = gradients
+        self._weights = weights
+        self._weight_sum = sum(weights)
+        self._reduction = reduction
+        self._scratch = scratch
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return these elements, in the dtype of the gradients; not to be changed."""
+        first = self._gradients[0][part]
+        if len(self._gradients) == 1 and self._weights[0] == 1:
+            return first
+        work = sum_dtype(first.dtype)
+        (total,) = self._scratch.arrays(work, 1, first.size)
+        begin(total, first, self._weights[0])
+        for i in range(1, len(self._gradients)):
+            accumulate(total, self._gradients[i][part], self._weights[i])
+        if work == first.dtype:
+            finish(total, self._weight_sum, self._reduction)
+            return total
+        (rounded,) = self._scratch.arrays(first.dtype, 1, first.size)
+        finish(total, self._weight_sum, self._reduction, rounded)
+        return rounded
+
+
+def move_average(
+    average: np.ndarray, value: np.ndarray, out: np.ndarray, decay: float, scratch: Scratch
+) -> None:
+    """Compute ``average - (1 - decay) * (average - value)``, in ``sum_dtype``, rounded once.
+
+    Args:
+        average: 1-D, floating, not longer than the scratch's chunk.
+        value: Of the same length and dtype.
+        out: Where the result goes: ``average`` itself or memory apart from it.
+        decay: In [0, 1].
+        scratch: Work space.
+
+    Source: ``tf.train.ExponentialMovingAverage``.
+    """
+    work = sum_dtype(average.dtype)
+    (difference,) = scratch.arrays(work, 1, average.size)
+    with np.errstate(all="ignore"):  # infinities and NaN are results
+        np.subtract(average, value, out=difference, dtype=work)
+        np.multiply(difference, 1 - decay, out=difference)
+        np.subtract(average, difference, out=out, dtype=work)

@@ -1,0 +1,331 @@
+"""The shards that one ps holds, the optimizers that it knows, and how work on a shard is done.
+
+Layer: L1. Imports: errors, specs, blocks, update_rules.
+
+Creating, reading and looking up; what changes a shard's value stands in ``store``.
+
+Work on a large shard takes milliseconds, which would delay every peer of an event loop. So
+it is a generator that does one block per ``next()``; the caller lets the loop run in
+between. From the call until its end the shard is busy: reading or updating it raises BusyError
+(the caller queues such requests), so nobody sees a shard half of which is new. The caller
+runs the generator to its end. It cannot be abandoned by accident: closing it, or dropping
+it, does the remaining blocks at once. Only an exception inside a block (no memory left)
+leaves the shard busy for good, as its value is torn: the task must end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from psync.blocks import BlockArray, BlockPool, bytes_of
+from psync.errors import (
+    BusyError,
+    ConfigurationError,
+    GradientError,
+    PartitionError,
+    PsyncError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.specs import ShardSpec, dtype_of
+from psync.update_rules import UpdateRule, rule_from_config, slot_dtype
+
+Key = tuple[int, int]
+"""(variable id, shard index): see ``ShardSpec.key``."""
+
+Work = Generator[None, None, None]
+"""Work under way on one shard: one block per ``next()``; run it to its end."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """One shard, and what optimizers keep beside it."""
+
+    spec: ShardSpec
+    values: BlockArray
+    nbytes: int  # of the values; specs compute theirs at each look
+    slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
+    version: int = 0  # finished updates
+    busy: bool = False  # an update is under way
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer, as this ps knows it."""
+
+    rule: UpdateRule
+    step: int = 0  # the lowest step that the next push may have
+
+
+class ShardTable:
+    """Shards, slots and optimizers of one ps. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages: ``/job:ps/task:1``.
+        pool: Where replaced blocks go and fresh ones come from.
+    """
+
+    def __init__(self, task: str, pool: BlockPool | None = None) -> None:
+        self._task = task
+        self._pool = BlockPool() if pool is None else pool
+        self._shards: dict[Key, Shard] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def create(self, spec: ShardSpec, value: object = None, *, fill: float = 0) -> bool:
+        """Take up a shard. Idempotent: the same spec again changes nothing, whatever the value.
+
+        Args:
+            spec: Of the shard.
+            value: Initial value: a buffer of the shard's bytes (C order, little endian) or an
+                array of its shape and dtype; copied at once. For values of many MiB create the
+                shard first and ``assign`` to it, which lets the loop run in between.
+            fill: Initial value of all elements if ``value`` is None; costs nothing until
+                the shard is first used.
+
+        Returns:
+            Whether the shard is new.
+
+        Raises:
+            PartitionError: If there is another shard under the key.
+            GradientError: If the value does not fit the spec.
+        """
+        known = self._shards.get(spec.key)
+        if known is not None:
+            if known.spec != spec:
+                raise PartitionError(
+                    f"{spec} on {self._task}: exists already as {_whole(known.spec)}, "
+                    f"got {_whole(spec)}"
+                )
+            return False
+        values = BlockArray(spec.size, dtype_of(spec.dtype), fill)
+        shard = Shard(spec, values, values.nbytes)
+        if value is not None:
+            shard.values = BlockArray.from_array(self._typed(shard, value), self._pool)
+        self._shards[spec.key] = shard
+        return True
+
+    def copy(self, spec: ShardSpec, source: Key) -> Work:
+        """Start to take up a shard that begins with the present value of another one.
+
+        Idempotent like ``create``: the work on a shard that is there already is nothing. What
+        happens to the other shard meanwhile changes nothing: its blocks are held.
+
+        Args:
+            spec: Of the new shard.
+            source: Of the other one, which has its shape and dtype.
+
+        Returns:
+            The work, to be run to its end; the new shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If there is no such other shard here.
+            PartitionError: If its shape or dtype differ, or there is another shard under the key.
+            BusyError: If an update of the other shard is under way.
+        """
+        if source not in self._shards:
+            raise UnknownVariableError(
+                f"{spec} on {self._task}: cannot begin as a copy of shard {source[1]} of variable "
+                f"{source[0]}, which is not here"
+            )
+        if spec.key in self._shards:
+            self.create(spec)  # raises if it is another one
+            return _nothing()
+        original = self._idle(source)
+        if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
+            raise PartitionError(
+                f"{spec} on {self._task}: expected {described(original.spec)}, as "
+                f"{original.spec} has, got {described(spec)}"
+            )
+        self.create(spec)
+        shard = self._shards[spec.key]
+        held = original.values.export()  # one view of each block
+        values, dtype = shard.values, shard.values.dtype
+
+        def one_block(i: int) -> None:
+            np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
+
+        return started(shard, one_block, held.clear)
+
+    def keys(self) -> list[Key]:
+        """Return the keys of all shards, in the order of their creation."""
+        return list(self._shards)
+
+    def spec(self, key: Key) -> ShardSpec:
+        """Return the spec of a shard.
+
+        Raises:
+            UnknownVariableError: If it is not here.
+        """
+        return self._shard(key).spec
+
+    def busy(self, key: Key) -> bool:
+        """Return whether an update of the shard is under way.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+        """
+        return self._shard(key).busy
+
+    def version(self, key: Key) -> int:
+        """Return how many updates of the shard have been finished.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+        """
+        return self._shard(key).version
+
+    def read(self, key: Key) -> list[memoryview]:
+        """Return the shard's bytes as read-only views, without copying.
+
+        They never change. While they live, updates replace the blocks instead of changing them.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If an update of it is under way.
+        """
+        return self._idle(key).values.export()
+
+    def read_slot(self, key: Key, optimizer_id: int, slot: str) -> list[memoryview]:
+        """Return a slot's bytes like ``read``; it has its initial value before the first apply.
+
+        The dtype is ``update_rules.slot_dtype`` of the shard's: float32 for half precision.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            GradientError: If the shard's dtype cannot be optimized.
+            BusyError: If an update of the shard is under way.
+        """
+        rule = self._optimizer(optimizer_id).rule
+        if slot not in rule.slot_names():
+            raise UsageError(
+                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
+                hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
+            )
+        shard = self._idle(key)
+        self._check_optimizable(shard)
+        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)].export()
+
+    def define_optimizer(self, optimizer_id: int, config: object) -> None:
+        """Make an optimizer known. Idempotent for the same config.
+
+        Args:
+            optimizer_id: Its number in the strategy.
+            config: ``UpdateRule.to_config()``, as it came over the wire.
+
+        Raises:
+            ConfigurationError: If the config is not one, or differs from the one known.
+        """
+        rule = rule_from_config(config)
+        known = self._optimizers.get(optimizer_id)
+        if known is None:
+            self._optimizers[optimizer_id] = Optimizer(rule)
+        elif known.rule.to_config() != rule.to_config():
+            raise ConfigurationError(
+                f"optimizer {optimizer_id} on {self._task} is defined already as "
+                f"{known.rule.to_config()}, got {rule.to_config()}"
+            )
+
+    # Lookups and checks
+
+    def _shard(self, key: Key) -> Shard:
+        shard = self._shards.get(key)
+        if shard is None:
+            variable_id, index = key
+            names = {
+                s.spec.variable for s in self._shards.values() if s.spec.variable_id == variable_id
+            }
+            named = "".join(f' ("{name}")' for name in names)
+            raise UnknownVariableError(
+                f"{self._task} holds no shard {index} of variable {variable_id}{named}"
+            )
+        return shard
+
+    def _idle(self, key: Key) -> Shard:
+        shard = self._shard(key)
+        if shard.busy:
+            raise BusyError(f"{shard.spec} on {self._task}: an update is under way")
+        return shard
+
+    def _optimizer(self, optimizer_id: int) -> Optimizer:
+        optimizer = self._optimizers.get(optimizer_id)
+        if optimizer is None:
+            raise UsageError(f"optimizer {optimizer_id} is not defined on {self._task}")
+        return optimizer
+
+    def _slots(self, shard: Shard, optimizer_id: int) -> list[BlockArray]:
+        """Return the shard's slots in the rule's order, made when first asked for."""
+        rule = self._optimizers[optimizer_id].rule
+        slots = []
+        for name in rule.slot_names():
+            slot = shard.slots.get((optimizer_id, name))
+            if slot is None:
+                dtype = slot_dtype(shard.values.dtype)
+                slot = BlockArray(shard.values.size, dtype, rule.initial_slot(name))
+                shard.slots[optimizer_id, name] = slot
+            slots.append(slot)
+        return slots
+
+    def _check_optimizable(self, shard: Shard) -> None:
+        try:
+            slot_dtype(shard.values.dtype)
+        except GradientError as exc:
+            raise GradientError(
+                f"{shard.spec} on {self._task}: {exc.message}", hint=exc.hint
+            ) from None
+
+    def _typed(self, shard: Shard, data: object) -> np.ndarray:
+        """Return ``data`` as a 1-D array of the shard's dtype, without copying if it can be."""
+        spec, dtype = shard.spec, shard.values.dtype
+        if isinstance(data, np.ndarray) and (data.dtype != dtype or data.shape != spec.shape):
+            raise self._misfit(spec, f"shape {data.shape} {data.dtype}")
+        data_bytes = bytes_of(data)
+        if data_bytes.size != shard.nbytes:
+            raise self._misfit(spec, f"{data_bytes.size} bytes")
+        if spec.dtype == "bool" and data_bytes.size and data_bytes.max() > 1:
+            raise self._misfit(spec, "bytes other than 0 and 1")
+        return data_bytes.view(dtype)
+
+    def _misfit(self, spec: ShardSpec, got: str) -> PsyncError:
+        return GradientError(
+            f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
+        )
+
+
+def started(shard: Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
+    work = _work(shard, one_block, finished)
+    next(work)  # a generator that has not begun could be dropped without a trace
+    return work
+
+
+def _work(shard: Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
+    count = shard.values.num_blocks
+    done = 0
+    shard.busy = True
+    with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
+        yield
+        while done < count - 1:
+            one_block(done)
+            done += 1
+            yield
+    for i in range(done, count):
+        one_block(i)
+    shard.version += 1
+    shard.busy = False
+    finished()
+
+
+def _nothing() -> Work:
+    yield from ()
+
+
+def described(spec: ShardSpec) -> str:
+    return f"shape {spec.shape} {spec.dtype}"
+
+
+def _whole(spec: ShardSpec) -> str:
+    return f"{spec} of {described(spec)} at row {spec.offset} on ps {spec.ps}"

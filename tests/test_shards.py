@@ -1,0 +1,127 @@
+"""The table and the work on its shards; what changes values is tested in test_store.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psync.blocks import BLOCK_ELEMENTS, BlockPool
+from psync.errors import BusyError, ConfigurationError, PartitionError, UnknownVariableError
+from psync.shards import Key, Shard, ShardTable, Work, started
+from psync.specs import ShardSpec
+from psync.update_rules import SGD, Adam
+
+TASK = "/job:ps/task:1"
+KEY: Key = (0, 0)
+NUM_BLOCKS = 3
+
+
+def spec_of(size: int = NUM_BLOCKS * BLOCK_ELEMENTS, variable_id: int = 0) -> ShardSpec:
+    return ShardSpec("w", variable_id, 0, 0, (size,), "float32", ps=1)
+
+
+@pytest.fixture
+def table() -> ShardTable:
+    """A table with a shard of three blocks."""
+    made = ShardTable(TASK)
+    made.create(spec_of())
+    return made
+
+
+def begun(table: ShardTable, done: list[object]) -> tuple[Shard, Work]:
+    """Work that notes each block in ``done``, and its end as None."""
+    shard = table._idle(KEY)
+    return shard, started(shard, done.append, lambda: done.append(None))
+
+
+class TestWork:
+    def test_does_a_block_per_step_and_the_last_one_with_its_end(self, table: ShardTable) -> None:
+        done: list[object] = []
+        shard, work = begun(table, done)
+        assert (done, shard.busy) == ([], True)
+        next(work)
+        assert done == [0]
+        next(work)
+        assert (done, shard.busy, shard.version) == ([0, 1], True, 0)
+        with pytest.raises(StopIteration):
+            next(work)
+        assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
+
+    @pytest.mark.parametrize("before", [0, 1, 2])
+    @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
+    def test_that_is_abandoned_is_finished(
+        self, table: ShardTable, before: int, close: bool
+    ) -> None:
+        done: list[object] = []
+        shard, work = begun(table, done)
+        for _ in range(before):
+            next(work)
+        if close:
+            work.close()
+        del work
+        assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
+
+    def test_that_fails_leaves_the_shard_busy(self, table: ShardTable) -> None:
+        shard = table._idle(KEY)
+
+        def fail(i: int) -> None:
+            raise MemoryError
+
+        work = started(shard, fail, pytest.fail)
+        with pytest.raises(MemoryError):
+            next(work)
+        assert (shard.busy, shard.version) == (True, 0)
+        for call in (table.read, table._idle):
+            with pytest.raises(
+                BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
+            ):
+                call(KEY)
+
+    def test_on_an_empty_shard_is_its_end(self, table: ShardTable) -> None:
+        table.create(spec_of(0, variable_id=1))
+        shard = table._idle((1, 0))
+        ends: list[object] = []
+        work = started(shard, pytest.fail, lambda: ends.append(None))
+        assert list(work) == []
+        assert (ends, shard.version) == ([None], 1)
+
+
+class TestTable:
+    def test_knows_what_was_created(self, table: ShardTable) -> None:
+        assert table.keys() == [KEY]
+        assert table.spec(KEY) == spec_of()
+        assert (table.busy(KEY), table.version(KEY)) == (False, 0)
+        with pytest.raises(UnknownVariableError, match="/job:ps/task:1 holds no shard 0 of var"):
+            table.spec((4, 0))
+
+    def test_a_copy_is_a_value_of_its_own(self) -> None:
+        table = ShardTable(TASK)
+        values = np.arange(7, dtype=np.float32)
+        table.create(spec_of(7), values)
+        assert list(table.copy(spec_of(7, variable_id=1), KEY)) == []
+        (first,), (second,) = table.read(KEY), table.read((1, 0))
+        assert np.array_equal(np.frombuffer(second, np.float32), values)
+        assert not np.shares_memory(*(np.frombuffer(view, np.uint8) for view in (first, second)))
+        with pytest.raises(PartitionError, match=r"expected shape \(7,\) float32"):
+            table.copy(spec_of(8, variable_id=2), KEY)
+
+    def test_slots_are_made_when_they_are_read(self, table: ShardTable) -> None:
+        table.define_optimizer(3, Adam().to_config())
+        assert not table._idle(KEY).slots
+        assert len(table.read_slot(KEY, 3, "m")) == NUM_BLOCKS
+        assert sorted(table._idle(KEY).slots) == [(3, "m"), (3, "v")]
+
+    def test_an_optimizer_is_defined_once(self, table: ShardTable) -> None:
+        for _ in range(2):
+            table.define_optimizer(0, SGD(0.5).to_config())
+        with pytest.raises(ConfigurationError, match="optimizer 0 on /job:ps/task:1 is defined"):
+            table.define_optimizer(0, SGD(0.25).to_config())
+
+    def test_values_are_copied_into_memory_of_the_given_pool(self) -> None:
+        pool = BlockPool()
+        table = ShardTable(TASK, pool)
+        values = np.ones(2000, np.float32)
+        table.create(spec_of(2000), values)
+        values[:] = 2
+        assert pool.statistics().misses == 1
+        assert (np.frombuffer(table.read(KEY)[0], np.float32) == 1).all()
