@@ -200,7 +200,7 @@ class TestTraining:
     @pytest.mark.parametrize("shards", [1, 3])
     async def test_averages_begin_with_the_values_of_their_variables(self, shards: int) -> None:
         partitioner = psync.FixedShardsPartitioner(shards)
-        async with training(2, partitioner=partitioner) as (strategy, coordinator):
+        async with training(2, partitioner=partitioner) as (strategy, _):
             w, b = variables(strategy)
             ema = psync.ExponentialMovingAverage(0.9)
             ema.apply([w])
@@ -236,3 +236,72 @@ class TestTraining:
             w, _ = variables(strategy)
         with pytest.raises(ClosedError, match="the coordinator of this strategy was closed"):
             psync.ExponentialMovingAverage(0.9).apply([w])
+
+
+class TestUpdating:
+    @pytest.mark.parametrize("shards", [1, 3])
+    async def test_averages_follow_their_variables(self, shards: int) -> None:
+        partitioner = psync.FixedShardsPartitioner(shards)
+        async with training(2, partitioner=partitioner) as (strategy, coordinator):
+            w, b = variables(strategy)
+            ema = psync.ExponentialMovingAverage(0.75)
+            ema.apply([w, b])
+            await w.assign_add(np.full((6, 2), 4, np.float32))
+            await ema.update()
+            await b.assign([5.0, 5.0])
+
+            async def update() -> None:
+                await ema.update()
+
+            await in_step(coordinator, update)
+            weights, bias = await psync.pull(ema.averages((w, b)))
+            ahead = weights - np.arange(12).reshape(6, 2)
+            assert (ahead == 4 * (1 - 0.75**2)).all()
+            assert (bias == 1 + 4 * 0.25).all()
+
+    async def test_the_decay_follows_the_global_step(self) -> None:
+        async with training() as (strategy, coordinator):
+            with strategy.scope():
+                v = psync.Variable(np.zeros(2), name="v")
+                step = psync.get_or_create_global_step()
+            by_true = psync.ExponentialMovingAverage(0.9, True, name="by_true")
+            by_step = psync.ExponentialMovingAverage(0.9, step, name="by_step")
+            by_true.apply([v])
+            by_step.apply([v])
+            await v.assign([1.0, 1.0])
+
+            async def update() -> None:
+                await by_true.update()
+                await by_step.update()
+                await step.assign_add(8)
+
+            expected = 0.0
+            for decay in (1 / 10, 9 / 18, 17 / 26):
+                await in_step(coordinator, update)
+                expected = 1 - decay * (1 - expected)
+                for ema in (by_true, by_step):
+                    assert await psync.pull(ema.averages(v)) == pytest.approx([expected] * 2)
+
+    async def test_without_a_global_step_there_is_none_to_follow(self) -> None:
+        async with training() as (strategy, coordinator):
+            w, _ = variables(strategy)
+            ema = psync.ExponentialMovingAverage(0.9, True)
+            ema.apply([w])
+            with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
+                await ema.update()
+
+            async def update() -> None:
+                await ema.update()
+
+            with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
+                await in_step(coordinator, update)
+
+    async def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
+        strategy = strategy_of()
+        w, _ = variables(strategy)
+        ema = psync.ExponentialMovingAverage(0.9)
+        with pytest.raises(UsageError, match="update of moving averages: nothing is averaged"):
+            await ema.update()
+        ema.apply([w])
+        with pytest.raises(UsageError, match="update of moving averages: no connection to the ps"):
+            await ema.update()

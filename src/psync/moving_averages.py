@@ -18,7 +18,7 @@ from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.global_step import check_step, global_step_of
 from psync.pulls import mapped
 from psync.scopes import Scope, current_scope
-from psync.variables import Handle, ShardedVariable, Variable, declared_in, scope_of
+from psync.variables import Handle, ShardedVariable, Variable, declared_in, runtime_of, scope_of
 
 AnyVariable = Variable | ShardedVariable
 
@@ -150,6 +150,41 @@ class ExponentialMovingAverage:
                 spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
                 self._shadows[variable] = declared_in(scope, spec)
 
+    async def update(self) -> None:
+        """Move all averages towards the present values of their variables.
+
+        Each ps does it for its shards, block by block; no value travels. Called in a step that
+        runs again after a worker's loss, it happens once. Averages of different shards follow
+        different versions, as in a pull.
+
+        In synchronous training the ps tasks do it after each step, and nobody calls this.
+
+        Raises:
+            UsageError: Nothing is averaged; ``num_updates=True`` and the strategy has no global
+                step; or neither in a step nor within a running coordinator.
+            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        operation = "update of moving averages"
+        if not self._shadows:
+            raise UsageError(
+                f"{operation}: nothing is averaged",
+                hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
+            )
+        step, shadows = self._followed(operation), self._shadows.values()
+        runtime = await runtime_of(operation, *shadows, *step)
+        ps, decay = runtime.ps, self._decay
+        if step:
+            runtime.check_open(operation)
+            (count,) = await ps.pull(ps.plan((step[0].spec,)))
+            decay = self.decay_at(int(count))
+        closure, ordinal = runtime.begin_update(operation)
+        originals = {shadow: original for original, shadow in self.pairs()}
+        plan = ps.plan(tuple(shadow.spec for shadow in shadows))
+        await ps.average(plan, originals, decay=decay, closure=closure, ordinal=ordinal)
+
     def average(self, var: AnyVariable) -> AnyVariable | None:
         """Return the variable that holds the average of ``var``, or None if it has none."""
         return self._shadows.get(var)
@@ -233,6 +268,19 @@ class ExponentialMovingAverage:
             return self._num_updates
         scope = self._scope() if self._num_updates else None
         return None if scope is None else global_step_of(scope)
+
+    def _followed(self, operation: str) -> tuple[Variable, ...]:
+        """Return the step that the decay follows, or nothing."""
+        if self._num_updates is False:
+            return ()
+        step = self._step_variable()
+        if step is None:
+            raise UsageError(
+                f"{operation}: num_updates=True, but there is no global step",
+                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
+                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
+            )
+        return (step,)
 
 
 def _checked_scope(variable: Any) -> Scope:

@@ -11,7 +11,7 @@ that is being updated is busy, and whoever wants to read or update it waits its 
 nobody sees half an update.
 
     message       ledger says          then
-    Push, Assign  fresh                validate, apply, record the answer, answer
+    an update     fresh                validate, apply, record the answer, answer
                   same sequence        the recorded answer again
                   same sequence, now   wait for the first one's answer
                   same call, other run "duplicate": another run of the closure was first
@@ -54,11 +54,12 @@ from psync.specs import ShardSpec, dtype_of
 from psync.step_closer import StepCloser
 from psync.store import Key, ShardStore
 from psync.transport import Listener
-from psync.updates import Update, memory_for, set_of
+from psync.updates import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.wire.messages import (
     AskStatistics,
     Assign,
     AttachPs,
+    AverageShards,
     CheckShards,
     CreateShards,
     DefineOptimizer,
@@ -78,8 +79,6 @@ from psync.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-NO_BYTES = memoryview(b"")
 
 
 class PsTask:
@@ -161,6 +160,7 @@ class PsTask:
             Pull: Handler(self._pull),
             Push: Handler(self._update, self._prepare_update),
             Assign: Handler(self._update, self._prepare_update),
+            AverageShards: Handler(self._average),
             DefineOptimizer: Handler(self._define),
             Fence: Handler(self._fence),
             FinalBelow: Handler(self._final_below),
@@ -385,6 +385,17 @@ class PsTask:
             (peer.task, peer.incarnation), message, known, whole, self._store,
             self._ledger,
         )  # fmt: skip
+        return self._judged(update)
+
+    def _average(
+        self, peer: Peer, message: AverageShards, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        known = ShardSet(tuple((average, index) for average, _, index in message.shards))
+        known.look_up(self._store)
+        client = (peer.task, peer.incarnation)
+        return self._judged(Update(client, message, known, NO_BYTES, self._store, self._ledger))
+
+    def _judged(self, update: Update) -> Reply | Awaitable[Reply]:
         verdict = update.judge()
         if isinstance(verdict, InProgress):
             return self._update_later(update, verdict)
@@ -413,7 +424,7 @@ class PsTask:
             update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
             raise
         known = update.known
-        if not self._work.fits_now(update.store, known.keys, known.nbytes):
+        if not self._work.fits_now(update.store, update.needed, known.nbytes):
             return self._work.to_the_end(self._apply_slowly(update, ticket))
         try:
             update.at_once()

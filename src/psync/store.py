@@ -316,6 +316,25 @@ class ShardStore(ShardTable):
             shard.version += 1
             self._applies += 1
 
+    def check_average(self, average_key: Key, key: Key) -> None:
+        """Raise what ``average`` would raise, except BusyError.
+
+        For callers that take several updates whole or not at all.
+        """
+        shard, other = self._shard(average_key), self._shard(key)
+        if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
+            raise PartitionError(
+                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
+                f"has, whose moving average it is, got {described(shard.spec)}"
+            )
+        try:
+            sum_dtype(shard.values.dtype)
+        except GradientError:
+            raise GradientError(
+                f"{shard.spec} on {self._task}: only floating-point variables have moving "
+                f"averages, got {shard.spec.dtype}"
+            ) from None
+
     def average(self, average_key: Key, key: Key, decay: float) -> Work:
         """Start to move a shard towards the present value of another one.
 
@@ -337,19 +356,8 @@ class ShardStore(ShardTable):
             GradientError: If they are not floating.
             BusyError: If an update of one of them is under way.
         """
+        self.check_average(average_key, key)
         shard, other = self._idle(average_key), self._idle(key)
-        if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
-            raise PartitionError(
-                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
-                f"has, whose moving average it is, got {described(shard.spec)}"
-            )
-        try:
-            sum_dtype(shard.values.dtype)
-        except GradientError:
-            raise GradientError(
-                f"{shard.spec} on {self._task}: only floating-point variables have moving "
-                f"averages, got {shard.spec.dtype}"
-            ) from None
         averages, pool, scratch = shard.values, self._pool, self._sums
         held = other.values.export()[::-1]  # one view of each block, the first at the end
 

@@ -1,4 +1,4 @@
-"""A push or assign that has come in: whose it is, what it changes, and how, shard by shard.
+"""A push, assign or average that has come in whole: what it changes, shard by shard.
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, rpc, wire.
 
@@ -21,8 +21,10 @@ from psync.ledger import Client, Ledger, Verdict
 from psync.rpc import Peer
 from psync.specs import ShardSpec, dtype_of
 from psync.store import AssignOp, Key, ShardStore, Work
-from psync.wire.messages import Assign, Pull, Push, StagePush
+from psync.wire.messages import Assign, AverageShards, Pull, Push, StagePush
 from psync.wire.tensors import to_bytes_view
+
+NO_BYTES = memoryview(b"")
 
 MAX_SETS = 65_536
 """Of one connection. Clients keep far fewer and define numbers anew."""
@@ -142,16 +144,22 @@ def memory_for(pool: BlockPool, nbytes: int) -> Sequence[memoryview]:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """A push or assign that has come in whole, and what it is applied to."""
+    """A push, assign or average that has come in whole, and what it is applied to."""
 
     client: Client
-    message: Push | Assign
+    message: Push | Assign | AverageShards
     known: ShardSet
-    body: memoryview  # of all shards, one after the other
+    body: memoryview  # of all shards, one after the other; of averages nothing
     store: ShardStore  # both stay the same, even if a new coordinator
     ledger: Ledger  # empties the task while the update is under way
     step: int = 0
     operands: Sequence[np.ndarray] = ()  # the views as arrays, checked; one per shard
+    followed: Sequence[Key] = ()  # by the averages: one per shard
+
+    @property
+    def needed(self) -> Sequence[Key]:
+        """The shards that must be idle while the work begins."""
+        return (*self.known.keys, *self.followed) if self.followed else self.known.keys
 
     def judge(self) -> Verdict:
         """Ask the ledger."""
@@ -169,6 +177,12 @@ class Update:
             optimizer = message.optimizer
             self.operands = known.gradients(store, optimizer, self.body)
             self.step = store.begin_push(optimizer, message.step)
+        elif isinstance(message, AverageShards):
+            if not 0 <= message.decay < 1:
+                raise GradientError(f"moving average: expected decay in [0, 1), got {message.decay}")
+            self.followed = [(variable, index) for _, variable, index in message.shards]
+            for average, key in zip(known.keys, self.followed, strict=True):
+                store.check_average(average, key)
         else:
             parts = zip(known.keys, known.cut(self.body), strict=True)
             self.operands = [store.check_assign(key, message.op, view) for key, view in parts]
@@ -185,7 +199,10 @@ class Update:
 
     def work(self, position: int) -> Work:
         """Begin on one shard."""
-        message, key, operand = self.message, self.known.keys[position], self.operands[position]
+        message, key = self.message, self.known.keys[position]
+        if isinstance(message, AverageShards):
+            return self.store.average(key, self.followed[position], message.decay)
+        operand = self.operands[position]
         if isinstance(message, Push):
             return self.store.apply_checked(message.optimizer, key, operand, self.step)
         return self.store.assign_checked(key, cast(AssignOp, message.op), operand)
