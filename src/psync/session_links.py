@@ -24,6 +24,7 @@ from psync.endpoint import Endpoint
 from psync.errors import (
     ConnectFailed,
     RemoteProtocolError,
+    TrainingEnded,
 )
 from psync.platform import Platform
 from psync.ps_client import PsClient
@@ -143,21 +144,20 @@ class SessionLinks:
 
     # A worker.
 
-    async def enter(self) -> Runtime | TrainingOver:
-        """Take part, once the chief has declared its variables, unless training is over by then.
+    async def enter(self) -> Runtime:
+        """Take part, once the chief has declared its variables.
 
         Raises:
             ConnectFailed: ps 0 is not there in time, or no chief.
+            TrainingEnded: The chief has failed.
             FencedError: Another process of this task has asked after this one.
             AuthenticationError, ProtocolError: Something else answers.
 
         Cancellation: Safe; ``close`` still has to be called.
         """
         boot = self._platform.new_incarnation()
-        answer = await self._enquire(EnterSession(boot))
-        if isinstance(answer, TrainingOver):
-            return answer
-        ps = self._connect_as(self._task, answer.incarnation)
+        incarnation = await self._enquire(EnterSession(boot))
+        ps = self._connect_as(self._task, incarnation)
 
         async def connect(index: int) -> None:
             await ps.links[index].peer("control")
@@ -173,7 +173,7 @@ class SessionLinks:
         """
         await self._tell(LeaveSession())
 
-    async def _enquire(self, message: EnterSession) -> SessionEntered | TrainingOver:
+    async def _enquire(self, message: EnterSession) -> int:
         endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
         enquirer = PsClient(endpoint, self._addresses[:1], self._pool, math.inf)
         try:
@@ -193,9 +193,12 @@ class SessionLinks:
         finally:
             await enquirer.close()
             await endpoint.close()
-        if not isinstance(received.message, SessionEntered | TrainingOver):
+        answer = received.message
+        if isinstance(answer, TrainingOver):
+            raise TrainingEnded(answer.reason)
+        if not isinstance(answer, SessionEntered):
             raise RemoteProtocolError("ps 0 answered EnterSession with something else")
-        return received.message
+        return answer.incarnation
 
     # Both.
 

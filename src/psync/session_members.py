@@ -201,6 +201,8 @@ class SessionMembers:
     def ask(self, waiter: Waiter, task: str, boot: int, now: float) -> list[Action]:
         """A worker wants to take part. A repetition takes the place of the first.
 
+        One that comes when training has just ended finds that out in its session.
+
         Args:
             waiter: Gets the answer.
             task: The worker's name.
@@ -209,8 +211,9 @@ class SessionMembers:
         """
         before = self._asking.pop(task, None)
         actions = _replaced(None if before is None else before.waiter, task)
-        if self._over is not None:
-            return [*actions, TellOver(waiter, self._over.reason, self._over.failed)]
+        over = self._over
+        if over is not None and (over.failed or not self._open):
+            return [*actions, TellOver(waiter, over.reason, over.failed)]
         self._asking[task] = asking = _Asking(waiter, boot)
         if self._open:
             entered = self._enter(task, asking, now)

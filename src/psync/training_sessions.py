@@ -160,6 +160,7 @@ class MonitoredTrainingSession:
             ConfigurationError: There is no secret; or the chief has declared other variables.
             AuthenticationError, ProtocolError: Something else answers at an address.
             FencedError: A newer chief, or another process of this task, has taken its place.
+            TrainingEnded: The chief has failed before training began.
             ClosedError: The strategy was used before.
 
         Training that is over already is no error: ``should_stop`` says so.
@@ -204,11 +205,7 @@ class MonitoredTrainingSession:
             await self._use(await links.attach(trains=self._trains))
             await links.declare(self._min_workers, trains=self._trains)
         else:
-            entered = await links.enter()
-            if isinstance(entered, TrainingOver):
-                self._note_over(entered)
-                return
-            await self._use(entered)
+            await self._use(await links.enter())
         self._watcher = asyncio.get_running_loop().create_task(self._watch(links))
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
@@ -231,9 +228,8 @@ class MonitoredTrainingSession:
 
     def _note_over(self, over: TrainingOver) -> None:
         self._over = over
-        logger.log(
-            logging.WARNING if over.failed else logging.INFO, "training ends: %s", over.reason
-        )
+        level = logging.WARNING if over.failed else logging.INFO if self.is_chief else logging.DEBUG
+        logger.log(level, "training ends: %s", over.reason)
         self._stopping.set()
 
     # The loop.
