@@ -397,6 +397,16 @@ class ClosureQueue:
             self._ending = None
         return (errors[0], tuple(errors[1:])) if errors else None
 
+    @property
+    def num_queued(self) -> int:
+        """Closures that wait for nothing but a worker."""
+        return self._dispatcher.num_queued
+
+    @property
+    def num_in_flight(self) -> int:
+        """Closures that workers hold."""
+        return self._dispatcher.num_in_flight
+
     def in_flight(self) -> list[tuple[str, Closure]]:
         """Return (worker, closure) for all that workers hold, by worker in the order they run."""
         return [(worker, c) for worker, closures in self._dispatcher.held() for c in closures]

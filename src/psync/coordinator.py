@@ -2,7 +2,7 @@
 
 Layer: L3. Imports: errors, closure_messages, closure_timeout, closures, cluster, cluster_links,
 creation, declarations, dispatching, failures, functions, joins, payloads, platform, remote_value,
-rpc, runtime, wire.
+rpc, runtime, schedule_report, schedule_reporter, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker.
@@ -21,7 +21,7 @@ from psync import closure_timeout
 from psync.closure_messages import ScheduledCall, arguments_reply, function_reply, run_closures
 from psync.closures import MAX_LOSSES, Cancel, Closure, ClosureQueue, GiveBack, Settle
 from psync.closures import Action as QueueAction
-from psync.cluster import ClusterSpec
+from psync.cluster import ClusterSpec, task_name
 from psync.cluster_links import ClusterLinks
 from psync.creation import Creation
 from psync.declarations import Declaration
@@ -42,6 +42,8 @@ from psync.platform import Platform
 from psync.remote_value import RemoteValue
 from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
+from psync.schedule_report import ScheduleReports
+from psync.schedule_reporter import ScheduleReporter
 from psync.wire import messages
 from psync.wire.messages import (
     CancelClosures,
@@ -103,6 +105,9 @@ class Coordinator:
         self._closures: dict[int, Closure] = {}  # not final
         self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
         self._joins = Joins(self._queue)
+        workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
+        self._reports = ScheduleReports(workers, self._queue)
+        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._told_final = 0
         self._dispatch_due = False
         self._refused = False  # ps tasks refuse all that was scheduled before an error
@@ -117,6 +122,7 @@ class Coordinator:
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
+        self._reporter.start()
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
                 closure_timeout.watch(self._queue, self._closure_timeout_s, self._give_up)
@@ -135,6 +141,7 @@ class Coordinator:
             for task in filter(None, (self._watch, self._creating)):
                 task.cancel()
                 await asyncio.wait((task,))
+            await self._reporter.close()
             await self.links.ps.drain()
         finally:
             try:
@@ -279,11 +286,13 @@ class Coordinator:
     def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
         """A worker is ready for closures."""
         self._peers[worker] = (control, bulk)
+        self._reports.worker_joined(worker, self.links.membership.incarnation(worker))
         self._perform(self._queue.worker_joined(worker))
 
     def worker_lost(self, worker: str) -> None:
         """Put back what it held."""
         del self._peers[worker]
+        self._reports.worker_lost(worker)
         self._perform(self._queue.worker_lost(worker))
 
     def _give_up(self, worker: str, closure: Closure) -> None:
@@ -328,6 +337,7 @@ class Coordinator:
         if self._joins:
             self._joins.settle()
             self._tell_final(0)
+        self._reporter.look()
 
     def _send(self, action: Dispatch) -> None:
         self._failpoints.hit("coordinator.dispatch")
@@ -389,6 +399,7 @@ class Coordinator:
             return
         ids = [closure_id for closure_id, _ in results]
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
+        self._reports.has_data(worker)
         for closure_id, payload in results:
             value = self._closures[closure_id].payload.value()
             if value is not None:
@@ -411,7 +422,9 @@ class Coordinator:
         type_name, text, traceback_text = error
         exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
         if outcome == "end_of_data":
-            self._perform(self._queue.end_of_data(worker, closure_id, exc))
+            actions = self._queue.end_of_data(worker, closure_id, exc)
+            self._reports.out_of_data(worker)
+            self._perform(actions)
         else:
             self._perform(self._queue.failed(worker, closure_id, exc))
 

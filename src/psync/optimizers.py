@@ -21,12 +21,13 @@ import numpy as np
 
 from psync import update_rules
 from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import GradientError, UsageError
+from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.pulls import pull
 from psync.runtime import Runtime, current_runtime
 from psync.schedules import Schedule
 from psync.scopes import running_scopes
 from psync.specs import Outcome, VariableSpec
+from psync.staleness_bound import StalenessBound
 from psync.variables import ShardedVariable, Variable, fitting, runtime_of
 from psync.wire.messages import Pushed
 
@@ -86,6 +87,7 @@ class Optimizer:
         rule: What is applied to each shard.
         name: For messages; default: the class's name.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
+        staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Optimizer:
         *,
         name: str | None = None,
         forbid_nonfinite: bool = False,
+        staleness_bound: StalenessBound | None = None,
     ) -> None:
         forbid_in_step(
             f"making an optimizer ({type(self).__name__})",
@@ -101,12 +104,18 @@ class Optimizer:
             "Its slots live as long as it does",
         )
         forbid_in_dataset("making an optimizer")
+        if not isinstance(staleness_bound, StalenessBound | None):
+            raise ConfigurationError(
+                f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
+                hint="staleness_bound=psync.StalenessBound(2)",
+            )
         self.number = next(_numbers)
         self.origin = PROCESS
         self._rule = rule
         self._config = rule.to_config()
         self._name = name or type(self).__name__
         self._forbid_nonfinite = forbid_nonfinite
+        self._staleness_bound = staleness_bound
         self._arrived: tuple[AnyVariable, ...] = ()
         _interned[(self.origin, self.number)] = self
 
@@ -127,11 +136,13 @@ class Optimizer:
         """Return what this handle is made from in another process."""
         return {
             "config": self._config, "name": self._name, "forbid_nonfinite": self._forbid_nonfinite,
+            "staleness_bound": self._staleness_bound,
         }  # fmt: skip
 
     def _set_state(self, state: dict[str, Any]) -> None:
         self._config, self._name = state["config"], state["name"]
         self._forbid_nonfinite = state["forbid_nonfinite"]
+        self._staleness_bound = state["staleness_bound"]
         self._rule = update_rules.rule_from_config(self._config)
 
     def __repr__(self) -> str:
@@ -172,6 +183,8 @@ class Optimizer:
         self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
     ) -> PushResult:
         """Push gradients; each ps applies them to its shards at once.
+
+        With a ``staleness_bound`` a step then waits until the others are not too far behind.
 
         Args:
             grads_and_vars: Pairs of gradient and variable. A gradient is an array (or anything
@@ -215,6 +228,10 @@ class Optimizer:
         result = self._result(runtime, known, answers)
         if global_step is not None:
             await global_step.assign_add(1)
+        bound = self._staleness_bound
+        if bound is not None and result.outcome is Outcome.ACCEPTED:
+            if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
+                await bound.end_round(runtime, self.number)
         return result
 
     async def compute_gradients(
@@ -403,6 +420,7 @@ class SGD(Optimizer):
         nesterov: Look ahead along the velocity.
         name: For messages.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
+        staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
 
     Slots: "momentum", if there is one.
 
@@ -417,11 +435,13 @@ class SGD(Optimizer):
         *,
         name: str | None = None,
         forbid_nonfinite: bool = False,
+        staleness_bound: StalenessBound | None = None,
     ) -> None:
         super().__init__(
             update_rules.SGD(learning_rate, momentum, nesterov),
             name=name,
             forbid_nonfinite=forbid_nonfinite,
+            staleness_bound=staleness_bound,
         )
 
 
@@ -436,6 +456,7 @@ class Adam(Optimizer):
         amsgrad: Divide by the largest second moment so far.
         name: For messages.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
+        staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
 
     The step in the bias correction is the ps's count of this optimizer's pushes.
 
@@ -452,9 +473,11 @@ class Adam(Optimizer):
         *,
         name: str | None = None,
         forbid_nonfinite: bool = False,
+        staleness_bound: StalenessBound | None = None,
     ) -> None:
         super().__init__(
             update_rules.Adam(learning_rate, beta_1, beta_2, epsilon, amsgrad),
             name=name,
             forbid_nonfinite=forbid_nonfinite,
+            staleness_bound=staleness_bound,
         )

@@ -47,6 +47,7 @@ class Runtime:
         self.iterators = iterators
         self.in_session = in_session
         self.steps: dict[int, int] = {}  # highest step known of each optimizer
+        self.rounds: dict[int, int] = {}  # done through each optimizer that has a staleness bound
         self._ensure_created = ensure_created
         self._pulled = PulledSteps()  # by code outside of closures
         self._ordinal = 0

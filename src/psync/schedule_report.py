@@ -1,0 +1,151 @@
+"""What the coordinator tells ps 0 about the schedule: who takes part, and what is left to do.
+
+Layer: L1. Imports: closures.
+
+ps 0 must know for whom a synchronous step, or a worker that is ahead, still waits. It is told
+whole states, of which the newest counts, so that one may be lost or skipped.
+
+- **Who takes part**: the workers that have joined, less those whose last closure met the end of
+  its data. One of these is back with its next value; and all are back when nothing is left to do,
+  or when nobody else would be left, for then other data has begun.
+- **Queued**: there are closures that no worker has begun, so each worker has work, or is about to
+  get some. They are in the queue, or held behind others: more are in flight than there are workers.
+- **In flight**: where nothing is queued, what runs where. A closure that waits for the value of
+  another one counts as neither. It cannot begin before one of these has ended, and to wait for it
+  would be to wait for ever, where that one waits for company.
+
+News of more workers or more work is due at once. News of less is not due before ``IDLE_S``: a
+program that waits for a value and then schedules the next closure leaves a worker idle for a
+moment, and in that moment its absence must not end a step, nor let the others run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from psync.closures import ClosureQueue
+
+IDLE_S = 0.005
+"""A worker or closure that is gone for less is not missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleState:
+    """One state of the schedule."""
+
+    workers: tuple[tuple[str, int], ...]  # (name, incarnation) of those that take part
+    missing: tuple[str, ...]  # names of the others
+    queued: bool
+    in_flight: tuple[tuple[int, str], ...]  # (closure, worker); empty while closures are queued
+
+    def adds_to(self, earlier: ScheduleState) -> bool:
+        """Whether there is a worker or closure that ``earlier`` does not know of."""
+        if not set(self.workers) <= set(earlier.workers):
+            return True
+        if earlier.queued:  # that was every closure
+            return False
+        return self.queued or not set(self.in_flight) <= set(earlier.in_flight)
+
+
+class ScheduleReports:
+    """Decides what is reported, and when. While the queue is full it is not looked at closer.
+
+    Args:
+        workers: Names of all workers of the cluster.
+        queue: Knows what is left to do.
+    """
+
+    def __init__(self, workers: Iterable[str], queue: ClosureQueue) -> None:
+        self._workers = tuple(workers)
+        self._queue = queue
+        self._joined: dict[str, int] = {}  # incarnation of each
+        self._exhausted: set[str] = set()  # of these, who met the end of its data
+        self._members_changed = False
+        self._reported: ScheduleState | None = None
+        self._deadline: float | None = None  # of news that there is less
+
+    # What happens.
+
+    def worker_joined(self, worker: str, incarnation: int) -> None:
+        """A worker is ready for closures, with all of its data before it."""
+        self._joined[worker] = incarnation
+        self._members_changed = True
+
+    def worker_lost(self, worker: str) -> None:
+        """A worker is gone."""
+        del self._joined[worker]
+        self._exhausted.discard(worker)
+        self._members_changed = True
+        self._check_exhausted()
+
+    def out_of_data(self, worker: str) -> None:
+        """A closure met the end of this worker's data."""
+        if worker not in self._exhausted:
+            self._exhausted.add(worker)
+            self._members_changed = True
+            self._check_exhausted()
+
+    def has_data(self, worker: str) -> None:
+        """A closure of this worker has a value."""
+        if worker in self._exhausted:
+            self._exhausted.discard(worker)
+            self._members_changed = True
+
+    def _check_exhausted(self) -> None:
+        if self._exhausted.issuperset(self._joined):
+            self._exhausted.clear()
+
+    # What follows.
+
+    def look(self) -> bool:
+        """Return whether ``decide`` may have news. To be called when the queue has changed."""
+        queue = self._queue
+        if self._exhausted and not queue.num_queued and not queue.num_in_flight:
+            self._exhausted.clear()
+            self._members_changed = True
+        reported = self._reported
+        unchanged = reported is not None and reported.queued and self._is_queued()
+        return self._members_changed or not unchanged
+
+    def decide(self, now: float) -> ScheduleState | None:
+        """Return the state that is to be reported now, or None.
+
+        It is taken for reported from then on.
+
+        Args:
+            now: The time, in seconds, on any clock.
+        """
+        self._members_changed = False
+        state = self._state()
+        if state == self._reported:
+            self._deadline = None
+            return None
+        if self._reported is not None and not state.adds_to(self._reported):
+            if self._deadline is None:
+                self._deadline = now + IDLE_S
+            if now < self._deadline:
+                return None
+        self._deadline = None
+        self._reported = state
+        return state
+
+    def next_deadline(self) -> float | None:
+        """Return the time at which ``decide`` is to be asked again, if nothing happens; or None."""
+        return self._deadline
+
+    def _is_queued(self) -> bool:
+        queue = self._queue
+        return queue.num_queued > 0 or queue.num_in_flight > len(self._joined)
+
+    def _state(self) -> ScheduleState:
+        here = [
+            (worker, self._joined[worker])
+            for worker in self._workers
+            if worker in self._joined and worker not in self._exhausted
+        ]
+        present = {worker for worker, _ in here}
+        missing = tuple(worker for worker in self._workers if worker not in present)
+        queued = self._is_queued()
+        in_flight = () if queued else tuple((c.id, worker) for worker, c in self._queue.in_flight())
+        return ScheduleState(tuple(here), missing, queued, in_flight)
