@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import logging
 
@@ -20,7 +21,7 @@ from psync.failpoints import FailpointError, Failpoints
 from psync.rpc import Handler, Reply
 from psync.specs import ShardSpec, VariableSpec
 from psync.update_rules import SGD
-from psync.wire.messages import Done, Pull, Pulled, Push
+from psync.wire.messages import Done, Pull, Pulled, Push, Pushed
 from tests.ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 
 LARGE = 1 << 18  # elements of float32: 1 MiB, beyond what is applied at once
@@ -288,3 +289,35 @@ def part_of(variable: VariableSpec, index: int) -> VariableSpec:
         variable.name, variable.variable_id, variable.shape, variable.dtype, True,
         (variable.shards[index],), "",
     )  # fmt: skip
+
+
+async def test_averages_of_all_ps_tasks_are_updated_and_no_value_travels() -> None:
+    async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
+        value = np.ones((4, 1 << 20), np.float32)
+        v = await cluster.create("v", value, shards=4)
+        s = await cluster.create("s", np.zeros_like(value), shards=4)
+        links = [link for task in cluster.ps for link in cluster.network.links(task._address)]
+        before = sum(link.to_server.delivered_bytes for link in links)
+        originals = {s.variable_id: v.variable_id}
+        chief = cluster.chief
+        answers = await chief.average(
+            chief.plan((s,)), originals, decay=0.75, closure=-1, ordinal=0
+        )
+        assert answers == [Pushed("accepted", 0)] * 2
+        assert sum(link.to_server.delivered_bytes for link in links) - before < 1000
+        (got,) = await pull(chief, s)  # with a plan whose sets the ps has not been told yet
+        assert (got == 0.25).all()
+
+
+async def test_an_average_whose_answer_was_lost_happens_once() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.ones(3, np.float32))
+        s = await cluster.create("s", np.zeros(3, np.float32))
+        task = cluster.ps[0]
+        cut = functools.partial(cluster.network.cut, task._address)
+        task._platform.failpoints.arm("ps.assign.applied", cut)
+        client = cluster.client()
+        plan = client.plan((s,))
+        originals = {s.variable_id: v.variable_id}
+        await client.average(plan, originals, decay=0.5, closure=-1, ordinal=0)
+        assert (await pull(client, s))[0].tolist() == [0.5] * 3

@@ -28,6 +28,7 @@ from psync.update_rules import SGD, Adam
 from psync.wire.messages import (
     AskStatistics,
     Assign,
+    AverageShards,
     CreateShards,
     Done,
     Fence,
@@ -35,6 +36,7 @@ from psync.wire.messages import (
     Message,
     Pull,
     Push,
+    Pushed,
     Shutdown,
     Statistics,
 )
@@ -416,6 +418,14 @@ class TestCreation:
                 await ask(cluster.chief, self.message([3]))
             with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
                 await ask(cluster.chief, self.message([-3]), [body])
+            for copies in ([], [None, None]):
+                uneven = CreateShards(self.message([3]).shards, copies)
+                with pytest.raises(RemoteProtocolError, match=f"{len(copies)} copies for 1 sh"):
+                    await ask(cluster.chief, uneven, [body])
+            copied = CreateShards(self.message([3]).shards, [(0, 1)])
+            with pytest.raises(GradientError, match="do not have the shards' sizes"):
+                await ask(cluster.chief, copied, [body])
+            assert not cluster.ps[0]._store.keys()
             wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
             with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
                 await ask(cluster.chief, wrong, [body])
@@ -711,3 +721,66 @@ class TestIdentity:
             assert (ledger["calls"], ledger["answers"]) == (2, 1)
             assert outcomes(await push(late, (v,), (2.0,), closure=3)) == ["duplicate"]
             assert await self.value(cluster, v) == -20
+
+
+def average_of(
+    spec: VariableSpec, original: VariableSpec, decay: float = 0.5, **identity: int
+) -> AverageShards:
+    """What moves the first shard of ``spec`` towards that of ``original``."""
+    given = {"sequence": 1, "acked_below": 0, "closure": -1, "ordinal": 0} | identity
+    return AverageShards(*given.values(), [(spec.variable_id, original.variable_id, 0)], decay)
+
+
+class TestAverages:
+    async def test_an_average_that_is_repeated_happens_once(self) -> None:
+        async with PsCluster() as cluster:
+            s = await cluster.create("s", np.zeros(3, np.float32))
+            v = await cluster.create("v", np.ones(3, np.float32))
+            client, other = cluster.client(), cluster.client(OTHER)
+            message = average_of(s, v, closure=5)
+            assert await ask(client, message) == Pushed("accepted", 0)
+            assert await ask(client, message) == Pushed("accepted", 0)  # the same answer
+            again = average_of(s, v, closure=5)  # the closure's next run
+            assert await ask(other, again) == Pushed("duplicate", 0)
+            assert (await pull(client, s))[0].tolist() == [0.5] * 3
+            assert (await counters(cluster))["assigns"] == 1
+
+    @pytest.mark.parametrize("busy", ["average", "original"])
+    async def test_a_busy_shard_on_either_side_is_waited_for(self, busy: str) -> None:
+        async with PsCluster() as cluster:
+            s = await cluster.create("s", np.zeros(3, np.float32))
+            v = await cluster.create("v", np.ones(3, np.float32))
+            release = hold(cluster.ps[0], s if busy == "average" else v)
+            client = cluster.client()
+            averaging = asyncio.create_task(ask(client, average_of(s, v)))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            assert not averaging.done()
+            release()
+            assert await averaging == Pushed("accepted", 0)
+            assert (await pull(client, s))[0].tolist() == [0.5] * 3
+
+    async def test_what_does_not_fit_is_refused_before_anything_is_averaged(self) -> None:
+        async with PsCluster() as cluster:
+            s = await cluster.create("s", np.zeros(3, np.float32))
+            v = await cluster.create("v", np.ones(3, np.float32))
+            wide = await cluster.create("wide", np.ones(4, np.float32))
+            count = await cluster.create("count", np.ones(3, np.int32))
+            client = cluster.client()
+            good = average_of(s, v).shards[0]
+
+            async def refused(shards: list[tuple[int, int, int]], decay: float) -> None:
+                await ask(client, AverageShards(1, 0, -1, 0, shards, decay))
+
+            with pytest.raises(PartitionError, match=r"expected shape \(4,\) float32, as "):
+                await refused([good, (s.variable_id, wide.variable_id, 0)], 0.5)
+            with pytest.raises(GradientError, match="only floating-point variables have moving"):
+                await refused([good, (count.variable_id, count.variable_id, 0)], 0.5)
+            with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
+                await refused([good, (s.variable_id, 99, 0)], 0.5)
+            with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
+                await refused([good, (99, v.variable_id, 0)], 0.5)
+            for decay in (1.0, -0.5, float("nan")):
+                with pytest.raises(GradientError, match=r"expected decay in \[0, 1\), got"):
+                    await refused([good], decay)
+            assert not (await pull(client, s))[0].any()
+            assert await ask(client, average_of(s, v)) == Pushed("accepted", 0)

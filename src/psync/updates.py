@@ -179,7 +179,9 @@ class Update:
             self.step = store.begin_push(optimizer, message.step)
         elif isinstance(message, AverageShards):
             if not 0 <= message.decay < 1:
-                raise GradientError(f"moving average: expected decay in [0, 1), got {message.decay}")
+                raise GradientError(
+                    f"moving average: expected decay in [0, 1), got {message.decay}"
+                )
             self.followed = [(variable, index) for _, variable, index in message.shards]
             for average, key in zip(known.keys, self.followed, strict=True):
                 store.check_average(average, key)

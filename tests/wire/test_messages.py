@@ -11,6 +11,7 @@ from psync.wire import messages
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
     Assign,
+    AverageShards,
     Challenge,
     ClosureResults,
     Done,
@@ -59,6 +60,7 @@ GOLDEN: list[tuple[Message, str]] = [
     (Pulled([(4, 7)]), "9223919204" + "07"),
     (Push(1, 1, -1, 0, 2, None, 3, None, 9), "9a240101ff0002c003c009"),
     (Assign(1, 1, 4, 0, 2, [(3, 0)], "sub"), "9825010104000291920300a3737562"),
+    (AverageShards(1, 1, -1, 0, [(3, 0, 1)], 0.5), "973d0101ff009193030001cb3fe0000000000000"),
     (Pushed("accepted", 10), "9326a861636365707465640a"),
 ]
 
