@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -250,3 +251,4 @@ class SyncMachine(RuleBasedStateMachine):
 
 
 TestSyncMachine = SyncMachine.TestCase
+TestSyncMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
