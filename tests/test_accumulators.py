@@ -47,6 +47,16 @@ def refusal(call, *args, error: type[Exception] = GradientError, **options) -> s
     return message
 
 
+class Unconvertible:
+    """Refuses to become an array, as tensors of torch that record their gradient do."""
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        raise RuntimeError("detach it first")
+
+    def __repr__(self) -> str:
+        return "Unconvertible()"
+
+
 class TestReduction:
     def test_a_mean_is_over_what_was_applied(self) -> None:
         held = accumulator()
@@ -114,6 +124,11 @@ class TestReduction:
         assert first.tolist() == [1, 2]
         first[:] = 9
         assert held.take_grad(1).result().tolist() == [5, 5]
+
+    def test_big_endian_gradients_are_of_the_same_dtype(self) -> None:
+        held = accumulator()
+        held.apply_grad(np.array([1, 2], ">f4"))
+        assert held.take_grad(1).result().tolist() == [1, 2]
 
     def test_numbers_of_python_take_the_accumulators_dtype(self) -> None:
         held = accumulator(dtype="float16")
@@ -227,6 +242,8 @@ class TestOrderOfChecks:
     def test_what_is_no_array_has_no_dtype(self, held: ConditionalAccumulator) -> None:
         message = refusal(held.apply_grad, [[1.0], [1.0, 2.0]], 0)
         assert message == "expected an array as gradient, got [[1.0], [1.0, 2.0]]"
+        message = refusal(held.apply_grad, Unconvertible(), 0)
+        assert message == "expected an array as gradient, got Unconvertible()"
 
     def test_then_staleness_so_a_stale_malformed_gradient_is_no_error(
         self, held: ConditionalAccumulator

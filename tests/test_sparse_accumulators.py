@@ -179,7 +179,7 @@ class TestShapes:
             held.apply_grad(range(shape[0]), zeros(*shape), None, step)
             assert held.take_grad(1).result().values.shape == shape
 
-    @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int64, ">i4"])
+    @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64, np.int64, ">i4"])
     def test_indices_of_all_integer_types_become_int64(self, dtype: object) -> None:
         held = accumulator()
         held.apply_grad(np.array([3, 1], dtype), zeros(2))

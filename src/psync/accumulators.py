@@ -307,7 +307,8 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
         """Return the values of a gradient; numbers of Python have no dtype, so they take ours."""
         try:
             array = np.asarray(given)
-        except (TypeError, ValueError) as exc:  # rows of unequal length, a tensor on a device
+        except (TypeError, ValueError, RuntimeError) as exc:
+            # Rows of unequal length; a tensor on a device, or one that records its gradient.
             raise self._refused(f"expected an array as gradient, got {given!r:.80}") from exc
         if not hasattr(given, "dtype") and array.dtype.kind in "iuf":
             with np.errstate(all="ignore"):  # a number too large becomes an infinity

@@ -126,7 +126,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
     def _as_indices(self, given: object) -> np.ndarray:
         try:
             array = np.asarray(given)
-        except (TypeError, ValueError) as exc:
+        except (TypeError, ValueError, RuntimeError) as exc:
             raise self._refused(f"expected integers as indices, got {given!r:.80}") from exc
         empty = not hasattr(given, "dtype") and array.size == 0  # no numbers: no dtype either
         if array.dtype.kind not in "iu" and not empty:
