@@ -48,13 +48,19 @@ def named(*pushes: tuple[Replica, int]) -> list[tuple[str, int, int, float]]:
     return [(task, incarnation, push, 1.0) for (task, incarnation), push in pushes]
 
 
+def taken(staging: Staging, *pushes: tuple[Replica, int]) -> list[object]:
+    """The parts of group 7 that a closing gets which names these."""
+    return [part for part, _ in staging.take(7, 0, named(*pushes))]
+
+
 class TestAStep:
     def test_parts_come_back_in_the_order_in_which_the_closing_names_them(
         self, staging: Staging
     ) -> None:
         assert put(staging, A, 1)
         assert put(staging, B, 4)
-        assert staging.take(7, 0, named((B, 4), (A, 1))) == [(B, 4), (A, 1)]
+        pushes = [(*B, 4, 0.5), (*A, 1, 2.0)]
+        assert staging.take(7, 0, pushes) == [((B, 4), 0.5), ((A, 1), 2.0)]
 
     def test_parts_count_until_the_step_is_closed(self, staging: Staging) -> None:
         put(staging, A, 1)
@@ -69,7 +75,7 @@ class TestAStep:
     def test_what_belongs_to_a_later_step_stays(self, staging: Staging) -> None:
         put(staging, A, 1, local_step=5)  # its values are of a ps that has closed step 4
         staging.closed(7, 4)
-        assert staging.take(7, 5, named((A, 1))) == [(A, 1)]
+        assert taken(staging, (A, 1)) == [(A, 1)]
 
     def test_what_was_counted_goes_with_the_step_whatever_its_local_step(
         self, staging: Staging
@@ -82,29 +88,32 @@ class TestAStep:
     def test_groups_are_apart(self, staging: Staging) -> None:
         put(staging, A, 1)
         staging.closed(8, 3)
-        assert staging.take(7, 0, named((A, 1))) == [(A, 1)]
+        assert taken(staging, (A, 1)) == [(A, 1)]
         assert (staging.step(7), staging.step(8)) == (None, 4)
 
-    def test_a_ps_without_the_groups_variables_has_nothing_to_apply(self, staging: Staging) -> None:
-        assert staging.take(7, 0, named((A, 1), (B, 1))) == []
+    def test_a_push_without_variables_here_has_no_part(self, staging: Staging) -> None:
+        assert taken(staging, (A, 1), (B, 1)) == []
+        put(staging, B, 1)
+        assert taken(staging, (A, 1), (B, 1)) == [(B, 1)]
+
+    def test_a_group_without_variables_here_has_its_steps(self, staging: Staging) -> None:
         assert staging.step(7) is None
         staging.closed(7, 0)
         assert staging.step(7) == 1
 
-    @pytest.mark.parametrize("announced", [False, True], ids=["never came", "is coming in"])
-    def test_a_closing_with_a_part_that_is_not_here_is_an_error(
-        self, staging: Staging, announced: bool
+    def test_a_closing_with_a_part_that_is_still_coming_in_is_an_error(
+        self, staging: Staging
     ) -> None:
-        put(staging, A, 1)
-        if announced:
-            staging.check(7, B, 2, -1, 10, config_of())
+        put(staging, A, 1, local_step=9)
+        staging.check(7, B, 2, -1, 10, config_of())
         with pytest.raises(RemoteProtocolError) as caught:
             staging.take(7, 3, named((A, 1), (B, 2)))
         assert str(caught.value) == (
             "/job:ps/task:1: step 3 of group 7 is to be closed with push 2 of /job:worker/task:1 "
-            "(incarnation 1), of which no part is here"
+            "(incarnation 1), which has not come in yet"
         )
-        assert staging.statistics().parts == 1 + announced
+        staging.closed(7, 3)
+        assert taken(staging, (A, 1)) == [(A, 1)]  # nothing was taken
 
 
 class TestSteps:
@@ -137,7 +146,8 @@ class TestStale:
     @pytest.mark.parametrize("local_step", [-1, 0, 4])
     def test_a_late_part_leaves_no_trace(self, staging: Staging, local_step: int) -> None:
         staging.closed(7, 4)
-        assert not put(staging, A, 1, local_step)
+        assert not staging.check(7, A, 1, local_step, 10, config_of())
+        assert not staging.stage(7, A, 1, local_step, "late")  # it was under way all the same
         statistics = staging.statistics()
         assert (statistics.parts, statistics.bytes, statistics.stale) == (0, 0, 1)
 
@@ -162,7 +172,7 @@ class TestRepetition:
         for _ in range(20):
             assert put(staging, A, 1)
         assert staging.statistics().bytes == 10
-        assert staging.take(7, 0, named((A, 1))) == [(A, 1)]
+        assert taken(staging, (A, 1)) == [(A, 1)]
 
     def test_of_another_size_replaces_the_part(self, staging: Staging) -> None:
         put(staging, A, 1, nbytes=10)
@@ -179,7 +189,7 @@ class TestRepetition:
         staging.take(7, 0, named((A, 1)))
         assert staging.check(7, A, 1, -1, nbytes, config_of())
         assert staging.stage(7, A, 1, -1, "again")
-        assert staging.take(7, 0, named((A, 1))) == [(A, 1)]
+        assert taken(staging, (A, 1)) == [(A, 1)]
         assert staging.statistics().bytes == 10
 
 
@@ -187,7 +197,7 @@ class TestFence:
     def test_what_a_lost_worker_has_staged_may_have_been_counted(self, staging: Staging) -> None:
         put(staging, A, 1)
         staging.fence(A[0], 2)
-        assert staging.take(7, 0, named((A, 1))) == [(A, 1)]
+        assert taken(staging, (A, 1)) == [(A, 1)]
         staging.closed(7, 0)
         assert staging.statistics().bytes == 0
 
@@ -252,7 +262,7 @@ class TestBudget:
         put(staging, A, 4, nbytes=7)
         with pytest.raises(ConfigurationError, match="100 of 100 bytes"):
             put(staging, A, 1, nbytes=31)
-        assert staging.take(7, 0, named((A, 1))) == [(A, 1)]  # what it had stays
+        assert taken(staging, (A, 1)) == [(A, 1)]  # what it had stays
 
 
 @dataclass
@@ -335,7 +345,7 @@ class Steps(RuleBasedStateMachine):
             if part.group == group and part.counted and (early or part.local_step <= step)
         ]
         pushes = named(*((part.replica, part.push) for part in counted))
-        assert self.staging.take(group, step, pushes) == [part.push for part in counted]
+        assert self.staging.take(group, step, pushes) == [(part.push, 1.0) for part in counted]
         self.staging.closed(group, step)
         self.steps[group] = step + 1
         self.parts = [

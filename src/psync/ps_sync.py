@@ -211,10 +211,9 @@ class PsSync:
             known.averages = averages_of(self.store, known.config, self._task)
         parts: list[Part] = []
         weights: list[float] = []
-        for push in message.pushes:  # one by one: a push need not have a part on each ps
-            for part in self._staging.take(message.group, message.step, [push]):
-                parts.append(part)
-                weights.append(push[3])
+        for part, weight in self._staging.take(message.group, message.step, message.pushes):
+            parts.append(part)
+            weights.append(weight)
         update = StepUpdate(self.store, message.group, known.config, message.step, known.averages)
         update.gather(parts, weights)
         return update

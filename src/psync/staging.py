@@ -114,7 +114,6 @@ class Staging:
         if known is None:
             known = self._groups[group] = _Group()
         if known.step is not None and local_step < known.step:
-            self._stale += 1
             return False
         part = known.parts.get((replica, push))
         if part is not None and (part.nbytes == nbytes or part.taken):
@@ -162,7 +161,7 @@ class Staging:
 
     def take(
         self, group: int, step: int, pushes: Sequence[tuple[str, int, int, float]]
-    ) -> list[Any]:
+    ) -> list[tuple[Any, float]]:
         """Return the parts of a step that is being closed. They count until it is ``closed``.
 
         Args:
@@ -171,28 +170,27 @@ class Staging:
             pushes: (task, incarnation, push, weight) of each push of the step.
 
         Returns:
-            The parts, in the order of ``pushes``; none if this ps holds none of them, because
-            none of the group's variables is here.
+            The parts and their weights, in the order of ``pushes``. A push of which no part was
+            sent here has none: its variables are elsewhere.
 
         Raises:
-            RemoteProtocolError: Some of them are here and others are not.
+            RemoteProtocolError: A part is still coming in, so its push cannot have been counted.
         """
         held = self._groups.get(group, _Group()).parts
-        parts = [held.get(((task, incarnation), push)) for task, incarnation, push, _ in pushes]
-        here = [part for part in parts if part is not None and part.complete]
-        if here and len(here) < len(parts):
-            missing = [
-                f"push {push} of {task} (incarnation {incarnation})"
-                for (task, incarnation, push, _), part in zip(pushes, parts, strict=True)
-                if part is None or not part.complete
-            ]
-            raise RemoteProtocolError(
-                f"{self._task}: step {step} of group {group} is to be closed with "
-                f"{', '.join(missing)}, of which no part is here"
-            )
-        for part in here:
+        taken: list[tuple[_Part, float]] = []
+        for task, incarnation, push, weight in pushes:
+            part = held.get(((task, incarnation), push))
+            if part is None:
+                continue
+            if not part.complete:
+                raise RemoteProtocolError(
+                    f"{self._task}: step {step} of group {group} is to be closed with push {push} "
+                    f"of {task} (incarnation {incarnation}), which has not come in yet"
+                )
+            taken.append((part, weight))
+        for part, _ in taken:
             part.taken = True
-        return [part.update for part in here]
+        return [(part.update, weight) for part, weight in taken]
 
     def closed(self, group: int, step: int) -> None:
         """Raise the group's step above ``step`` and drop what cannot count any more."""
