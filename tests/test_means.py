@@ -16,7 +16,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.means import MeanGradient, move_average
+from psync.means import MeanGradient, growing_decay, move_average
 from psync.specs import ShardSpec, dtype_of
 from psync.store import ShardStore, Work
 from psync.sums import Reduction, sum_dtype

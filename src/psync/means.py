@@ -76,6 +76,18 @@ class MeanGradient:
         return rounded
 
 
+def growing_decay(limit: float, step: int) -> float:
+    """Return the decay of moving averages that follow the step, ``limit`` at most.
+
+    Args:
+        limit: In [0, 1).
+        step: Number of updates that the variables have had.
+
+    Source: ``num_updates`` of ``tf.train.ExponentialMovingAverage``.
+    """
+    return min(limit, (1 + step) / (10 + step))
+
+
 def move_average(
     average: np.ndarray, value: np.ndarray, out: np.ndarray, decay: float, scratch: Scratch
 ) -> None:

@@ -1,6 +1,6 @@
 """Moving averages of variables, kept on the ps tasks beside the variables themselves.
 
-Layer: L4. Imports: errors, context, global_step, pulls, scopes, variables.
+Layer: L4. Imports: errors, means, context, global_step, pulls, scopes, variables.
 
 An averaged model is often the better one to evaluate. Each average is a variable (the
 *shadow*) that lies beside its original, shard by shard, and begins with its value there; so
@@ -16,6 +16,7 @@ from typing import Any
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.global_step import check_step, global_step_of
+from psync.means import growing_decay
 from psync.pulls import mapped
 from psync.scopes import Scope, current_scope
 from psync.variables import Handle, ShardedVariable, Variable, declared_in, runtime_of, scope_of
@@ -110,9 +111,8 @@ class ExponentialMovingAverage:
 
     def decay_at(self, step: int) -> float:
         """Return the decay at a step: of the update after which the global step is ``step``."""
-        if self._num_updates is False:
-            return self._decay
-        return min(self._decay, (1 + step) / (10 + step))
+        follows = self._num_updates is not False
+        return growing_decay(self._decay, step) if follows else self._decay
 
     def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
         """Declare the averages of variables; those that have one already keep it.

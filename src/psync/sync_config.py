@@ -1,6 +1,6 @@
 """What a synchronous optimizer is, as its ps tasks are told.
 
-Layer: L1. Imports: errors.
+Layer: L1. Imports: errors, means.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psync.errors import ConfigurationError
+from psync.means import growing_decay
 
 REDUCTIONS = ("mean", "sum")
 
@@ -114,9 +115,7 @@ class SyncConfig:
 
     def decay_at(self, step: int) -> float:
         """Return the decay of moving averages after the update that raised the step to ``step``."""
-        if not self.num_updates:
-            return self.decay
-        return min(self.decay, (1 + step) / (10 + step))
+        return growing_decay(self.decay, step) if self.num_updates else self.decay
 
     def to_config(self) -> dict[str, Any]:
         """Return it as plain data that msgpack takes."""
