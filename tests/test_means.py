@@ -415,3 +415,8 @@ def test_every_snapshot_stays_what_it_was(size: int, steps: list[tuple[str, int]
             assert b"".join(snapshot) == expected.tobytes()
         assert same_bits(value(store), model)
         assert same_bits(value(store, (1, 0)), shadow)
+
+
+@pytest.mark.parametrize(("step", "decay"), [(0, 0.1), (8, 0.5), (80, 0.9), (10**9, 0.9)])
+def test_a_decay_that_follows_the_step_grows_to_its_limit(step: int, decay: float) -> None:
+    assert growing_decay(0.9, step) == decay
