@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -8,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.staging import Staging
+from psync.staging import BUDGET_VARIABLE, Staging
 from psync.sync_config import SyncConfig
 from psync.tokens import Replica
 from psync.update_rules import SGD
+from psync.wire.limits import Limits
 
 TASK = "/job:ps/task:1"
 A: Replica = ("/job:worker/task:0", 1)
@@ -223,6 +225,10 @@ class TestFence:
 
 
 class TestBudget:
+    def test_is_set_by_the_variable_that_the_hints_name(self) -> None:
+        limits = {f"PSYNC_LIMIT_{field.name.upper()}" for field in dataclasses.fields(Limits)}
+        assert BUDGET_VARIABLE in limits
+
     def test_a_step_that_cannot_fit_is_refused_at_its_first_push(self, staging: Staging) -> None:
         assert staging.check(7, A, 1, -1, 33, config_of())  # and two more: 99 bytes
         with pytest.raises(ConfigurationError) as caught:
