@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from typing import Any
 
+import memory_cluster
 import numpy as np
 import pytest
 from local_training import in_step, strategy_of, training
@@ -305,3 +307,28 @@ class TestUpdating:
         ema.apply([w])
         with pytest.raises(UsageError, match="update of moving averages: no connection to the ps"):
             await ema.update()
+
+    @pytest.mark.virtual_time
+    async def test_an_update_in_a_closure_that_runs_twice_happens_once(self) -> None:
+        async with memory_cluster.coordinating(num_ps=2) as (cluster, coordinator):
+            with coordinator.strategy.scope():
+                v = psync.Variable(np.zeros(2), name="v")
+            ema = psync.ExponentialMovingAverage(0.5)
+            ema.apply([v])
+            await v.assign([1.0, 1.0])
+
+            async def step() -> int:
+                await ema.update()
+                runs = memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
+                if runs == 1:
+                    memory_cluster.shared["worker"] = psync.get_worker_index()
+                    await memory_cluster.note("updated")
+                    await asyncio.Event().wait()  # until its worker is gone
+                return runs
+
+            value = coordinator.schedule(step)
+            await memory_cluster.event_of("updated").wait()
+            await cluster.stop(f"worker-{memory_cluster.shared['worker']}")
+            await coordinator.join()
+            assert await value == 2
+            assert (await psync.pull(ema.averages(v))).tolist() == [0.5, 0.5]
