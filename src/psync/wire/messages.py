@@ -453,7 +453,7 @@ class ReportSchedule(Message):
     version: int
     workers: list[tuple[int, int]]  # (index, incarnation) of those alive and not out of data
     missing: list[str]  # names of the others
-    queued: bool  # closures wait that no worker has begun
+    queued: bool  # closures that a worker could begin now have not been begun
     in_flight: list[tuple[int, int]]  # (closure, worker index)
 
 
