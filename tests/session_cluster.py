@@ -28,6 +28,7 @@ class SessionCluster:
 
     def __init__(self, num_ps: int, num_workers: int, *, chief: bool) -> None:
         self.network = MemoryNetwork(chunk=(1 << 16, 1 << 20))
+        self.secret = SECRET  # of platforms that are made from now on
         self.addresses = {
             job: [f"{job}-{index}:1" for index in range(count)]
             for job, count in (("chief", int(chief)), ("ps", num_ps), ("worker", num_workers))
@@ -41,7 +42,7 @@ class SessionCluster:
         virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
         return Platform(
             self.network.host(host),
-            SECRET,
+            self.secret,
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
             threads=not virtual,
