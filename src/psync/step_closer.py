@@ -71,6 +71,7 @@ class StepCloser:
         self._failpoints = platform.failpoints
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
+        self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
         self._waiting: dict[_PushKey, list[asyncio.Future[Reply]]] = {}
         self._beginning: dict[int, asyncio.Task[int]] = {}  # groups whose first step is read
         self._under_way: set[asyncio.Task[None]] = set()
@@ -168,6 +169,7 @@ class StepCloser:
 
     def set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
         """Take note of who lives (task → incarnation), and of the names of those who should."""
+        self._members = (alive, missing)
         self._perform(self.steps.members(alive, missing, self._loop.time()))
 
     def end(self, reason: str) -> None:
@@ -268,7 +270,10 @@ class StepCloser:
             if self._over is not None:
                 raise self._over.with_traceback(None) from None
             raise
-        self.steps.define(group, config, first)
+        if not self.steps.knows(group):
+            self.steps.define(group, config, first)
+            if self._members is not None:
+                self.set_members(*self._members)  # a group knows since when too few live
 
     def _begun(self, group: int, task: asyncio.Task[int]) -> None:
         del self._beginning[group]  # an attempt that failed is made again
