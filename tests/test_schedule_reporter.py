@@ -135,6 +135,28 @@ async def test_a_worker_out_of_data_is_missing_until_all_is_done(reports):
         assert reports[-1].missing == []
 
 
+async def test_a_worker_that_has_data_again_takes_part_again(reports):
+    async with coordinating(num_workers=2) as (_, coordinator):
+        iterator = iter(
+            coordinator.create_per_worker_dataset(
+                lambda context: range(0 if context.input_pipeline_id else 100)
+            )
+        )
+
+        async def step(iterator):
+            await asyncio.sleep(1)
+            if iterator is not None:
+                next(iterator)
+
+        for number in range(40):
+            coordinator.schedule(step, args=(iterator if number < 10 else None,))
+        with pytest.raises(EndOfData):
+            await coordinator.join()
+        out_of_data = [report.missing for report in reports].index(["/job:worker/task:1"])
+        after = reports[out_of_data + 1]
+        assert (after.missing, after.queued) == ([], True)
+
+
 async def test_a_report_is_repeated_after_a_lost_connection(reports):
     async with coordinating(num_workers=1) as (cluster, coordinator):
         await asyncio.sleep(1)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from local_training import training
 from memory_cluster import MemoryCluster, cluster_of, event_of
+from session_cluster import session_cluster
 
 import psync
 from psync.errors import ConfigurationError, EndOfData
@@ -251,6 +252,26 @@ async def test_a_lost_connection_to_ps_0_counts_no_round_twice():
         assert max(running.leads) == 0
 
 
+@pytest.mark.virtual_time
+async def test_a_round_that_another_run_has_done_is_not_done_again():
+    async with race(psync.StalenessBound(9)) as running:
+        step = running.step
+
+        async def two_rounds_and_more() -> None:
+            await step(2)
+            event_of(f"done by {psync.get_worker_index()}").set()
+            await event_of("end").wait()
+
+        value = running.coordinator.schedule(two_rounds_and_more)
+        await event_of("done by 0").wait()
+        assert running.clocks()["ticks"] == 2
+        await running.cluster.stop("worker-0")
+        await event_of("done by 1").wait()
+        assert running.clocks()["ticks"] == 2
+        event_of("end").set()
+        await value
+
+
 # --- who has a clock -------------------------------------------------------------------------
 
 
@@ -289,6 +310,35 @@ async def test_optimizers_have_clocks_of_their_own():
             assert {int(number) for number in clocks} == {o.number for o in optimizers}
             assert [c["max_staleness"] for c in clocks.values()] == [0, 3]
             assert [c["ticks"] for c in clocks.values()] == [6, 6]
+
+
+@pytest.mark.virtual_time
+async def test_programs_that_train_in_sessions_have_clocks_until_they_leave():
+    optimizer = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
+    rounds: Counter[int] = Counter()
+    leads: list[int] = []
+    both_are_here = asyncio.Barrier(2)
+
+    async def main(strategy: psync.ParameterServerStrategy) -> None:
+        with strategy.scope():
+            v = psync.Variable(np.zeros(4, np.float32), name="v")
+        worker = strategy.cluster_resolver.task_id
+        async with psync.MonitoredTrainingSession(strategy) as session:
+            await both_are_here.wait()
+            for _ in range((20, 5)[worker]):
+                await asyncio.sleep(PAUSES[worker])
+                rounds[worker] += 1
+                await session.run(push, v)
+                if rounds[1] < 5:
+                    leads.append(rounds[worker] - rounds[1 - worker])
+
+    async def push(v: psync.Variable) -> None:
+        await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+
+    async with session_cluster(1, 2) as cluster:
+        await cluster.run_all(main)
+    assert rounds == {0: 20, 1: 5}
+    assert max(leads) == 1
 
 
 async def test_plain_steps_wait_in_their_threads():
