@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import numpy as np
 import pytest
+from ps_cluster import PsCluster
 from session_cluster import SessionCluster, session_cluster
 
 from psync.access import Secret
-from psync.errors import AuthenticationError, ConnectFailed, TrainingEnded
+from psync.declarations import Declaration
+from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.session_links import Comparison, SessionLinks
 
 WORKER = "/job:worker/task:0"
