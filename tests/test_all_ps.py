@@ -1,0 +1,135 @@
+"""What ps 0 does to all ps tasks, below the rule that decides it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from psync.all_ps import AllPs
+from psync.errors import ClosedError, ConfigurationError, FencedError, PsyncError
+from psync.failpoints import Failpoints
+from psync.sync_config import SyncConfig
+from psync.wire.messages import AskStatistics, AttachPs, CloseStep, Statistics
+from tests.ps_cluster import CHIEF, hold, until
+from tests.sync_cluster import GROUP, SyncCluster
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterator[AllPs]:
+    """Another one beside that of ps 0 itself."""
+    task = cluster.ps[0]
+    addresses = [link.address for link in cluster.chief.links]
+    attach = AttachPs(coordinator, 0, addresses, 15.0)
+    all_ps = AllPs(task._platform, attach, task._sync, task._work, task._pool)
+    try:
+        yield all_ps
+    finally:
+        await all_ps.close()
+
+
+def close_step(cluster: SyncCluster, step: int) -> CloseStep:
+    return CloseStep(GROUP, cluster.config, step, [])
+
+
+async def test_all_others_are_asked_at_once() -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        calls = all_ps.ask_others(AskStatistics())
+        assert len(calls) == 2
+        for received in await asyncio.gather(*calls):
+            assert isinstance(received.message, Statistics)
+    async with SyncCluster(1) as cluster, all_ps_of(cluster) as all_ps:
+        assert all_ps.ask_others(AskStatistics()) == []
+
+
+async def test_a_step_is_applied_everywhere() -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        message = close_step(cluster, 0)
+        await all_ps.apply(message, all_ps.ask_others(message))
+        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        cluster.ps[broken]._sync._failpoints = Failpoints("ps.step.applied=error")
+        message = close_step(cluster, 0)
+        with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
+            await all_ps.apply(message, all_ps.ask_others(message))
+        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+
+
+@pytest.mark.parametrize("step_ps", [0, 1])
+async def test_the_global_step_is_read_and_raised_where_it_is(step_ps: int) -> None:
+    async with (
+        SyncCluster(2, step_ps=step_ps, first=2**40) as cluster,
+        all_ps_of(cluster) as all_ps,
+    ):
+        config = SyncConfig.from_config(cluster.config)
+        assert config.global_step[0] == step_ps
+        assert await all_ps.read_global_step(config) == 2**40
+        await all_ps.raise_global_step(config)
+        assert await cluster.global_step() == 2**40 + 1
+
+
+async def test_a_global_step_of_one_dimension_will_do() -> None:
+    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
+        v = await cluster.create("v", np.array([3]))
+        cluster.configure(global_step=(0, *v.shards[0].key))
+        config = SyncConfig.from_config(cluster.config)
+        assert await all_ps.read_global_step(config) == 3
+        await all_ps.raise_global_step(config)
+        assert await all_ps.read_global_step(config) == 4
+
+
+async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        cluster.ps[1]._platform.failpoints.arm(
+            "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
+        )
+        await all_ps.raise_global_step(config)
+        assert await cluster.global_step() == 1
+
+
+async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
+    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        release = hold(cluster.ps[0], cluster.step)
+        raising = asyncio.create_task(all_ps.raise_global_step(config))
+        await until(lambda: cluster.ps[0]._work.waiting)
+        release()
+        await raising
+        assert await cluster.global_step() == 1
+
+
+async def test_a_global_step_must_be_on_a_ps() -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        for ps in (-1, 2):
+            cluster.configure(global_step=(ps, 0, 0))
+            with pytest.raises(ConfigurationError, match=f"on ps {ps}, and there are 2 ps tasks"):
+                await all_ps.read_global_step(SyncConfig.from_config(cluster.config))
+
+
+async def test_the_others_know_which_coordinator_it_speaks_for() -> None:
+    async with SyncCluster(2) as cluster:
+        await cluster.attach(cluster.client(CHIEF, 200), 200)
+        async with all_ps_of(cluster, coordinator=100) as all_ps:
+            (call,) = all_ps.ask_others(close_step(cluster, 0))
+            with pytest.raises(FencedError):
+                await call
+        async with all_ps_of(cluster, coordinator=200) as all_ps:
+            (call,) = all_ps.ask_others(close_step(cluster, 0))
+            await call
+
+
+async def test_closed_links_stay_closed() -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        await all_ps.close()
+        with pytest.raises(ClosedError, match="has closed its links"):
+            all_ps.ask_others(AskStatistics())
