@@ -77,7 +77,7 @@ class SessionCluster:
         self.network.cut(host)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self.network.heal()
+        self.network.heal(host)
 
     async def close(self) -> None:
         for task in self._running:
