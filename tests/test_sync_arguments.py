@@ -1,0 +1,111 @@
+"""What is refused as an argument of a synchronous optimizer, and what it becomes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.errors import ConfigurationError, GradientError
+from psync.sync_arguments import NOWHERE, checked_config, checked_count, checked_weight
+from psync.sync_config import SyncConfig
+
+GOOD: dict[str, Any] = {
+    "name": "sync", "optimizer": {"rule": "sgd"}, "replicas_to_aggregate": 2,
+    "total_num_replicas": 3, "strict": False, "deterministic": False, "tensorflow_compat": False,
+    "min_replicas": 1, "patience_s": 30, "reduction": "mean",
+}  # fmt: skip
+
+
+def made(**changes: Any) -> SyncConfig:
+    return checked_config(**{**GOOD, **changes})
+
+
+def test_all_of_it_is_in_the_configuration() -> None:
+    assert made() == SyncConfig(
+        name="sync", optimizer={"rule": "sgd"}, replicas_to_aggregate=2, total_num_replicas=3,
+        global_step=NOWHERE,
+    )  # fmt: skip
+
+
+def test_there_are_as_many_replicas_as_are_needed_unless_said_otherwise() -> None:
+    assert made(total_num_replicas=None).total_num_replicas == 2
+
+
+def test_deterministic_is_strict() -> None:
+    assert made(total_num_replicas=2, deterministic=True).strict
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    config = made(replicas_to_aggregate=np.int64(2), patience_s=np.float32(0.5))
+    assert type(config.replicas_to_aggregate) is int
+    assert config.patience_s == 0.5
+    assert type(config.patience_s) is float
+    assert SyncConfig.from_config(config.to_config()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"name": ""}, "a synchronous optimizer: expected a name, got ''"),
+        ({"name": None}, "a synchronous optimizer: expected a name, got None"),
+        (
+            {"replicas_to_aggregate": "2"},
+            "sync: expected a whole number as replicas_to_aggregate, got '2'",
+        ),
+        (
+            {"replicas_to_aggregate": 2.0},
+            "sync: expected a whole number as replicas_to_aggregate, got 2.0",
+        ),
+        (
+            {"total_num_replicas": True},
+            "sync: expected a whole number as total_num_replicas, got True",
+        ),
+        (
+            {"replicas_to_aggregate": 0},
+            "sync: expected replicas_to_aggregate and total_num_replicas of at least 1, got 0 and 3",
+        ),
+        (
+            {"min_replicas": 4},
+            "sync: expected min_replicas from 1 to total_num_replicas (3), got 4",
+        ),
+        ({"min_replicas": None}, "sync: expected a whole number as min_replicas, got None"),
+        ({"patience_s": 0}, "sync: expected patience_s above 0 s, got 0"),
+        ({"patience_s": "1"}, "sync: patience_s: expected a number, got '1'"),
+        ({"patience_s": float("inf")}, "sync: patience_s: expected a finite number, got inf"),
+        ({"strict": 1}, "sync: expected strict to be True or False, got 1"),
+        ({"deterministic": None}, "sync: expected deterministic to be True or False, got None"),
+        ({"tensorflow_compat": 0}, "sync: expected tensorflow_compat to be True or False, got 0"),
+        ({"reduction": "MEAN"}, 'sync: expected reduction "mean" or "sum", got \'MEAN\''),
+        ({"reduction": []}, 'sync: expected reduction "mean" or "sum", got []'),
+        (
+            {"strict": True, "tensorflow_compat": True},
+            "sync: tensorflow_compat=True has free tokens, as TensorFlow has",
+        ),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_is_said(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match="^" + re.escape(text)):
+        made(**changes)
+
+
+def test_a_count_is_a_whole_number() -> None:
+    assert checked_count("sync", "num_tokens", np.int32(-1)) == -1
+    with pytest.raises(ConfigurationError, match="expected a whole number as num_tokens, got nan"):
+        checked_count("sync", "num_tokens", float("nan"))
+    with pytest.raises(ConfigurationError, match="as num_tokens, got "):
+        checked_count("sync", "num_tokens", np.True_)
+
+
+def test_a_weight_is_a_finite_number_above_0() -> None:
+    assert checked_weight(np.float32(2)) == 2
+    assert type(checked_weight(3)) is float
+    for weight in (0, -1.5):
+        with pytest.raises(GradientError, match=f"expected a weight above 0, got {weight}"):
+            checked_weight(weight)
+    for unusable in ("2", None, float("inf"), True):
+        with pytest.raises(ConfigurationError, match="apply_gradients: weight: expected a "):
+            checked_weight(unusable)
