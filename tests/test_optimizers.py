@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from local_training import in_step, strategy_of, training
 
 import psync
 from psync import Outcome, PushResult, optimizers, schedules
+from psync.context import ClosureContext, enter_closure
 from psync.errors import GradientError, UsageError
+from psync.runtime import Runtime
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -24,6 +27,14 @@ def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
 def gradients(count: int) -> list[np.ndarray]:
     rng = np.random.default_rng(7)
     return [rng.normal(size=(5, 3)).astype(np.float32) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def in_closure_of(origin: str) -> Iterator[None]:
+    """As in a step on a worker in another process than the program's."""
+    runtime = Runtime(None, origin)  # type: ignore[arg-type]
+    with enter_closure(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
+        yield
 
 
 START = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
@@ -301,6 +312,78 @@ async def test_minimize_returns_the_loss_and_applies_the_gradients() -> None:
         loss = await optimizers.SGD(0.5).minimize(lambda a, b: (a * b, (b, a)), [v, w], global_step)
         assert loss == 12
         assert await psync.pull([v, w, global_step]) == [1, 2.5, 1]
+
+
+async def test_without_var_list_the_trainable_variables_are_meant() -> None:
+    sgd = optimizers.SGD(0.5, momentum=0.5)
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3), name="v"), psync.Variable(np.float32(4), name="w")
+            psync.Variable(np.float32(5), trainable=False)
+
+        async def step() -> float:
+            return float(await sgd.minimize(lambda a, b: (a * b, (b, a))))
+
+        assert await in_step(coordinator, step) == 12
+        pairs = await sgd.compute_gradients(lambda a, b: (0, (a, b)))  # by the program, too
+        assert [variable for _, variable in pairs] == [v, w]
+        assert [(slot.variable, slot.name) for slot in sgd.variables()] == [
+            (v, "momentum"), (w, "momentum"),
+        ]  # fmt: skip
+    assert optimizers.SGD(0.5).variables() == []
+
+
+async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:
+    sgd = optimizers.SGD(0.5)
+    number = sgd.number
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(3), name="v")
+        few = pickle.dumps(sgd)
+        with strategy.scope():
+            w = psync.Variable(np.float32(3), name="w")
+        text = pickle.dumps(sgd)
+        origin = strategy.origin
+    del sgd, strategy
+    again = pickle.loads(few)
+    assert again.number == number
+    with in_closure_of(origin):
+        assert again._trainable_variables("minimize") == [v]
+        assert pickle.loads(text) is again
+        assert again._trainable_variables("minimize") == [v, w]
+        assert pickle.loads(few) is again
+        assert pickle.loads(pickle.dumps(again))._trainable_variables("minimize") == [v, w]
+    with in_closure_of("another strategy"), pytest.raises(UsageError) as caught:
+        again._trainable_variables("minimize")
+    assert str(caught.value) == (
+        "minimize: no trainable variable is known here\n"
+        "hint: declare variables before the step that captures this optimizer is first scheduled, "
+        "or say which variables"
+    )
+
+
+async def test_with_two_strategies_a_program_says_which_variables() -> None:
+    sgd = optimizers.SGD(0.5)
+    async with training() as (one, coordinator), training() as (other, _):
+        with one.scope():
+            v = psync.Variable(np.float32(3))
+        with other.scope():
+            psync.Variable(np.float32(4))
+        with pytest.raises(UsageError, match="compute_gradients without var_list: 2 strategies"):
+            await sgd.compute_gradients(lambda a: (0, [a]))
+
+        async def step() -> None:
+            await sgd.minimize(lambda a: (0, [a]))
+
+        await in_step(coordinator, step)
+        assert await v.read() == 1.5
+
+
+async def test_only_variables_can_be_optimized() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.float32(3))
+    with pytest.raises(GradientError, match="var_list: expected variables, got str"):
+        await optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"])  # type: ignore[list-item]
 
 
 async def test_another_number_of_gradients_than_variables_is_an_error() -> None:

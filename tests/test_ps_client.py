@@ -18,6 +18,7 @@ from psync.errors import (
     UnknownVariableError,
 )
 from psync.failpoints import FailpointError, Failpoints
+from psync.pulled_steps import PulledSteps
 from psync.rpc import Handler, Reply
 from psync.specs import ShardSpec, VariableSpec
 from psync.update_rules import SGD
@@ -103,6 +104,19 @@ class TestArrays:
             assert got[2].tolist() == [1, 1]
             assert LARGE * 4 not in taken
 
+    async def test_the_steps_of_all_answers_are_noted(self) -> None:
+        async with PsCluster(2) as cluster:
+            v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
+            for task, step in zip(cluster.ps, (5, 4), strict=True):
+                answer = Reply(Pulled([(7, step), (8, 1)]), [bytes(8)])
+                task._endpoint.handlers[Pull] = Handler(lambda *_, answer=answer: answer)
+            seen = PulledSteps()
+            client = cluster.client()
+            await pull(client, v)
+            assert seen.lowest(7) is None
+            await pull(client, v, seen=seen)
+            assert (seen.lowest(7), seen.lowest(8), seen.lowest(9)) == (4, 1, -1)
+
     async def test_recycled_memory_is_never_seen_by_who_holds_an_old_array(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(LARGE, np.float32))
@@ -149,6 +163,14 @@ class TestBadAnswers:
                     "/job:ps/task:0 sent other sizes than the shards have: expected 12 bytes, "
                     f"got {size}"
                 )
+
+    async def test_a_pull_that_is_answered_with_something_else(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            answer = Reply(Done(), [bytes(12)])
+            cluster.ps[0]._endpoint.handlers[Pull] = Handler(lambda *_: answer)
+            with pytest.raises(RemoteProtocolError, match="task:0 answered a pull with Done"):
+                await pull(cluster.chief, v)
 
     async def test_a_push_that_is_answered_with_something_else(self) -> None:
         async with PsCluster() as cluster:

@@ -59,6 +59,15 @@ class TestRuntime:
         assert [closure for closure, _ in drawn] == [-1] * 3
         assert len(set(drawn)) == 3
 
+    def test_pulls_of_a_step_are_noted_for_its_closure(self, runtime: Runtime) -> None:
+        runtime.pulled.note([(1, 5)])
+        for _ in range(2):  # the second run has pulled nothing yet
+            with in_step(runtime) as closure:
+                assert runtime.pulled is closure.pulled
+                assert runtime.pulled.lowest(1) is None
+                runtime.pulled.note([(1, 2)])
+        assert runtime.pulled.lowest(1) == 5
+
     def test_nothing_is_begun_after_the_step(self, runtime: Runtime) -> None:
         runtime.check_open("push")
         with in_step(runtime) as closure:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from psync.scopes import Scope, current_scope, open_scope
+from psync.scopes import Scope, add_strategy, current_scope, open_scope, running_scopes
 
 
 class AScope:
     origin = "here"
-    runtime = None
+    runtime: Any = None
     created = False
     variables = ()
     trainable_variables = ()
@@ -32,6 +32,17 @@ def test_no_scope_is_open_unless_somebody_opens_one() -> None:
     assert current_scope() is scope
     open_scope.reset(token)
     assert current_scope() is None
+
+
+def test_strategies_run_as_long_as_there_is_a_way_to_their_variables() -> None:
+    one, two = AScope(), AScope()
+    add_strategy(one)
+    add_strategy(two)
+    assert running_scopes() == []
+    two.runtime = "a way"
+    assert running_scopes() == [two]
+    del two
+    assert running_scopes() == []
 
 
 @pytest.mark.asyncio

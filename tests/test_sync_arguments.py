@@ -65,7 +65,8 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
         ),
         (
             {"replicas_to_aggregate": 0},
-            "sync: expected replicas_to_aggregate and total_num_replicas of at least 1, got 0 and 3",
+            "sync: expected replicas_to_aggregate and total_num_replicas of at least 1, got 0 and "
+            "3",
         ),
         (
             {"min_replicas": 4},
