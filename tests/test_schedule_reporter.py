@@ -184,6 +184,6 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
         await asyncio.sleep(60)
-        assert coordinator._coordinator._reporter._work.done()
+        assert coordinator._coordinator._reporting.done()
     assert not [r for r in caplog.records if r.name == "psync.schedule_reporter"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR]  # of the loss itself

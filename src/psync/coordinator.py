@@ -112,6 +112,7 @@ class Coordinator:
         self._dispatch_due = False
         self._refused = False  # ps tasks refuse all that was scheduled before an error
         self._creating: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._closure_timeout_s = closure_timeout_s
         self._watch: asyncio.Task[None] | None = None  # over steps that take too long
         self._replaced: FencedError | None = None  # once a newer coordinator has taken over
@@ -122,7 +123,7 @@ class Coordinator:
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
-        self._reporter.start()
+        self._reporting = self._reporter.start()
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
                 closure_timeout.watch(self._queue, self._closure_timeout_s, self._give_up)
@@ -138,10 +139,11 @@ class Coordinator:
         self._joins.fail(error)
         self._perform(self._queue.stop())
         try:
-            for task in filter(None, (self._watch, self._creating)):
+            helpers = [t for t in (self._watch, self._creating, self._reporting) if t is not None]
+            for task in helpers:
                 task.cancel()
-                await asyncio.wait((task,))
-            await self._reporter.close()
+            if helpers:
+                await asyncio.wait(helpers)
             await self.links.ps.drain()
         finally:
             try:

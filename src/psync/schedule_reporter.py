@@ -35,23 +35,20 @@ class ScheduleReporter:
         self._reports = reports
         self._versions = itertools.count(1)
         self._news = asyncio.Event()
-        self._work: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """ps 0 is attached: report the state, and from now on each that follows."""
+    def start(self) -> asyncio.Task[None]:
+        """Report the state, and from now on each that follows: ps 0 is attached.
+
+        Returns:
+            What does it; to be cancelled at the end.
+        """
         self._news.set()
-        self._work = asyncio.get_running_loop().create_task(self._run())
+        return asyncio.get_running_loop().create_task(self._run())
 
     def look(self) -> None:
         """Something has happened. Nothing is sent in this turn of the loop."""
         if self._reports.look():
             self._news.set()
-
-    async def close(self) -> None:
-        """Report nothing any more. Cancellation: safe."""
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.wait((self._work,))
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
