@@ -13,7 +13,15 @@ import pytest
 import uvloop
 
 import psync
-from psync.errors import ConfigurationError, ConnectFailed, RemoteError, UsageError
+from psync import tasks
+from psync.environment import training_over
+from psync.errors import (
+    ConfigurationError,
+    ConnectFailed,
+    RemoteError,
+    TrainingEnded,
+    UsageError,
+)
 from psync.ps_task import PsTask
 from psync.tasks import loop_factory, make_task, run, serve
 from psync.worker_task import WorkerTask
@@ -147,6 +155,63 @@ def test_an_evaluator_does_not_take_part(
     with pytest.raises(SystemExit):
         run(nothing)
     assert "an evaluator takes no part in the training cluster" in capsys.readouterr().err
+
+
+# --- run on workers ----------------------------------------------------------------------------
+
+
+def test_on_a_worker_too_run_returns_what_main_does_if_it_is_told_to() -> None:
+    assert run(nothing, resolver("worker"), on_workers=True) == 7
+
+
+def test_training_that_ended_before_its_time_is_said_and_ends_the_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def main() -> None:
+        raise TrainingEnded("the chief was lost")
+
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver("worker"), on_workers=True)
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.startswith("psync: error: the chief was lost\nat ")
+    with pytest.raises(TrainingEnded):
+        run(main, resolver())
+
+
+def test_a_worker_that_is_told_to_exit_in_its_training_does_so_at_once() -> None:
+    async def main() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver("worker"), on_workers=True)
+    assert caught.value.code == 143
+
+
+def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words() -> None:
+    async def main() -> str:
+        over = training_over.get()
+        assert over is not None
+        over.set()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        return "last words"
+
+    assert run(main, resolver("worker"), on_workers=True) == "last words"
+
+
+def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        over = training_over.get()
+        assert over is not None
+        over.set()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(tasks, "LAST_WORDS_S", 0.01)
+    with pytest.raises(SystemExit) as caught:
+        run(main, resolver("worker"), on_workers=True)
+    assert caught.value.code == 143
 
 
 # --- serve -------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from psync.errors import (
     PsyncError,
     RemoteError,
     RemoteProtocolError,
+    TrainingEnded,
     UsageError,
 )
 from psync.platform import Platform
@@ -80,8 +81,9 @@ def run(
         SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
             traceback on stderr, where the cluster is not as it should be: its description is
             wrong, there is no secret or another one, an address is taken, a task is not there or
-            is another one. With code 130 after Ctrl-C and
-            143 after SIGTERM, which cancel ``main``.
+            is another one. Likewise with code 1 where ``main`` runs on workers and training has
+            ended before its time, as when the chief was lost. With code 130 after Ctrl-C and 143
+            after SIGTERM, which cancel ``main``.
         Exception: What else ``main`` raised.
 
     Example:
@@ -112,7 +114,11 @@ def run(
     except SETUP_ERRORS as exc:
         if not _is_of_setup(exc):
             raise
-        _exit(exc)
+        _exit(exc, 2)
+    except TrainingEnded as exc:
+        if not on_workers:
+            raise
+        _exit(exc, 1)  # something went wrong elsewhere, and is said there
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +293,7 @@ def _described(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
     return cluster, job, index
 
 
-def _exit(error: PsyncError) -> NoReturn:
+def _exit(error: PsyncError, code: int) -> NoReturn:
     """Say what is wrong, and where the program met it, and exit."""
     lines = [f"psync: error: {error.message}"]
     if error.hint:
@@ -302,7 +308,7 @@ def _exit(error: PsyncError) -> NoReturn:
     if places and places[-1].name != "<module>":  # that one only calls run()
         lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
     print(*lines, sep="\n", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _prepare_process(job: str, index: int) -> bool:

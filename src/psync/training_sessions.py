@@ -361,7 +361,7 @@ class MonitoredTrainingSession:
             async with asyncio.timeout(timeout_s):
                 await links.ps.drain()
                 if self.is_chief and error is not None:
-                    await links.end_training(f"the chief failed: {_one_line(error)}", failed=True)
+                    await links.end_training(_failure_of_chief(error), failed=True)
                 else:
                     await links.leave()
                 if self._told and self._watcher is not None:
@@ -396,6 +396,8 @@ def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
     return job, index
 
 
-def _one_line(error: BaseException) -> str:
+def _failure_of_chief(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return "the chief was stopped"
     text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"the chief failed: {type(error).__name__}" + (f": {text}" if text else "")

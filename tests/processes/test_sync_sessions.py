@@ -1,0 +1,182 @@
+"""Training without a coordinator in real processes: runs to their end, and tasks that die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tasks_by_hand import ByHand, Ended, by_hand, ended, plain_environ, script, wait_for_line
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sync_replicas.py"
+
+
+def psync_run(*args: str, workers: int = 2) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", str(workers), *args],
+        env=plain_environ(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def sessions(steps: int, workers: int = 2) -> subprocess.Popen[str]:
+    return psync_run(*script("sessions.py"), "--", str(steps), workers=workers)
+
+
+def pid_in(line: str) -> int:
+    return int(line.split()[-1])
+
+
+def assert_gone(*pids: int) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def begun(cluster: ByHand, steps: int) -> dict[str, subprocess.Popen[str]]:
+    """Start all tasks by hand; return the chief and the workers once all are at work."""
+    cluster_of = cluster.cluster
+    for index in range(len(cluster_of["ps"])):
+        wait_for_line(cluster.start("ps", index), " serves at ")
+    programs = {
+        f"{job}-{index}": cluster.start(job, index, script("sessions.py", str(steps)))
+        for job in ("chief", "worker")
+        for index in range(len(cluster_of.get(job, ())))
+    }
+    for name, program in programs.items():
+        sign = " begins as " if name.startswith("chief") else " is at work as "
+        wait_for_line(program, f"{name}{sign}", "stdout")
+    return programs
+
+
+# --- psync run ---------------------------------------------------------------------------------
+
+
+def test_a_run_to_its_end() -> None:
+    run = ended(sessions(20))
+    assert run.code == 0
+    lines = run.out.splitlines()
+    assert "chief-0: step 20, w [20.0, 20.0, 20.0, 20.0]" in lines
+    # What workers say after the chief has ended is not lost.
+    assert "[worker-0] worker-0: 20 accepted" in lines
+    assert "[worker-1] worker-1: 20 accepted" in lines
+    assert re.fullmatch(r"\S+ INFO psync\.\S+: training ends: step 20 is reached\n", run.err)
+    assert_gone(*(pid_in(line) for line in lines if " begins as " in line))
+
+
+def test_a_worker_that_is_killed_is_started_again_and_takes_part_again() -> None:
+    running = sessions(150)
+    assert running.stdout is not None
+    first = pid_in(wait_for_line(running, "worker-1 is at work as ", "stdout"))
+    os.kill(first, signal.SIGKILL)
+    second = pid_in(wait_for_line(running, "worker-1 begins as ", "stdout"))
+    run = ended(running)
+    assert run.code == 0
+    assert "chief-0: step 150, w [150.0, 150.0, 150.0, 150.0]" in run.out
+    (accepted,) = re.findall(r"worker-1: (\d+) accepted", run.out)
+    assert 0 < int(accepted) < 150
+    assert "worker-1 was killed by SIGKILL and is started again" in run.err
+    assert_gone(first, second)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_leaves_nobody(signum: signal.Signals, code: int) -> None:
+    running = sessions(100_000)
+    worker = pid_in(wait_for_line(running, " is at work as ", "stdout"))
+    running.send_signal(signum)
+    run = ended(running)
+    assert run.code == code
+    assert "Traceback" not in run.err
+    assert_gone(worker)
+
+
+def test_a_chief_that_is_killed_ends_the_run() -> None:
+    running = sessions(100_000)
+    chief = pid_in(wait_for_line(running, "chief-0 begins as ", "stdout"))
+    worker = pid_in(wait_for_line(running, " is at work as ", "stdout"))
+    os.kill(chief, signal.SIGKILL)
+    run = ended(running)
+    assert run.code == 128 + signal.SIGKILL
+    assert "psync: the chief was killed by SIGKILL" in run.err
+    assert_gone(chief, worker)
+
+
+def test_the_example_runs_to_its_known_answer() -> None:
+    run = ended(psync_run(str(EXAMPLE), workers=3))
+    assert run.code == 0, run.err
+    steps, loss = re.findall(r"^step (\d+): loss ([\d.]+) \(noise alone: 0.0100\)", run.out, re.M)[
+        0
+    ]
+    assert int(steps) == 300
+    assert float(loss) < 0.012
+    counts = re.findall(
+        r"^\[worker-\d\] worker \d: (\d+) gradients accepted, \d+ dropp", run.out, re.M
+    )
+    assert len(counts) == 3
+    assert sum(map(int, counts)) == 2 * int(steps)  # no step is made of more, or of fewer
+
+
+# --- tasks that are started by hand ------------------------------------------------------------
+
+
+def test_when_training_ends_every_task_exits() -> None:
+    with by_hand(num_ps=2, num_workers=2) as cluster:
+        begun(cluster, 20)
+        ends = [ended(process) for process in cluster._processes]
+    assert [end.code for end in ends] == [0] * 5
+    assert "w [20.0, 20.0, 20.0, 20.0]" in ends[2].out
+
+
+def test_without_a_chief_in_the_cluster_worker_0_is_it() -> None:
+    with by_hand(num_ps=1, num_workers=2) as cluster:
+        del cluster.cluster["chief"]
+        programs = begun(cluster, 20)
+        ends = [ended(process) for process in cluster._processes]
+        first = ends[cluster._processes.index(programs["worker-0"])]
+    assert [end.code for end in ends] == [0] * 3
+    assert first.out == "worker-0: step 20, w [20.0, 20.0, 20.0, 20.0]\n"
+
+
+def test_training_goes_on_without_a_worker_that_is_killed() -> None:
+    with by_hand(num_ps=2, num_workers=3) as cluster:
+        programs = begun(cluster, 100)
+        programs["worker-2"].kill()
+        ends = {name: ended(program) for name, program in programs.items()}
+    assert [end.code for end in ends.values()] == [0, 0, 0, -signal.SIGKILL]
+    assert ends["chief-0"].out == "chief-0: step 100, w [100.0, 100.0, 100.0, 100.0]\n"
+    for name in ("worker-0", "worker-1"):
+        (accepted,) = re.findall(rf"^{name}: (\d+) accepted$", ends[name].out)
+        assert int(accepted) > 50
+
+
+def test_workers_whose_chief_is_killed_end_with_an_error() -> None:
+    with by_hand(num_ps=2, num_workers=2) as cluster:
+        programs = begun(cluster, 100_000)
+        programs.pop("chief-0").kill()
+        ends: list[Ended] = [ended(program) for program in programs.values()]
+    for end in ends:
+        assert end.code == 1
+        said = [
+            line for line in end.err.splitlines() if not re.match(r"\S+ \S+ (WARNING|INFO)", line)
+        ]
+        assert said[0] == "psync: error: the chief, /job:chief/task:0, was lost"
+        assert re.fullmatch(r"at .*/sessions.py:\d+, in main", said[1])
+
+
+def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
+    with by_hand(num_ps=1, num_workers=1) as cluster:
+        programs = begun(cluster, 100_000)
+        cluster._processes[0].kill()
+        ends = [ended(program) for program in programs.values()]
+    for end in ends:
+        assert end.code == 1
+        assert "ParameterServerLost: /job:ps/task:0" in end.err
