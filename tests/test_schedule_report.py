@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psync.closures import Closure, ClosureQueue
 from psync.errors import EndOfData
-from psync.schedule_report import IDLE_S, ScheduleReports, ScheduleState
+from psync.schedule_report import SETTLE_S, ScheduleReports, ScheduleState
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:3"
 
@@ -195,33 +195,64 @@ def test_a_worker_that_comes_back_begins_its_data_anew():
 
 def test_a_closure_is_news_at_once_and_its_end_a_little_later():
     world = World(A, B)
-    world.news()
+    world.reports.decide(4.0)
     world.schedule(0)
+    assert world.reports.look()
     assert world.reports.decide(5.0).in_flight == ((0, A),)
     world.finish(A, 0)
+    assert world.reports.look()
     assert world.reports.decide(6.0) is None
-    assert world.reports.next_deadline() == 6.0 + IDLE_S
-    assert world.reports.decide(6.0 + IDLE_S / 2) is None
-    assert world.reports.next_deadline() == 6.0 + IDLE_S  # counted from the first news
-    assert world.reports.decide(6.0 + IDLE_S).in_flight == ()
+    assert world.reports.next_deadline() == 6.0 + SETTLE_S
+    assert world.reports.decide(6.0 + SETTLE_S / 2) is None
+    assert world.reports.next_deadline() == 6.0 + SETTLE_S  # counted from the first news
+    assert world.reports.decide(6.0 + SETTLE_S).in_flight == ()
+    assert world.reports.next_deadline() is None
+
+
+def test_closures_one_by_one_are_not_worth_a_report_each():
+    world = World(A, B)
+    world.reports.decide(4.0)
+    world.schedule(0)
+    assert world.reports.decide(5.0).in_flight == ((0, A),)
+    for closure, worker in enumerate((A, B, A, B)):
+        world.finish(worker, closure)
+        world.schedule(closure + 1)
+        if world.reports.look():  # the first time only
+            assert closure == 0
+            assert world.reports.decide(5.001) is None
+    assert world.reports.next_deadline() == 5.0 + SETTLE_S  # counted from the last report
+    assert world.reports.decide(5.0 + SETTLE_S).in_flight == ((4, A),)
+
+
+def test_a_queue_that_fills_and_a_worker_that_comes_are_always_urgent():
+    world = World(A)
+    world.reports.decide(5.0)
+    world.schedule(0)
+    assert world.reports.decide(5.001) is None
+    world.schedule(*range(1, 9))
+    assert world.reports.look()
+    assert world.reports.decide(5.001).queued
+    world.join(B, 7)
+    assert world.reports.look()
+    assert len(world.reports.decide(5.001).workers) == 2
     assert world.reports.next_deadline() is None
 
 
 def test_a_moment_between_two_closures_is_not_reported():
     world = World(A, B)
     world.schedule(0, 1)
-    assert world.news().in_flight == ((0, A), (1, B))
+    assert world.reports.decide(5.0).in_flight == ((0, A), (1, B))
     world.finish(A, 0)
     assert world.reports.decide(6.0) is None
     world.schedule(2)
-    assert world.reports.decide(6.001).in_flight == ((2, A), (1, B))
+    assert world.reports.decide(6.0 + SETTLE_S).in_flight == ((2, A), (1, B))
     assert world.reports.next_deadline() is None
 
 
 def test_what_is_as_it_was_is_not_reported():
     world = World(A, B)
     world.schedule(*range(9))
-    assert world.news().queued
+    assert world.reports.decide(5.0).queued
     world.lose(B)
     assert world.reports.decide(6.0) is None  # not yet
     world.join(B, 7)
@@ -234,9 +265,10 @@ def test_a_full_queue_is_more_than_any_closures():
     other = ScheduleState(((A, 7),), (), False, ((1, A),))
     full = ScheduleState(((A, 7),), (), True, ())
     newer = ScheduleState(((A, 8),), (), False, ())
-    assert full.adds_to(few)
+    assert full.is_urgent_after(few)
+    assert newer.is_urgent_after(full)
+    assert not few.is_urgent_after(full)
+    assert not other.is_urgent_after(few)
     assert other.adds_to(few)
-    assert newer.adds_to(full)
-    assert not few.adds_to(full)
     assert not few.adds_to(few)
-    assert not full.adds_to(full)
+    assert not few.adds_to(full)

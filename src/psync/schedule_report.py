@@ -14,9 +14,11 @@ whole states, of which the newest counts, so that one may be lost or skipped.
   another one counts as neither. It cannot begin before one of these has ended, and to wait for it
   would be to wait for ever, where that one waits for company.
 
-News of more workers or more work is due at once. News of less is not due before ``IDLE_S``: a
-program that waits for a value and then schedules the next closure leaves a worker idle for a
-moment, and in that moment its absence must not end a step, nor let the others run ahead.
+A worker that comes and a queue that fills are news that is due at once. More work is due at once,
+too, if the last report is older than ``SETTLE_S``: closures that a program schedules one by one are
+not worth a report each. News of less is not due before ``SETTLE_S`` has passed: such a program
+leaves a worker idle for a moment, and in that moment its absence must not end a step, nor let the
+others run ahead.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from dataclasses import dataclass
 
 from psync.closures import ClosureQueue
 
-IDLE_S = 0.005
-"""A worker or closure that is gone for less is not missed."""
+SETTLE_S = 0.005
+"""A worker or closure that is gone for less is not missed, one that is new waits no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,15 @@ class ScheduleState:
     queued: bool
     in_flight: tuple[tuple[int, str], ...]  # (closure, worker); empty while closures are queued
 
-    def adds_to(self, earlier: ScheduleState) -> bool:
-        """Whether there is a worker or closure that ``earlier`` does not know of."""
-        if not set(self.workers) <= set(earlier.workers):
+    def is_urgent_after(self, earlier: ScheduleState) -> bool:
+        """Whether a worker has come, or the queue has filled."""
+        if self.queued and not earlier.queued:
             return True
-        if earlier.queued:  # that was every closure
-            return False
-        return self.queued or not set(self.in_flight) <= set(earlier.in_flight)
+        return not set(self.workers) <= set(earlier.workers)
+
+    def adds_to(self, earlier: ScheduleState) -> bool:
+        """Whether there is a closure that ``earlier`` does not know of."""
+        return not earlier.queued and not set(self.in_flight) <= set(earlier.in_flight)
 
 
 class ScheduleReports:
@@ -63,7 +67,8 @@ class ScheduleReports:
         self._exhausted: set[str] = set()  # of these, who met the end of its data
         self._members_changed = False
         self._reported: ScheduleState | None = None
-        self._deadline: float | None = None  # of news that there is less
+        self._reported_at = 0.0
+        self._deadline: float | None = None  # of news that is not due yet
 
     # What happens.
 
@@ -104,9 +109,11 @@ class ScheduleReports:
         if self._exhausted and not queue.num_queued and not queue.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
-        reported = self._reported
-        unchanged = reported is not None and reported.queued and self._is_queued()
-        return self._members_changed or not unchanged
+        if self._members_changed or self._reported is None:
+            return True
+        if self._is_queued():
+            return not self._reported.queued
+        return self._deadline is None  # else it is looked at then
 
     def decide(self, now: float) -> ScheduleState | None:
         """Return the state that is to be reported now, or None.
@@ -121,13 +128,14 @@ class ScheduleReports:
         if state == self._reported:
             self._deadline = None
             return None
-        if self._reported is not None and not state.adds_to(self._reported):
-            if self._deadline is None:
-                self._deadline = now + IDLE_S
+        if self._reported is not None and not state.is_urgent_after(self._reported):
+            since = self._reported_at if state.adds_to(self._reported) else now
+            due = since + SETTLE_S
+            self._deadline = due if self._deadline is None else min(due, self._deadline)
             if now < self._deadline:
                 return None
         self._deadline = None
-        self._reported = state
+        self._reported, self._reported_at = state, now
         return state
 
     def next_deadline(self) -> float | None:
