@@ -287,6 +287,51 @@ async def test_the_rule_is_applied_once_to_the_mean_and_its_slots_are_the_optimi
         assert [(slot.variable, slot.name) for slot in optimizer.variables()] == [(m.v, "momentum")]
 
 
+async def test_a_slot_can_be_read_before_the_first_push() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1)
+        slot = optimizer.get_slot(m.v, "momentum")
+        assert slot is not None
+        assert (await slot.read()).tolist() == [0, 0]
+        await m.run(m.pushing(optimizer), 3.0)
+        assert (await slot.read()).tolist() == [-3, -3]
+
+
+async def test_a_plain_step_waits_for_its_push() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        v, global_step = m.v, m.step
+
+        def step(value: float) -> PushResult:
+            weights = psync.wait(psync.pull(v))
+            gradient = np.full_like(weights, value)
+            return psync.wait(optimizer.apply_gradients([(gradient, v)], global_step))
+
+        results = await m.run(step, 1.0, 3.0)
+        assert results == [PushResult(ACCEPTED, 1, 0, False, 2)] * 2
+        assert await m.value() == -2
+
+
+async def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
+        with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
+            await m.run(m.pushing(optimizer), float("nan"))
+        assert await m.global_step() == 0
+
+
+async def test_a_sharded_variable_is_taken_whole_over_all_ps_tasks() -> None:
+    def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+        return [2, *[1] * (len(shape) - 1)]
+
+    async with training(2, 2, halves) as (strategy, coordinator):
+        m = Model(strategy, coordinator)
+        assert {shard.ps for shard in m.v.spec.shards} == {0, 1}
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        await m.run(m.pushing(optimizer), 1.0, 3.0)
+        assert await m.value() == -2
+
+
 # --- which step a push is of -------------------------------------------------------------------
 
 

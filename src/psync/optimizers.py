@@ -43,15 +43,25 @@ _interned: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = weakref.Wea
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What became of a push."""
+    """What became of a push.
 
-    outcome: Outcome  # DUPLICATE: another run of the closure was first. STALE: not applied
-    step: (
-        int  # of the optimizer, after the push: the highest that a ps named. Synchronous: the token
-    )
-    staleness: int  # updates of others since this task's last push: at most so old were the values
-    partial: bool = False  # synchronous: its step was closed with fewer pushes than the target
-    count: int = 0  # synchronous: pushes in its step; 0: it counts in none that is closed
+    Attributes:
+        outcome: ACCEPTED, or DUPLICATE where another run of the closure was first. Synchronous
+            ones also STALE: older than the step, and so not applied.
+        step: Of the optimizer, after the push: the highest that a ps named. Synchronous: the
+            token, which is the step at which the replica may go on.
+        staleness: Updates of others since this task's last push: at most so old were the values.
+            Synchronous: steps that were closed since the values were pulled.
+        partial: Synchronous: whether its step was closed with fewer pushes than the target.
+        count: Synchronous: pushes in its step. 0: it counts in none, or in one that was not
+            closed yet when the token was there.
+    """
+
+    outcome: Outcome
+    step: int
+    staleness: int
+    partial: bool = False
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
