@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import psync
@@ -25,21 +25,25 @@ SECRET = Secret(b"0123456789abcdef0123456789abcdef")
 
 
 class MemoryCluster:
-    """Tasks by name: "ps-0", "worker-1"; each listens at its name, port 1."""
+    """Tasks by name: "ps-0", "worker-1"; each is a host of its name and listens at port 1."""
 
     def __init__(
-        self, num_ps: int = 1, num_workers: int = 2, limits: Limits = DEFAULT_LIMITS
+        self,
+        num_ps: int = 1,
+        num_workers: int = 2,
+        limits: Limits = DEFAULT_LIMITS,
+        network: MemoryNetwork | None = None,
     ) -> None:
         self.limits = limits
-        self.network = MemoryNetwork(chunk=(1 << 16, 1 << 20))
+        self.network = network or MemoryNetwork(chunk=(1 << 16, 1 << 20))
         self.counts = {"ps": num_ps, "worker": num_workers}
         self.tasks: dict[str, PsTask | WorkerTask] = {}
         self._incarnations = itertools.count(100, 100)
 
-    def platform(self, secret: Secret = SECRET) -> Platform:
+    def platform(self, secret: Secret = SECRET, host: str = "") -> Platform:
         virtual = isinstance(asyncio.get_running_loop(), VirtualClockLoop)
         return Platform(
-            self.network,
+            self.network.host(host),
             secret,
             limits=self.limits,
             uniform=lambda: 0.5,
@@ -50,7 +54,7 @@ class MemoryCluster:
     async def start(self, name: str, secret: Secret = SECRET) -> None:
         job, _, index = name.partition("-")
         make = PsTask if job == "ps" else WorkerTask
-        task = self.tasks[name] = make(self.platform(secret), int(index), f"{name}:1")
+        task = self.tasks[name] = make(self.platform(secret, name), int(index), f"{name}:1")
         await task.start()
 
     async def start_all(self) -> None:
@@ -66,7 +70,9 @@ class MemoryCluster:
             await self.stop(name)
         self.network.check()
 
-    def strategy(self) -> psync.ParameterServerStrategy:
+    def strategy(
+        self, partitioner: Callable[..., Any] | None = None
+    ) -> psync.ParameterServerStrategy:
         addresses = {"chief": ["chief-0:1"]} | {
             job: [f"{job}-{index}:1" for index in range(count)]
             for job, count in self.counts.items()
@@ -74,16 +80,19 @@ class MemoryCluster:
         resolver = psync.SimpleClusterResolver(
             psync.ClusterSpec(addresses), task_type="chief", task_id=0
         )
-        resolver.platform = self.platform()
-        return psync.ParameterServerStrategy(resolver)
+        resolver.platform = self.platform(host="chief-0")
+        return psync.ParameterServerStrategy(resolver, partitioner)
 
 
 @contextlib.asynccontextmanager
 async def cluster_of(
-    num_ps: int = 1, num_workers: int = 2, limits: Limits = DEFAULT_LIMITS
+    num_ps: int = 1,
+    num_workers: int = 2,
+    limits: Limits = DEFAULT_LIMITS,
+    network: MemoryNetwork | None = None,
 ) -> AsyncIterator[MemoryCluster]:
     """A running cluster without a coordinator."""
-    cluster = MemoryCluster(num_ps, num_workers, limits)
+    cluster = MemoryCluster(num_ps, num_workers, limits, network)
     shared.clear()
     await cluster.start_all()
     try:
