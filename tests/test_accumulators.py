@@ -23,6 +23,7 @@ from psync.accumulators import (
 )
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.specs import Outcome
+from psync.sums import Pieces, at_once
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED
@@ -464,19 +465,22 @@ class WholePushes(Accumulator[dict[str, float], dict[str, float]]):
         self.pushes: list[tuple[dict[str, float], float]] = []
 
     def apply(self, push: dict[str, float], local_step: int = 0) -> Applied[dict[str, float]]:
-        return self._offer(push, local_step, 1.0)
+        return at_once(self.offering(push, local_step, 1.0))
 
     def _convert(self, given: dict[str, float]) -> dict[str, float]:
         return given
 
-    def _check(self, gradient: dict[str, float]) -> None:
+    def _check(self, gradient: dict[str, float]) -> Pieces[None]:
+        yield
         if not gradient:
             raise self._refused("expected one variable or more")
 
-    def _add(self, gradient: dict[str, float], weight: float) -> None:
+    def _add(self, gradient: dict[str, float], weight: float) -> Pieces[None]:
+        yield
         self.pushes.append((gradient, weight))
 
-    def _reduce(self) -> dict[str, float]:
+    def _reduce(self) -> Pieces[dict[str, float]]:
+        yield
         return {
             name: sum(push[name] for push, _ in self.pushes) / len(self.pushes)
             for name in self.pushes[0][0]  # KeyError if another push lacks it

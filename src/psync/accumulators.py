@@ -8,6 +8,9 @@ on. A take waits until enough gradients are there; takes are served in the order
 came, so a small one waits behind a large one. Nothing here blocks: a take that has to wait is
 returned as it is, and the call that ends it says so.
 
+For an event loop there are the same calls in pieces: ``offering``, and ``enter`` with ``serving``.
+Between two pieces no other call is allowed, but for ``enter``, ``withdraw`` and what only reads.
+
 Source: ``ConditionalAccumulator`` of TensorFlow. Different here: what became of a gradient is
 answered, half precision is not summed in itself, a take that fails changes nothing. Added:
 weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
@@ -26,7 +29,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
 from psync.specs import Outcome, dtype_name, dtype_of
-from psync.sums import DenseSum, Reduction, check_weight
+from psync.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
@@ -158,12 +161,17 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
         """
+        take = self.enter(num_required)
+        at_once(self.serving())
+        return take
+
+    def enter(self, num_required: int) -> Take[ResultT]:
+        """Add a take to those that wait, even if it need not: see ``serving``. Else ``take_grad``."""
         required = as_integer(num_required)
         if required is None or required <= 0:
             raise self._misused(f"expected a number of gradients above 0, got {num_required!r}")
         take: Take[ResultT] = Take(required)
         self._takes[take] = None
-        self._serve()
         return take
 
     def cancel(self, take: Take[ResultT]) -> tuple[Take[ResultT], ...]:
@@ -175,19 +183,28 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             UsageError: If the take waits in another accumulator.
         """
+        return at_once(self.serving()) if self.withdraw(take) else ()
+
+    def withdraw(self, take: Take[ResultT]) -> bool:
+        """Do ``cancel`` without looking at those behind; return whether the take was waiting."""
         if take.state is not TakeState.WAITING:
-            return ()
+            return False
         if take not in self._takes:
             raise UsageError(f"{self}: expected one of its own takes")
         del self._takes[take]
         take.state = TakeState.CANCELLED
-        return self._serve()
+        return True
 
-    def _offer(self, given: Any, local_step: int, weight: float) -> Applied[ResultT]:
+    def offering(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
         """Judge a gradient, and add it unless it is stale.
 
         The order is TensorFlow's: a stale gradient is dropped whatever its shape, one from the
         future counts.
+
+        Args:
+            given: The gradient; of a sparse one (indices, values, dense_shape).
+            local_step: As of ``apply_grad``.
+            weight: Likewise.
 
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
@@ -202,25 +219,34 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         gradient = self._convert(given)
         if computed_at < self._step - self.max_staleness:
             return Applied(Outcome.STALE, self._count, self._step)
-        self._check(gradient)
-        self._add(gradient, weight)
+        yield from self._check(gradient)
+        yield from self._add(gradient, weight)
         self._count += 1
-        completed = self._serve()
+        completed = yield from self.serving()
         return Applied(Outcome.ACCEPTED, self._count, self._step, completed)
 
-    def _serve(self) -> tuple[Take[ResultT], ...]:
-        """Complete takes from the first on, as long as there are enough gradients for it."""
+    def serving(self) -> Pieces[tuple[Take[ResultT], ...]]:
+        """Complete takes from the first on, as long as there are enough gradients for it.
+
+        Returns:
+            Those that were completed.
+        """
         completed = []
         while self._takes:
             take = next(iter(self._takes))
             if self._count < take.num_required:
                 break
+            error: Exception | None = None
+            try:
+                result = yield from self._reduce()
+            except Exception as exc:  # for whoever takes, not for whoever applied; nothing changed
+                error = exc
+            if take not in self._takes:  # it was withdrawn meanwhile
+                continue
             del self._takes[take]
             completed.append(take)
-            try:
-                result = self._reduce()
-            except Exception as exc:  # for whoever takes, not for whoever applied; nothing changed
-                take._failed(exc)
+            if error is not None:
+                take._failed(error)
                 continue
             self._step += 1
             take._ready(result, self._count, self._step)
@@ -233,15 +259,15 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Return the gradient as it is added, or raise GradientError for its dtype."""
 
     @abstractmethod
-    def _check(self, gradient: GradientT) -> None:
+    def _check(self, gradient: GradientT) -> Pieces[None]:
         """Raise GradientError if the gradient does not fit."""
 
     @abstractmethod
-    def _add(self, gradient: GradientT, weight: float) -> None:
+    def _add(self, gradient: GradientT, weight: float) -> Pieces[None]:
         """Add the gradient, or raise and change nothing; ``num_accumulated`` is 0 for the first."""
 
     @abstractmethod
-    def _reduce(self) -> ResultT:
+    def _reduce(self) -> Pieces[ResultT]:
         """Return what the gradients held amount to, or raise; change nothing."""
 
     @abstractmethod
@@ -260,6 +286,11 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
 class ArrayAccumulator(Accumulator[GradientT, ResultT]):
     """An accumulator of gradients made of one array of numbers, dense or some rows of it.
+
+    Attributes:
+        nbytes: Size of the sum that it holds.
+        is_torn: An addition to that sum has begun and not ended. If it ended with an error, the
+            accumulator is of no use any more.
 
     Args:
         dtype: float16, bfloat16, float32 or float64: of gradients and results.
@@ -297,6 +328,19 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
 
+    _sum: DenseSum | SparseSum | None = None  # of this step; None before its first gradient
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._sum is None else self._sum.nbytes
+
+    @property
+    def is_torn(self) -> bool:
+        return self._sum is not None and self._sum.is_torn
+
+    def _clear(self) -> None:
+        self._sum = None
+
     def _dimension(self, dim: object) -> int | None:
         size = as_integer(dim)
         if dim is not None and (size is None or size < 0):
@@ -317,10 +361,15 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
             raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")
         return array
 
-    def _check_finite(self, values: np.ndarray) -> None:
-        if self.forbid_nonfinite and not np.isfinite(values).all():
-            bad = values.size - np.count_nonzero(np.isfinite(values))
-            raise self._refused(f"expected finite values, got {bad} of {values.size} that are not")
+    def _check_finite(self, values: np.ndarray) -> Pieces[None]:
+        if not self.forbid_nonfinite:
+            return
+        flat, finite = values.reshape(-1), 0
+        for part in cuts(flat.size, flat.itemsize):
+            finite += int(np.count_nonzero(np.isfinite(flat[part])))
+            yield
+        if bad := flat.size - finite:
+            raise self._refused(f"expected finite values, got {bad} of {flat.size} that are not")
 
 
 class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
@@ -350,28 +399,37 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
                 dtype another; or if it is not stale and its shape does not fit, or it holds
                 infinities or NaN and these are forbidden. Nothing has changed.
         """
-        return self._offer(gradient, local_step, weight)
+        return at_once(self.offering(gradient, local_step, weight))
+
+    def as_gradient(self, given: object) -> np.ndarray:
+        """Return a gradient as an array, checked as far as it can be without those held.
+
+        Raises:
+            GradientError: Its dtype is another, or its shape does not fit the accumulator's.
+        """
+        gradient = self._as_array(given)
+        self._check_shape(gradient, self.shape)
+        return gradient
 
     def _convert(self, given: Any) -> np.ndarray:
         return self._as_array(given)
 
-    def _check(self, gradient: np.ndarray) -> None:
-        expected = self.shape if self._sum is None else self._sum.shape
+    def _check(self, gradient: np.ndarray) -> Pieces[None]:
+        self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
+        return self._check_finite(gradient)
+
+    def _check_shape(self, gradient: np.ndarray, expected: Sequence[int | None] | None) -> None:
         if expected is not None and not fits(gradient.shape, expected):
             raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
-        self._check_finite(gradient)
 
-    def _add(self, gradient: np.ndarray, weight: float) -> None:
+    def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
         total = DenseSum(gradient.shape, self.dtype) if self._sum is None else self._sum
-        total.add(gradient, weight)
+        yield from total.adding(gradient, weight)
         self._sum = total
 
-    def _reduce(self) -> np.ndarray:
+    def _reduce(self) -> Pieces[np.ndarray]:
         assert self._sum is not None, "a take needs one gradient at least"
-        return self._sum.mean() if self.reduction == "mean" else self._sum.sum()
-
-    def _clear(self) -> None:
-        self._sum = None
+        return self._sum.making(self.reduction)
 
 
 def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from psync.accumulators import Applied, ArrayAccumulator, as_integer
-from psync.sums import SparseSum
+from psync.sums import Pieces, SparseSum, at_once
 
 
 class Slices(Protocol):
@@ -42,7 +42,7 @@ class SparseGradient:
     dense_shape: tuple[int, ...]  # of the dense array; -1 where the number of rows is not known
 
 
-class _Given(NamedTuple):
+class GivenSlices(NamedTuple):
     """A gradient as it came, its dtypes checked."""
 
     indices: np.ndarray  # int64
@@ -50,7 +50,7 @@ class _Given(NamedTuple):
     dense_shape: tuple[int, ...] | None
 
 
-class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
+class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]):
     """Collects rows of an array, and gives their means or their sums.
 
     Arguments as of ``ArrayAccumulator``; values may have more dimensions than ``shape``.
@@ -107,7 +107,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
         Raises:
             GradientError: As there. Nothing has changed.
         """
-        return self._offer((indices, values, dense_shape), local_step, weight)
+        return at_once(self.offering((indices, values, dense_shape), local_step, weight))
 
     def apply_indexed_slices_grad(
         self, slices: Slices, local_step: int = 0, weight: float = 1.0
@@ -117,9 +117,20 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
             slices.indices, slices.values, slices.dense_shape, local_step, weight
         )
 
-    def _convert(self, given: Any) -> _Given:
+    def as_gradient(self, indices: Any, values: Any, dense_shape: Any = None) -> GivenSlices:
+        """Return a gradient as arrays, checked as far as it can be without those held.
+
+        Raises:
+            GradientError: A dtype is another, the shapes do not fit each other or the
+                accumulator's, or an index is out of range.
+        """
+        gradient = self._convert((indices, values, dense_shape))
+        self._check_shapes(gradient, None)
+        return gradient
+
+    def _convert(self, given: Any) -> GivenSlices:
         indices, values, dense_shape = given
-        return _Given(
+        return GivenSlices(
             self._as_indices(indices), self._as_array(values), self._as_dense_shape(dense_shape)
         )
 
@@ -145,7 +156,11 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
             raise self._refused(f"expected integers as dense_shape, got {given!r:.80}")
         return known
 
-    def _check(self, gradient: _Given) -> None:
+    def _check(self, gradient: GivenSlices) -> Pieces[None]:
+        self._check_shapes(gradient, None if self._sum is None else self._sum.row_shape)
+        return self._check_finite(gradient.values)
+
+    def _check_shapes(self, gradient: GivenSlices, row_shape: tuple[int, ...] | None) -> None:
         indices, values, dense_shape = gradient
         if indices.ndim != 1:
             raise self._refused(f"expected a vector of indices, got shape {indices.shape}")
@@ -158,11 +173,10 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
         if dense_shape is not None:
             self._check_dimensions("dense_shape", dense_shape, first=0)
         self._check_range(indices)
-        if self._sum is None:
+        if row_shape is None:
             self._check_dimensions("values", values.shape, first=1)
         else:
-            self._check_like_the_first(values.shape, self._sum.row_shape)
-        self._check_finite(values)
+            self._check_like_the_first(values.shape, row_shape)
 
     def _check_dimensions(self, what: str, shape: Sequence[int], *, first: int) -> None:
         """Compare with the accumulator's shape, dimensions from ``first`` on."""
@@ -199,22 +213,16 @@ class SparseConditionalAccumulator(ArrayAccumulator[_Given, SparseGradient]):
     def _num_rows(self) -> int | None:
         return self.shape[0] if self.shape else None
 
-    def _add(self, gradient: _Given, weight: float) -> None:
+    def _add(self, gradient: GivenSlices, weight: float) -> Pieces[None]:
         total = self._sum or SparseSum(gradient.values.shape[1:], self.dtype)
-        total.add(gradient.indices, gradient.values, weight)
+        yield from total.adding(gradient.indices, gradient.values, weight)
         self._sum = total
 
-    def _reduce(self) -> SparseGradient:
+    def _reduce(self) -> Pieces[SparseGradient]:
         total = self._sum
         assert total is not None, "a take needs one gradient at least"
-        if self.reduction == "sum":
-            values = total.sum()
-        else:
-            values = total.mean(per_index=self.divisor == "per_index")
+        values = yield from total.making(self.reduction, per_index=self.divisor == "per_index")
         rows = self._num_rows()
         return SparseGradient(
             total.indices.copy(), values, (-1 if rows is None else rows, *total.row_shape)
         )
-
-    def _clear(self) -> None:
-        self._sum = None

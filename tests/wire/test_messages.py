@@ -10,12 +10,15 @@ import pytest
 from psync.wire import messages
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import (
+    ApplyGradient,
     Assign,
     AverageShards,
     Challenge,
     ClosureResults,
     Done,
     Failure,
+    GradientApplied,
+    GradientTaken,
     Hello,
     Proof,
     Pull,
@@ -24,6 +27,7 @@ from psync.wire.messages import (
     Pushed,
     Refused,
     RunClosures,
+    TakeGradient,
     Welcome,
 )
 
@@ -62,6 +66,13 @@ GOLDEN: list[tuple[Message, str]] = [
     (Assign(1, 1, 4, 0, 2, [(3, 0)], "sub"), "9825010104000291920300a3737562"),
     (AverageShards(1, 1, -1, 0, [(3, 0, 1)], 0.5), "973d0101ff009193030001cb3fe0000000000000"),
     (Pushed("accepted", 10), "9326a861636365707465640a"),
+    (
+        ApplyGradient(1, 1, -1, 0, "a", [2, 3], None, 4, 0.5),
+        "9a3f0101ff00a161920203c004cb3fe0000000000000",
+    ),
+    (GradientApplied("stale", 2, 4), "9441a57374616c650204"),
+    (TakeGradient("a", 1, 1, 3), "9542a161010103"),
+    (GradientTaken(3, 5, [2, 3], [-1, 3]), "95430305920203" + "92ff03"),
 ]
 
 
