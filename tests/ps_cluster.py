@@ -21,10 +21,11 @@ from psync.partitioners import FixedShardsPartitioner
 from psync.platform import Platform
 from psync.ps_client import Plan, PsClient
 from psync.ps_task import PsTask
+from psync.rpc import Handler
 from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
 from psync.update_rules import SGD
-from psync.wire.messages import AttachPs, Pushed
+from psync.wire.messages import AttachPs, Message, Pushed
 
 CHIEF = "/job:chief/task:0"
 WORKER = "/job:worker/task:0"
@@ -186,3 +187,16 @@ def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
         task._work.wake()
 
     return release
+
+
+def heard(task: PsTask, kind: type[Message]) -> list[Any]:
+    """All messages of a kind that a ps gets from now on."""
+    handlers, messages = task._endpoint.handlers, list[Message]()
+    handler = handlers[kind]
+
+    def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
+        messages.append(message)
+        return handler.run(peer, message, segments)
+
+    handlers[kind] = Handler(run, handler.prepare)
+    return messages

@@ -39,7 +39,7 @@ from psync.wire.messages import (
     Staged,
     StagePush,
 )
-from tests.ps_cluster import OTHER, WORKER, PsCluster, pull, until
+from tests.ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
 
 LARGE = 1 << 15  # elements of float32: 128 KiB, beyond what is sent without asking
 GROUP = 7
@@ -97,19 +97,6 @@ class Cluster(PsCluster):
             group=group, config=raw or self.raw, local_step=local_step, closure=closure,
             ordinal=ordinal, weight=weight,
         )  # fmt: skip
-
-
-def heard(task: PsTask, kind: type[Message]) -> list[Any]:
-    """All messages of a kind that a ps gets from now on."""
-    handlers, messages = task._endpoint.handlers, list[Message]()
-    handler = handlers[kind]
-
-    def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
-        messages.append(message)
-        return handler.run(peer, message, segments)
-
-    handlers[kind] = Handler(run, handler.prepare)
-    return messages
 
 
 def answer_with(task: PsTask, kind: type[Message], message: Message) -> None:

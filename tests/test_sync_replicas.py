@@ -26,7 +26,8 @@ from psync.errors import (
     NotEnoughReplicas,
     UsageError,
 )
-from psync.wire.messages import EndTraining
+from psync.wire.messages import AwaitEnd, EndTraining
+from tests.ps_cluster import heard, until
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -791,11 +792,13 @@ async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> 
 
 
 async def test_the_chiefs_queue_runner_waits_for_the_end() -> None:
-    async with model(1) as m:
+    async with coordinating(1, 1) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
         optimizer = SyncReplicasOptimizer(sgd(), 1)
         await m.run(m.pushing(optimizer), 1.0)
+        asked = heard(cluster.tasks["ps-0"], AwaitEnd)  # type: ignore[arg-type]
         running = asyncio.create_task(optimizer.get_chief_queue_runner().run())
-        await asyncio.sleep(0.01)
+        await until(lambda: asked)
         assert not running.done()
         runtime = m.strategy.runtime
         assert runtime is not None

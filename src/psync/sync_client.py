@@ -46,25 +46,21 @@ class _Group:
     next_push: int = 1
     outstanding: dict[int, None] = field(default_factory=dict)  # pushes without answers, in order
     token: int | None = None  # the last one
-    earliest: int | None = None  # the lowest step that ps 0 has named: it began there or before
+    earliest: int | None = None  # the first step that ps 0 has named: it began there or before
 
     @property
     def acked_below(self) -> int:
         """All smaller numbers have their answers, or nobody wants them any more."""
         return next(iter(self.outstanding), self.next_push)
 
-    def note_step(self, step: int) -> None:
-        """ps 0 has named a step."""
-        self.earliest = step if self.earliest is None else min(step, self.earliest)
-
     def is_over(self, local_step: int, step: int) -> bool:
         """Return whether a push of ``local_step`` is certainly stale now that ps 0 is at ``step``.
 
         -1 stands for the step at which the group began, which only ps 0 knows.
         """
-        if local_step >= 0:
-            return local_step < step
-        return self.earliest is not None and self.earliest < step
+        if self.earliest is None:
+            self.earliest = step
+        return (local_step if local_step >= 0 else self.earliest) < step
 
 
 class SyncClient:
@@ -153,7 +149,6 @@ class SyncClient:
         self._deciding.add(group)
         answer = _expect(received, Contributed, "a push")
         known.token = answer.token
-        known.note_step(answer.token)
         self._ps.failpoints.hit("worker.push.answered")
         return answer
 
@@ -184,11 +179,7 @@ class SyncClient:
             return False
         received = await self._ps.links[0].call(lambda peer: AskStep(group))
         step = _expect(received, SyncStep, "a question for the step").step
-        if step < 0:
-            return False
-        known = self._groups[group]
-        known.note_step(step)
-        return known.is_over(local_step, step)
+        return step >= 0 and self._groups[group].is_over(local_step, step)
 
     async def _stage(
         self,
