@@ -92,6 +92,28 @@ def test_bound_tokens_let_each_replica_contribute_once_a_step() -> None:
     assert closes(steps.push(2, 1)) == [(1, [0, 2], False)]
 
 
+def test_who_contributes_to_a_later_step_than_its_bound_token_has_had_its_share_of_it() -> None:
+    steps = Steps(2, 3, strict=True)
+    steps.push(0, 0)
+    steps.push(1, 0)
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(2, 0)) == [(2, "stale", 1)]  # a token of step 1, kept for long
+    steps.push(0, 1)
+    steps.push(1, 1)
+    steps.closed(GROUP, 1)
+    assert steps.push(2, 2) == []  # it pulled after the end of step 1
+    assert closes(steps.push(0, 2)) == [(2, [2, 0], False)]
+    assert answers(steps.closed(GROUP, 2)) == [accepted(2, 3), accepted(0, 3)]
+
+
+def test_no_bound_token_is_taken_while_a_step_is_being_applied() -> None:
+    steps = Steps(1, 2, strict=True)
+    steps.push(0, 0)
+    assert steps.push(1, 1) == []  # it pulled from ps tasks that had applied the step
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+    assert steps.push(0, 2) == []
+
+
 def test_the_wasted_first_step_of_tensorflow() -> None:
     steps = Steps(2, tensorflow_compat=True)
     assert answers(steps.push(0, 0)) == [accepted(0, 0)]

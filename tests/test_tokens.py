@@ -74,8 +74,8 @@ def test_bound_tokens_give_each_replica_its_allowance_of_each_step() -> None:
 def test_bound_tokens_skip_who_has_had_its_share_and_serve_who_stands_behind() -> None:
     channel = TokenChannel(1)
     channel.put(0, 0)
-    channel.charge(A)  # began without a token
-    channel.charge(B)
+    channel.charge(A, 0)  # began without a token
+    channel.charge(B, 0)
     assert channel.take(ask(A)) is None
     assert channel.take(ask(B)) is None
     channel.put(0, 0)
@@ -84,10 +84,21 @@ def test_bound_tokens_skip_who_has_had_its_share_and_serve_who_stands_behind() -
     assert channel.take(ask(A, 2)) is None
 
 
+def test_what_is_charged_to_the_next_step_counts_when_that_begins() -> None:
+    channel = TokenChannel(2)
+    channel.put(0, 0)
+    channel.void_below(1)
+    channel.charge(A, 1)
+    assert channel.take(ask(A, 1)) is None  # of no step any more
+    assert channel.put(1, 0) == [(ask(A, 1), 1)]
+    assert channel.take(ask(A, 2)) is None
+    assert [channel.take(ask(B, n)) for n in (1, 2, 3)] == [1, 1, None]
+
+
 def test_free_tokens_are_not_charged() -> None:
     channel = TokenChannel()
     channel.put(0, 1)
-    channel.charge(A)
+    channel.charge(A, 0)
     assert channel.take(ask(A)) == 0
 
 

@@ -117,7 +117,7 @@ class Group:
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
         self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
-        self._holders: set[Replica] = set()  # have a token that they have not used
+        self._tokens_held: dict[Replica, int] = {}  # that were not used yet
         self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
         self._has_initial = False  # initial tokens were put
         self._counts: dict[str, _Counts] = {}
@@ -162,9 +162,9 @@ class Group:
             counts.accepted += 1
         self._staleness[staleness] += 1
         self._pushes[replica][contribution.number] = push
-        if replica not in self._holders and push.outcome == "accepted":
-            self.tokens.charge(replica)  # its first push, for which it needed no token
-        self._holders.discard(replica)
+        token = self._tokens_held.pop(replica, None)
+        if push.outcome == "accepted" and token != self.step:
+            self.tokens.charge(replica, self.step)
         return push
 
     def take(self, push: Push) -> list[Action]:
@@ -179,7 +179,7 @@ class Group:
         for number in waiting:
             self.tokens.cancel((replica, number))
         self._pushes.pop(replica, None)
-        self._holders.discard(replica)
+        self._tokens_held.pop(replica, None)
         return [Refuse(self.number, replica, number, error) for number in waiting]
 
     def final_below(self, closure: int) -> None:
@@ -348,7 +348,7 @@ class Group:
                 self.number, replica, number, push.outcome, push.staleness, token, push.partial,
                 push.count,
             )  # fmt: skip
-            self._holders.add(replica)
+            self._tokens_held[replica] = token
             answers.append(push.answer)
         return answers
 

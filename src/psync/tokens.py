@@ -7,7 +7,8 @@ Tokens and those who wait are first in, first out; the channel has no bound.
 
 **Free** tokens go to whoever asks first, as in TensorFlow: a fast replica may take what was meant
 for a slow one. **Bound** ones are counted instead of queued: each replica may take so many of
-each step. A new step's tokens void those of earlier steps, unless the channel is to keep them.
+each step, less what it contributed to the step without one of these (``charge``). A new step's
+tokens void those of earlier steps, unless the channel is to keep them.
 
 Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
 are never bound, never void, and whoever waits is never told that training has ended.
@@ -50,7 +51,8 @@ class TokenChannel:
         self._keeps_old = keeps_old
         self._step = 0  # of the newest tokens
         self._free: deque[int] = deque()
-        self._taken_of_step: Counter[Replica] = Counter()  # by replica; bound tokens
+        self._valid_from = 0  # the lowest step of which there may be tokens
+        self._used: Counter[tuple[int, Replica]] = Counter()  # bound tokens of each step
         self._waiting: dict[Taker, None] = {}  # in order of arrival
         self._published = self._taken = self._void = 0
 
@@ -66,7 +68,7 @@ class TokenChannel:
         """
         if step > self._step:
             self._step = step
-            self._taken_of_step.clear()
+            self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
             if not self._keeps_old:
                 self.void_below(step)
         if self._allowance is None:
@@ -75,7 +77,8 @@ class TokenChannel:
         return self._serve()
 
     def void_below(self, step: int) -> None:
-        """Drop the free tokens of earlier steps."""
+        """Let there be no tokens of earlier steps: none at all, until ``put`` brings newer ones."""
+        self._valid_from = step
         kept = [token for token in self._free if token >= step]
         self._void += len(self._free) - len(kept)
         self._free = deque(kept)
@@ -87,10 +90,13 @@ class TokenChannel:
             self._waiting[taker] = None
         return token
 
-    def charge(self, replica: Replica) -> None:
-        """Count one of the present step's bound tokens as taken: of who began without."""
+    def charge(self, replica: Replica, step: int) -> None:
+        """Count a bound token of ``step`` as used, by who contributed to it without having one.
+
+        Such a replica began, or it has used an older token for values that it pulled since.
+        """
         if self._allowance is not None:
-            self._taken_of_step[replica] += 1
+            self._used[step, replica] += 1
 
     def cancel(self, taker: Taker) -> None:
         """``taker`` waits no more; nothing if it did not."""
@@ -133,9 +139,9 @@ class TokenChannel:
                 return None
             token = self._free.popleft()
         else:
-            if self._taken_of_step[replica] >= self._allowance:
+            if self._step < self._valid_from or self._used[self._step, replica] >= self._allowance:
                 return None
-            self._taken_of_step[replica] += 1
+            self._used[self._step, replica] += 1
             self._published += 1
             token = self._step
         self._taken += 1
