@@ -21,6 +21,7 @@ from psync.errors import (
 from psync.ps_client import PsClient
 from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec
+from psync.store import ShardStore, Work
 from psync.sync_config import SyncConfig
 from psync.update_rules import SGD
 from psync.wire.messages import (
@@ -332,6 +333,38 @@ class TestClosing:
             with pytest.raises(asyncio.CancelledError):
                 await ending
 
+    async def test_a_weight_that_is_none_is_refused_before_anything_changes(self) -> None:
+        async with Two() as two:
+            await stage(two.cluster, two.a, {two.w: 1.0})
+            for weight in (0.0, -1.0, float("nan"), 1e300):
+                with pytest.raises(GradientError, match="weight"):
+                    await two.close(0, (two.a, 1, weight))
+            assert not two.cluster.ps[0].is_torn
+            assert await two.close(0, (two.a, 1)) == Done()
+            assert (await two.value() == 1 - RATE).all()
+
+    @pytest.mark.parametrize("size", [3, LARGE])
+    async def test_a_step_of_which_only_some_shards_are_applied_ends_the_task(
+        self, monkeypatch: pytest.MonkeyPatch, size: int
+    ) -> None:
+        async with Two() as two:
+            v = await two.cluster.create("v", np.zeros(size, np.float32))
+            task = two.cluster.ps[0]
+            await stage(two.cluster, two.a, {two.w: 1.0, v: 1.0})
+            await stage(two.cluster, two.b, {two.w: 1.0})
+            begin = ShardStore.apply_mean
+
+            def fail(store: ShardStore, group: int, key: Any, *rest: Any, **more: Any) -> Work:
+                if key == v.shards[0].key:
+                    raise MemoryError
+                return begin(store, group, key, *rest, **more)
+
+            monkeypatch.setattr(ShardStore, "apply_mean", fail)
+            with pytest.raises(PsyncError, match="MemoryError"):
+                await two.close(0, (two.a, 1), (two.b, 1))
+            assert task.is_torn
+            assert task.stopped.is_set()
+
     async def test_a_step_that_fails_half_way_ends_the_task(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -410,6 +443,23 @@ class TestAverages:
             assert (await two.value(average) == 1 - 0.25 * 2).all()
             await two.close(1)  # whether or not anything was pushed
             assert (await two.value(average) == 0.5 - 0.25 * 1.5).all()
+
+    async def test_a_repetition_moves_no_average(self) -> None:
+        async with Two() as two:
+            average = await self.start(two, np.zeros(3, np.float32))
+            for _ in range(2):
+                await two.close(0)
+            assert (await two.value(average) == 0.25).all()
+
+    async def test_an_average_that_is_busy_is_waited_for(self) -> None:
+        async with Two() as two:
+            average = await self.start(two, np.zeros(3, np.float32))
+            release = hold(two.cluster.ps[0], average)
+            ending = asyncio.create_task(two.close(0))
+            await until(lambda: two.cluster.ps[0]._work.waiting)
+            release()
+            await ending
+            assert (await two.value(average) == 0.25).all()
 
     async def test_averages_of_large_shards_follow_what_has_been_applied(self) -> None:
         async with Two() as two:

@@ -24,6 +24,7 @@ from psync.testing import settle
 from psync.wire.messages import (
     AskStep,
     AttachPs,
+    Contribute,
     Contributed,
     Fence,
     FinalBelow,
@@ -201,6 +202,37 @@ class TestFirstStep:
             release()
             assert await pushing == accepted(4, 1)
 
+    async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
+        async with SyncCluster(2, step_ps=1, first=3) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            cluster.network.partition("ps1:1")
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
+            ]
+            await until(lambda: closer._beginning)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            pushes[0].cancel()
+            await asyncio.wait(pushes[:1])
+            cluster.network.heal("ps1:1")
+            assert await asyncio.gather(*pushes[1:]) == [accepted(4)] * 2
+
+    async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
+        async with SyncCluster(2, step_ps=1) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            cluster.network.partition("ps1:1")
+            pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
+            await until(lambda: closer._beginning)
+            attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
+            with pytest.raises(FencedError, match="newer coordinator"):
+                await pushing
+            cluster.network.heal("ps1:1")
+            await attaching
+
     async def test_a_global_step_that_is_not_there_fails_all_who_ask_and_can_be_made(self) -> None:
         async with SyncCluster() as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))
@@ -261,6 +293,24 @@ class TestWaiting:
             assert await waiting == accepted(1)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE * 2).all()
+
+    async def test_a_request_that_is_there_twice_waits_until_both_have_gone(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            replica = cluster.replica(0)
+            first = asyncio.create_task(replica.push((w,), (1.0,)))
+            assert await waits(first)
+            other = await replica.client.links[0].peer("bulk")
+            message = Contribute(
+                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0
+            )
+            again = asyncio.create_task(other.call(message))
+            assert await waits(again)
+            first.cancel()  # ps 0 may hear of a new connection before it hears of the old one's end
+            assert await waits(again)
+            assert cluster.group()["waiting"] == 1
+            assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
+            assert (await again).message == accepted(1)
 
     async def test_an_answer_that_was_lost_is_given_again(self) -> None:
         points = Failpoints()

@@ -145,7 +145,6 @@ class PsSync:
         return memory_for(self._pool, known.nbytes)  # what is stale is dropped once it is here
 
     def _stage(self, peer: Peer, message: StagePush, body: list[memoryview]) -> Reply:
-        self.ledger.check_incarnation(peer.task, peer.incarnation)
         known = set_of(peer, message, self._task).look_up(self.store)
         whole = known.body_of(body, self._task)
         part = Part(known, known.gradients(self.store, message.group, whole))

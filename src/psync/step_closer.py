@@ -1,7 +1,7 @@
 """Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
 
-Layer: L3. Imports: errors, cluster, blocks, sync_steps, platform, rpc, long_work, ps_sync, all_ps,
-wire.
+Layer: L3. Imports: errors, cluster, sums, blocks, sync_steps, platform, rpc, long_work, ps_sync,
+all_ps, wire.
 
 Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
 a decided step goes to every ps.
@@ -31,6 +31,7 @@ from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_sync import CLOSER, PsSync
 from psync.rpc import Handler, Peer, Received, Reply
+from psync.sums import check_weight
 from psync.sync_steps import Action, Close, Contribution, Refuse, Replica, SyncSteps
 from psync.wire.messages import (
     AskStep,
@@ -125,6 +126,7 @@ class StepCloser:
         return answer if isinstance(answer, Reply) else await answer
 
     def _judge(self, peer: Peer, message: Contribute) -> Reply | Awaitable[Reply]:
+        check_weight(message.weight)
         replica = (peer.task, peer.incarnation)
         actions = self.steps.contribute(
             message.group,
@@ -248,12 +250,8 @@ class StepCloser:
 
     def _is_ready(self, group: int, raw: dict[str, Any] | None) -> bool:
         """Return whether a group is known; raise if it is known as something else."""
-        config = self._sync.define(group, raw)
-        if not self.steps.knows(group):
-            return False
-        if raw is not None:
-            self.steps.define(group, config, 0)
-        return True
+        self._sync.define(group, raw)
+        return self.steps.knows(group)
 
     async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""

@@ -17,7 +17,7 @@ import numpy as np
 from psync.errors import ConfigurationError
 from psync.specs import dtype_of
 from psync.store import Key, ShardStore, Work
-from psync.sums import Reduction
+from psync.sums import Reduction, check_weight
 from psync.sync_config import SyncConfig
 from psync.update_rules import slot_dtype
 from psync.updates import ShardSet
@@ -62,7 +62,13 @@ class StepUpdate:
         self._decay = self.config.decay_at(self.step + 1)
 
     def gather(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
-        """Take the parts of the step's pushes, in the order in which they are summed."""
+        """Take the parts of the step's pushes, in the order in which they are summed.
+
+        Raises:
+            GradientError: A weight is none.
+        """
+        for weight in weights:
+            check_weight(weight)
         if parts and all(part.known.keys == parts[0].known.keys for part in parts):
             self._gather_alike(parts, weights)
         else:
