@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import numpy as np
 import pytest
+from endpoints import connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
 
 from psync.errors import (
@@ -17,7 +19,7 @@ from psync.errors import (
 from psync.ps_client import PsClient
 from psync.session_links import ENQUIRER
 from psync.session_members import GRACE_S
-from psync.session_service import check_shards
+from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec
 from psync.store import ShardStore
 from psync.wire.messages import (
@@ -106,6 +108,28 @@ async def test_only_workers_enter_and_only_the_chief_declares() -> None:
         for message in (OPEN, EndTraining("", False), LeaveSession()):
             with pytest.raises(FencedError, match="is not the coordinator that it serves"):
                 await ask(cluster.chief, message)
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_that_is_gone_before_its_declaration_is_dealt_with_is_lost() -> None:
+    ended: list[str] = []
+    service = SessionService(
+        check_coordinator=lambda peer: None,
+        set_members=lambda alive, missing: None,
+        fence=lambda task, below: None,
+        end_training=ended.append,
+    )
+    async with connected() as pair:
+        service.attached(pair.back.incarnation)
+        service.note_peer(pair.back)
+        answer = service.handlers()[Declared].run(pair.back, OPEN, [])
+        pair.peer.abort()
+        await pair.back.wait_closed()
+        assert inspect.isawaitable(answer)
+        await answer
+        await asyncio.sleep(GRACE_S + 1)
+    assert ended == [f"the chief, {pair.back.task}, was lost"]
+    service.close()
 
 
 async def test_sessions_are_the_business_of_ps_0() -> None:

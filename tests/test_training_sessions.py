@@ -440,6 +440,35 @@ async def test_who_waits_for_a_token_when_the_chief_is_killed_is_released() -> N
 
 
 @pytest.mark.virtual_time
+async def test_the_end_reaches_who_waits_for_a_token_although_others_are_still_in_a_step() -> None:
+    optimizer = sync(2)
+    pushed = asyncio.Event()
+
+    async def main(strategy: Strategy) -> float:
+        w, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+
+        async def step() -> None:
+            if strategy.cluster_resolver.task_id == 1:
+                await asyncio.sleep(20)
+            pushed.set()
+            await optimizer.apply_gradients([(ONES, w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, trains=trains) as session:
+            if not trains:
+                await pushed.wait()
+                await asyncio.sleep(1)  # and leave, which ends training
+            while trains and not session.should_stop():
+                await session.run(step)
+            return asyncio.get_running_loop().time() - began
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        began = asyncio.get_running_loop().time()
+        chief, waiting, slow = await cluster.run_all(main)
+        assert (chief, waiting, slow) == pytest.approx((1, 1, 20), abs=0.5)
+
+
+@pytest.mark.virtual_time
 async def test_a_worker_that_was_cut_off_too_long_is_refused() -> None:
     program = Program(sync(2), pause_s=0.1, stop_at_step=10_000)
     async with session_cluster(1, 2) as cluster:

@@ -139,7 +139,6 @@ class MonitoredTrainingSession:
         self._stopping = asyncio.Event()  # set once this task shall make no further step
         self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
         self._failure: PsyncError | None = None  # why ps 0 will not say it any more
-        self._told = False  # a push was told that training is over
 
     def __repr__(self) -> str:
         state = "running" if self._links is not None else "not running"
@@ -277,7 +276,6 @@ class MonitoredTrainingSession:
         except PsyncError as exc:
             if not self._is_of_the_end(exc):
                 raise
-            self._told = self._told or isinstance(exc, TrainingEnded)
             self._stopping.set()
             return None
         if not self.should_stop():
@@ -315,7 +313,6 @@ class MonitoredTrainingSession:
         if exc is not None and not self._is_of_the_end(exc):
             await self._finish(exc)
             return False
-        self._told = self._told or isinstance(exc, TrainingEnded)
         try:
             for hook in self._hooks:
                 await hook.end(self)
@@ -364,8 +361,7 @@ class MonitoredTrainingSession:
                     await links.end_training(_failure_of_chief(error), failed=True)
                 else:
                     await links.leave()
-                if self._told and self._watcher is not None:
-                    await asyncio.wait([self._watcher])  # it knows whether that was a failure
+                # On the same connection: the watcher has heard of the end before, if there is one.
         except TimeoutError:
             if error is None:
                 logger.warning("training: others are still in a step after %g s", timeout_s)
