@@ -17,6 +17,7 @@ from local_training import strategy_of
 from session_cluster import session_cluster
 
 import psync
+from psync.ps_link import MAX_LOSSES
 from psync.session_hooks import SessionHook
 from psync.session_members import GRACE_S
 from psync.training_sessions import MonitoredTrainingSession
@@ -320,11 +321,11 @@ async def test_outside_its_session_a_strategy_serves_no_more() -> None:
         w, _ = declare(strategy)
         async with MonitoredTrainingSession(strategy):
             with pytest.raises(psync.UsageError, match="is running already"):
-                await MonitoredTrainingSession(strategy).start()
+                await MonitoredTrainingSession(strategy).__aenter__()
         with pytest.raises(psync.ClosedError):
             await w.read()
         with pytest.raises(psync.ClosedError, match="the session of this strategy has ended"):
-            await MonitoredTrainingSession(strategy).start()
+            await MonitoredTrainingSession(strategy).__aenter__()
 
 
 @pytest.mark.parametrize(
@@ -466,6 +467,19 @@ async def test_the_end_reaches_who_waits_for_a_token_although_others_are_still_i
         began = asyncio.get_running_loop().time()
         chief, waiting, slow = await cluster.run_all(main)
         assert (chief, waiting, slow) == pytest.approx((1, 1, 20), abs=0.5)
+
+
+@pytest.mark.virtual_time
+async def test_a_session_outlives_any_number_of_connections() -> None:
+    program = Program(sync(2), pause_s=1.0, stop_at_step=60)
+    async with session_cluster(2, 2) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        await until_step(program, 2)
+        for _ in range(2 * MAX_LOSSES):
+            cluster.network.cut("ps-0")
+            await asyncio.sleep(1.5)
+        await asyncio.gather(*tasks)
+    assert program.final == ([60.0] * 4, 60)
 
 
 @pytest.mark.virtual_time

@@ -415,7 +415,7 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
         with strategy.scope():
             v = psync.Variable(0.0, name="v")
         await v.read()
-    text = "the coordinator was closed, its variables are gone"
+    text = "the coordinator or session was closed, its variables are gone"
     with pytest.raises(ClosedError, match=f'read of "v": {text}'):
         await v.read()
     with pytest.raises(ClosedError, match=f'assign to "v": {text}'):

@@ -14,6 +14,7 @@ else, and makes its own connections under the incarnation that it is told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -44,6 +45,8 @@ from psync.wire.messages import (
     Statistics,
     TrainingOver,
 )
+
+logger = logging.getLogger(__name__)
 
 CHIEF = "/job:chief/task:0"
 """The name under which the chief speaks to the ps tasks, whatever its task is called."""
@@ -211,7 +214,13 @@ class SessionLinks:
 
         Cancellation: Safe.
         """
-        received = await self.ps.links[0].call(lambda _: AwaitEnd())
+        while True:
+            try:
+                received = await self.ps.links[0].call(lambda _: AwaitEnd())
+                break
+            except ConnectionLost as exc:
+                # It may wait for days, and outlive more connections than a request is allowed.
+                logger.info("%s waits on for the end of training: %s", self._task, exc.message)
         if not isinstance(received.message, TrainingOver):
             raise RemoteProtocolError("ps 0 answered AwaitEnd with something else")
         return received.message

@@ -148,10 +148,6 @@ class MonitoredTrainingSession:
     # Begin.
 
     async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def start(self) -> None:
         """Take part in training: connect, and wait until it begins.
 
         Raises:
@@ -198,6 +194,7 @@ class MonitoredTrainingSession:
         except BaseException as exc:
             await self._finish(exc)
             raise
+        return self
 
     async def _begin(self, links: SessionLinks) -> None:
         if self.is_chief:

@@ -310,18 +310,23 @@ def scope_of(variable: Handle) -> Scope | None:
     return variable._scope() if variable._scope is not None else None
 
 
+_RUNNING = (
+    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
+)
+
+
 def _coordinators_runtime(operation: str, variable: Handle) -> Runtime:
     scope = scope_of(variable)
     if scope is not None and scope.runtime is not None:
         return scope.runtime
     if scope is not None and scope.created:
         raise ClosedError(
-            f"{operation}: the coordinator was closed, its variables are gone",
-            hint="do it inside `async with psync.ClusterCoordinator(strategy):`",
+            f"{operation}: the coordinator or session was closed, its variables are gone",
+            hint=f"do it inside {_RUNNING}",
         )
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
-        hint="do it inside `async with psync.ClusterCoordinator(strategy):`, or in a step",
+        hint=f"do it inside {_RUNNING}, or in a step",
     )
 
 
