@@ -116,6 +116,16 @@ async def test_the_last_step_is_closed_with_what_there_is() -> None:
         assert await m.value() == -3
 
 
+async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
+        results = await m.run(m.pushing(optimizer), *[1.0] * 7)
+        assert all(result.outcome is ACCEPTED for result in results)
+        assert results[-1].count == 0  # it went on with a token of the step that it is counted in
+        assert await m.value() == -3
+        assert await m.global_step() == 3
+
+
 async def test_a_backup_worker_that_is_late_is_told_that_its_gradient_was_dropped() -> None:
     async with model(3) as m:
         optimizer = SyncReplicasOptimizer(sgd(), 2, 3)

@@ -274,6 +274,20 @@ def test_closures_that_wait_in_two_groups_release_each_other() -> None:
     assert [step for step, *_ in closes(steps.schedule(False, [1, 2]))] == [0, 0]
 
 
+def test_what_was_counted_is_applied_when_nothing_is_left_to_do() -> None:
+    steps = Steps(3, 1)
+    steps.live(0)
+    assert steps.is_settled
+    assert answers(steps.push(0, 0, closure=1)) == [accepted(0, 0)]  # its closure ends with this
+    steps.schedule(False, [])
+    assert not steps.is_settled
+    assert closes(steps.finish()) == [(0, [0], True)]
+    assert not steps.is_settled
+    assert steps.finish() == []
+    steps.closed(GROUP, 0)
+    assert steps.is_settled
+
+
 # Tokens, ends and failures.
 
 

@@ -20,7 +20,7 @@ from psync.environment import platform_of, script_is_shared
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.functions import Function
 from psync.iterators import takes_context
-from psync.optimizers import PROCESS
+from psync.optimizers import PROCESS, any_synchronous
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
 from psync.wire.messages import ReleaseIterators
@@ -215,6 +215,9 @@ class ClusterCoordinator:
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
 
+        Gradients that were accepted in a synchronous step are applied when it returns: if nothing
+        is left to do, in a partial step.
+
         Args:
             timeout: Seconds, or None: for ever. Every ten seconds without news the log says
                 on whom it waits.
@@ -234,7 +237,7 @@ class ClusterCoordinator:
 
         Source: ``ClusterCoordinator.join``; there, further errors are lost.
         """
-        await self._running("join").join(timeout)
+        await self._running("join").join(timeout, finish_steps=any_synchronous())
 
     def done(self) -> bool:
         """Return whether nothing is queued or running; never blocks, never raises an error

@@ -200,8 +200,14 @@ class Coordinator:
         """Return whether nothing is queued or in flight."""
         return not self._closures
 
-    async def join(self, timeout_s: float | None) -> None:
-        """Wait for all that was scheduled; see ``ClusterCoordinator.join``."""
+    async def join(self, timeout_s: float | None, *, finish_steps: bool = False) -> None:
+        """Wait for all that was scheduled; see ``ClusterCoordinator.join``.
+
+        Args:
+            timeout_s: Seconds, or None.
+            finish_steps: Whether gradients that were counted in a synchronous step are to be
+                applied if nothing is left that might complete it.
+        """
         if self._closed:
             raise ClosedError("join on a closed coordinator")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
@@ -219,6 +225,21 @@ class Coordinator:
         finally:
             self._joins.discard(future)
         future.result()
+        if finish_steps and self.done():
+            await self._finish_steps(deadline, timeout_s)
+
+    async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
+        async def finish() -> None:
+            await self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+
+        finishing = self._loop.create_task(finish())
+        try:
+            await self._wait_reporting(finishing, deadline, timeout_s)
+        finally:
+            if not finishing.done():
+                finishing.cancel()
+                await asyncio.wait((finishing,))
+        finishing.result()
 
     def waits_for(self) -> str:
         """Say what a join waits for."""

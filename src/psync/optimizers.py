@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -93,12 +93,16 @@ class Slot:
 class Optimizer:
     """Base of all optimizers.
 
+    ``synchronous``: whether its pushes are counted in steps, which somebody has to complete.
+
     Args:
         rule: What is applied to each shard.
         name: For messages; default: the class's name.
         forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
         staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
     """
+
+    synchronous: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -378,6 +382,11 @@ class Optimizer:
         refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
         outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
         return PushResult(outcome, step, max(0, step - known - 1))
+
+
+def any_synchronous() -> bool:
+    """Return whether this process has an optimizer whose pushes are counted in steps."""
+    return any(optimizer.synchronous for optimizer in _interned.values())
 
 
 def _pair(pair: Any) -> tuple[Any, AnyVariable]:

@@ -39,7 +39,9 @@ from psync.wire.messages import (
     CloseStep,
     Contribute,
     Contributed,
+    Done,
     Fence,
+    FinishSteps,
     InitTokens,
     Message,
     ReportSchedule,
@@ -67,6 +69,7 @@ class StepCloser:
         self, platform: Platform, attach: AttachPs, sync: PsSync, work: LongWork, pool: BlockPool
     ) -> None:
         self.steps = SyncSteps()
+        self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self._all_ps = AllPs(platform, attach, sync, work, pool)
         self._failpoints = platform.failpoints
@@ -86,6 +89,7 @@ class StepCloser:
             Contribute: Handler(self._contribute),
             AskStep: Handler(self._ask_step),
             InitTokens: Handler(self._init_tokens),
+            FinishSteps: Handler(self._finish),
         }
 
     def replaced(self) -> None:
@@ -151,6 +155,17 @@ class StepCloser:
             self._check(peer)
         self._perform(self.steps.init_tokens(message.group, message.count))
         return Reply(SyncStep(self.steps.step(message.group)))
+
+    async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        while self._over is None and not self.steps.is_settled:
+            self._perform(self.steps.finish())
+            await asyncio.wait(list(self._under_way))
+        return Reply(Done())
+
+    def _check_coordinator(self, peer: Peer) -> None:
+        if (peer.task, peer.incarnation) != self._coordinator:
+            raise FencedError(f"{CLOSER}: {peer.task} is not the coordinator that it serves")
 
     def _check(self, peer: Peer) -> None:
         self._sync.ledger.check_incarnation(peer.task, peer.incarnation)

@@ -86,6 +86,7 @@ class SyncReplicasOptimizer(Optimizer):
             return result.outcome
     """
 
+    synchronous = True
     GATE_NONE = 0
     GATE_OP = 1
     GATE_GRAPH = 2

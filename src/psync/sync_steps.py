@@ -128,6 +128,19 @@ class SyncSteps:
         actions = self._group(group).closed(step, self._alive)
         return [*actions, *self._close_what_is_due()]
 
+    def finish(self) -> list[Action]:
+        """Nothing is left to do: close the steps in which something was counted."""
+        return [
+            known.close(partial=not known.is_complete)
+            for known in self._groups.values()
+            if known.may_close
+        ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was counted has been applied, as far as it can be."""
+        return not any(known.closing or known.may_close for known in self._groups.values())
+
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:
         """A ps could not apply a step: the group is broken for good."""
         known = self._group(group)

@@ -671,3 +671,12 @@ class AccumulatorState(Message):
 
     count: int  # gradients held
     step: int
+
+
+@message(71)
+@dataclass(frozen=True, slots=True)
+class FinishSteps(Message):
+    """Coordinator → ps 0: nothing is left to do, so nobody will complete what was counted.
+
+    Answered by Done when it has been applied.
+    """
