@@ -24,6 +24,7 @@ from psync.declarations import Declaration
 from psync.endpoint import Endpoint
 from psync.errors import (
     ConnectFailed,
+    ConnectionLost,
     RemoteProtocolError,
     TrainingEnded,
 )

@@ -138,7 +138,7 @@ class MonitoredTrainingSession:
         self._watcher: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()  # set once this task shall make no further step
         self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
-        self._failure: PsyncError | None = None  # why ps 0 will not say it any more
+        self._failure: Exception | None = None  # why ps 0 will not say it any more
 
     def __repr__(self) -> str:
         state = "running" if self._links is not None else "not running"
@@ -218,7 +218,7 @@ class MonitoredTrainingSession:
     async def _watch(self, links: SessionLinks) -> None:
         try:
             self._note_over(await links.wait_over())
-        except PsyncError as exc:
+        except Exception as exc:  # the program gets it when it leaves
             self._failure = exc
             self._stopping.set()
 
