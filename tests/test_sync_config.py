@@ -23,6 +23,7 @@ from psync.sync_config import SyncConfig
         ({"needed": 2, "min_replicas": 3}, "min_replicas from 1"),
         ({"needed": 2, "patience_s": 0}, "patience_s above 0 s"),
         ({"needed": 2, "patience_s": float("nan")}, "patience_s above 0 s"),
+        ({"needed": 2, "patience_s": float("inf")}, "patience_s above 0 s"),
         ({"needed": 2, "reduction": "MEAN"}, 'expected reduction "mean" or "sum"'),
         ({"needed": 2, "decay": 1.0}, "decay in"),
         ({"needed": 2, "total": 3, "deterministic": True}, "every replica in every step"),

@@ -51,9 +51,9 @@ class SyncConfig:
                 f"{self.name}: expected min_replicas from 1 to total_num_replicas ({total}), got "
                 f"{self.min_replicas}"
             )
-        if not self.patience_s > 0:
+        if not 0 < self.patience_s < math.inf:
             raise ConfigurationError(
-                f"{self.name}: expected patience_s above 0 s, got {self.patience_s:g}"
+                f"{self.name}: expected patience_s above 0 s and finite, got {self.patience_s:g}"
             )
         if self.reduction not in REDUCTIONS:
             raise ConfigurationError(
