@@ -1,19 +1,19 @@
 """One synchronous group: its step, what was counted in it, its replicas and their tokens.
 
-Layer: L1. Imports: errors, sync_config, tokens.
+Layer: L1. Imports: errors, sums, sync_config, tokens.
 
 ``SyncSteps`` looks over all groups and decides when; this knows what follows in one of them.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from psync.errors import GradientError, LocalProtocolError, PsyncError, UsageError
+from psync.errors import LocalProtocolError, PsyncError, UsageError
+from psync.sums import check_weight
 from psync.sync_config import SyncConfig
 from psync.tokens import Replica, Taker, TokenChannel
 
@@ -140,12 +140,9 @@ class Group:
         Raises:
             UsageError: Another run of its closure pushed other variables, or its replica has
                 contributed to the present step as often as it may.
-            GradientError: The weight is no positive number.
+            GradientError: The weight is out of range.
         """
-        if not 0 < contribution.weight < math.inf:
-            raise GradientError(
-                f"{self.config.name}: expected a weight above 0, got {contribution.weight}"
-            )
+        check_weight(contribution.weight)
         replica = contribution.replica
         local_step = contribution.local_step
         staleness = max(0, self.step - (self._first_step if local_step < 0 else local_step))
