@@ -26,8 +26,8 @@ Main = Callable[[psync.ParameterServerStrategy], Coroutine[Any, Any, Any]]
 class SessionCluster:
     """Tasks by name: "ps-0", "chief-0", "worker-1"; each has its name as its host."""
 
-    def __init__(self, num_ps: int, num_workers: int, *, chief: bool) -> None:
-        self.network = MemoryNetwork(chunk=(1 << 16, 1 << 20))
+    def __init__(self, num_ps: int, num_workers: int, *, chief: bool, **network: Any) -> None:
+        self.network = MemoryNetwork(chunk=(1 << 16, 1 << 20), **network)
         self.secret = SECRET  # of platforms that are made from now on
         self.addresses = {
             job: [f"{job}-{index}:1" for index in range(count)]
@@ -90,10 +90,10 @@ class SessionCluster:
 
 @contextlib.asynccontextmanager
 async def session_cluster(
-    num_ps: int = 1, num_workers: int = 2, *, chief: bool = False
+    num_ps: int = 1, num_workers: int = 2, *, chief: bool = False, **network: Any
 ) -> AsyncIterator[SessionCluster]:
     """Running ps tasks, and nobody else."""
-    cluster = SessionCluster(num_ps, num_workers, chief=chief)
+    cluster = SessionCluster(num_ps, num_workers, chief=chief, **network)
     for index, address in enumerate(cluster.addresses["ps"]):
         ps = PsTask(cluster.platform(f"ps-{index}"), index, address)
         await ps.start()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from local_training import strategy_of
 from session_cluster import session_cluster
 
 import psync
@@ -336,11 +336,18 @@ async def test_outside_its_session_a_strategy_serves_no_more() -> None:
         ({"min_workers": 2}, "min_workers: expected 0 to 1, got 2"),
         ({"min_workers": 0, "trains": False}, "min_workers: expected 1 to 1, got 0"),
         ({"is_chief": False, "trains": False}, "trains: only the chief may do without it"),
+        ({"trains": False}, "trains: the cluster has nobody else who would"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    tasks = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
+    job = "chief"
+    if options == {"trains": False}:
+        del tasks["chief"]
+        job = "worker"
+    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(tasks), task_type=job, task_id=0)
     with pytest.raises(psync.ConfigurationError, match=f"^{message}$"):
-        MonitoredTrainingSession(strategy_of(), **options)
+        MonitoredTrainingSession(Strategy(resolver), **options)
 
 
 def test_a_session_is_for_tasks_that_train() -> None:
@@ -556,3 +563,33 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
             assert await chief == "ended"
         assert "others are still in a step after 30 s" in caplog.text
         other.cancel()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(4))
+async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> None:
+    """The mean of gradients of one is one, of how many ever: so w is the global step."""
+    chance = random.Random(seed)
+    last = 300
+    program = Program(sync(2, 3), pause_s=0.05, stop_at_step=last)
+    deaths = 0
+    async with session_cluster(2, 3, chief=True, seed=seed, latency=(0.0005, 0.004)) as cluster:
+        chief = cluster.start(program, "chief")
+        workers = [cluster.start(program, "worker", index) for index in range(3)]
+        await until_step(program, 3)
+        while not chief.done():
+            await asyncio.sleep(chance.uniform(0.1, 3.0))
+            victim = chance.randrange(3)
+            if workers[victim].done() or program.final:
+                continue
+            deaths += 1
+            await cluster.kill(workers[victim], f"worker-{victim}")
+            if chance.random() < 0.5:  # long enough to be given up, or not
+                await asyncio.sleep(GRACE_S + 1)
+            workers[victim] = cluster.start(program, "worker", victim)
+        await chief
+        await asyncio.gather(*workers, return_exceptions=True)
+    value, step = program.final
+    assert value == [step] * 4
+    assert last <= step <= last + 1
+    assert deaths > 1

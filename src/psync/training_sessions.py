@@ -114,6 +114,8 @@ class MonitoredTrainingSession:
         others = self._num_others()
         if not self.is_chief and not trains:
             raise ConfigurationError("trains: only the chief may do without it")
+        if not trains and not others:
+            raise ConfigurationError("trains: the cluster has nobody else who would")
         if startup_delay_s < 0:
             raise ConfigurationError(
                 f"startup_delay_s: expected seconds from 0 on, got {startup_delay_s}"
