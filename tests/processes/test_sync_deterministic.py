@@ -1,0 +1,108 @@
+"""``deterministic=True``: three workers compute, bit for bit, what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from real_training import coordinated, run
+
+import psync
+from psync import optimizers, update_rules
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+WORKERS = 3
+STEPS = 20
+RATE = 0.1  # no power of two, so everything is rounded
+
+Apply = Callable[[np.ndarray, np.ndarray, int], None]
+"""Changes values in place by a mean gradient; the number is that of the step."""
+
+
+def sgd(values: np.ndarray) -> Apply:
+    def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
+        values -= np.float32(RATE) * gradient
+
+    return apply
+
+
+def momentum(values: np.ndarray) -> Apply:
+    velocity = np.zeros_like(values)
+
+    def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
+        velocity[...] = np.float32(0.9) * velocity - np.float32(RATE) * gradient
+        values += velocity
+
+    return apply
+
+
+def adam(values: np.ndarray) -> Apply:
+    rule, scratch = update_rules.Adam(RATE), update_rules.Scratch()
+    slots = [np.zeros(values.size, np.float32) for _ in rule.slot_names()]
+
+    def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
+        flat = values.reshape(-1)
+        rule.apply(flat, gradient.reshape(-1), slots, flat, slots, step, scratch)
+
+    return apply
+
+
+CASES: list[tuple[optimizers.Optimizer, Callable[[np.ndarray], Apply], int]] = [
+    (optimizers.SGD(RATE), sgd, 30),
+    (optimizers.SGD(RATE, momentum=0.9), momentum, 200_001),  # large: applied block by block
+    (optimizers.Adam(RATE), adam, 30),
+]
+
+
+def test_workers_compute_what_one_process_does_that_sums_in_their_order() -> None:
+    async def main() -> None:
+        async with psync.LocalCluster(2, WORKERS) as cluster:
+            for optimizer, reference, rows in CASES:
+                await compare(cluster, optimizer, reference, (rows, 2))
+
+    run(main)
+
+
+async def compare(
+    cluster: psync.LocalCluster,
+    wrapped: optimizers.Optimizer,
+    reference: Callable[[np.ndarray], Apply],
+    shape: tuple[int, int],
+) -> None:
+    def batches(context: psync.InputContext):  # type: ignore[no-untyped-def]
+        random = np.random.default_rng(context.input_pipeline_id)
+        for _ in range(STEPS):
+            yield random.random((2, *shape), np.float32) - np.float32(0.5)
+
+    def gradient(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+        slopes: np.ndarray = ((values - batch) * abs(batch)).mean(axis=0)
+        return slopes
+
+    async with coordinated(cluster) as (strategy, coordinator):
+        first = np.linspace(-1, 1, shape[0] * shape[1], dtype=np.float32).reshape(shape)
+        with strategy.scope():
+            trained = psync.Variable(first)
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(wrapped, WORKERS, deterministic=True)
+
+        async def step(data: psync.PerWorkerIterator) -> bool:
+            slopes = gradient(await trained.read(), next(data))
+            result = await optimizer.apply_gradients([(slopes, trained)], global_step)
+            return result.outcome is psync.Outcome.ACCEPTED and result.count == WORKERS
+
+        data = iter(coordinator.create_per_worker_dataset(batches))
+        counted = [coordinator.schedule(step, (data,)) for _ in range(STEPS * WORKERS)]
+        await coordinator.join()
+        assert all(await coordinator.fetch(counted))
+        assert await global_step.read() == STEPS
+        result = await trained.read()
+
+    values = first.copy()
+    apply = reference(values)
+    replicas = [batches(psync.InputContext(WORKERS, index)) for index in range(WORKERS)]
+    for number in range(STEPS):
+        one, two, three = (gradient(values, next(replica)) for replica in replicas)
+        apply(values, (one + two + three) / np.float32(WORKERS), number)
+    assert np.array_equal(result, values)
