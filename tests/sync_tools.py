@@ -54,14 +54,19 @@ class Steps(SyncSteps):
         variable_set: bytes = b"w",
         weight: float = 1.0,
         number: int = 0,
+        acked_below: int = 0,
     ) -> list[Action]:
+        """Push; ``acked_below`` is the lowest that is still waited for: by default this one."""
         who = replica(index, incarnation)
         if not number:
             number = self.numbers[who] = self.numbers.get(who, 0) + 1
         return self.contribute(
             GROUP,
-            Contribution(who, number, number, closure, ordinal, variable_set, local_step, weight),
-        )
+            Contribution(
+                who, number, acked_below or number, closure, ordinal, variable_set, local_step,
+                weight,
+            ),
+        )  # fmt: skip
 
 
 def closes(actions: list[Action]) -> list[tuple[int, list[int], bool]]:

@@ -35,6 +35,14 @@ def test_a_repeated_push_whose_request_was_given_up_waits_again() -> None:
     assert answers(steps.push(0, 0, number=1)) == [accepted(0, 1)]
 
 
+def test_nobody_waits_for_a_push_once_its_replica_says_so() -> None:
+    steps = Steps(1, 2)
+    steps.push(0, 0, acked_below=1)
+    steps.push(0, 0, acked_below=2)  # the first was cancelled, and ps 0 has not heard of it
+    assert answers(steps.closed(GROUP, 0)) == [(0, "stale", 1)]
+    assert list(steps._group(GROUP)._pushes[replica(0)]) == [2]
+
+
 def test_answers_are_forgotten_when_they_have_arrived() -> None:
     steps = Steps(1)
     for step in range(3):

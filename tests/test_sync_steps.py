@@ -88,7 +88,8 @@ def test_bound_tokens_let_each_replica_contribute_once_a_step() -> None:
     steps.closed(GROUP, 0)
     assert steps.push(0, 1) == []
     assert answers(steps.push(2, 0)) == [(2, "stale", 1)]
-    assert refusals(steps.push(0, 1)) == [(0, "UsageError")]  # without awaiting the first
+    refused = refusals(steps.push(0, 1, acked_below=2))  # without awaiting the first
+    assert refused == [(0, "UsageError")]
     assert closes(steps.push(2, 1)) == [(1, [0, 2], False)]
 
 
@@ -104,6 +105,17 @@ def test_who_contributes_to_a_later_step_than_its_bound_token_has_had_its_share_
     assert steps.push(2, 2) == []  # it pulled after the end of step 1
     assert closes(steps.push(0, 2)) == [(2, [2, 0], False)]
     assert answers(steps.closed(GROUP, 2)) == [accepted(2, 3), accepted(0, 3)]
+
+
+def test_who_does_not_wait_for_its_bound_token_is_too_early() -> None:
+    steps = Steps(2, strict=True)
+    steps.push(0, 0)
+    steps.forget(GROUP, replica(0), 1)  # a closure that was cancelled; its push stays counted
+    assert steps.push(0, 0) == []
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+    assert answers(steps.closed(GROUP, 0)) == [(0, "stale", 1), accepted(1, 1)]
+    steps.push(0, 1)
+    assert closes(steps.push(1, 1)) == [(1, [0, 1], False)]
 
 
 def test_no_bound_token_is_taken_while_a_step_is_being_applied() -> None:

@@ -127,19 +127,20 @@ class Group:
     # Pushes.
 
     def replayed(self, contribution: Contribution) -> Push | None:
-        """Return what is known of this very push; forget those whose answers have arrived."""
-        pushes = self._pushes.setdefault(contribution.replica, {})
-        for number, push in list(pushes.items()):
-            if number < contribution.acked_below and push.answer is not None:
-                del pushes[number]
+        """Return what is known of this very push; forget those whose answers nobody waits for."""
+        replica = contribution.replica
+        pushes = self._pushes.setdefault(replica, {})
+        for number in [number for number in pushes if number < contribution.acked_below]:
+            del pushes[number]
+            self.tokens.cancel((replica, number))  # it may have been cancelled over there
         return pushes.get(contribution.number)
 
     def judge(self, contribution: Contribution, final_below: int) -> Push:
         """Decide what becomes of a new push, and count it if it counts.
 
         Raises:
-            UsageError: Another run of its closure pushed other variables, or its replica has
-                contributed to the present step as often as it may.
+            UsageError: Another run of its closure pushed other variables, or its replica makes
+                more pushes at once than it may contribute to a step.
             GradientError: The weight is out of range.
         """
         check_weight(contribution.weight)
@@ -150,7 +151,7 @@ class Group:
         if self._was_counted(contribution, final_below):
             push = Push(contribution, "duplicate", staleness)
             counts.duplicate += 1
-        elif staleness:
+        elif staleness or self._has_had_its_share(contribution):
             push = Push(contribution, "stale", staleness)
             counts.stale += 1
         else:
@@ -315,17 +316,28 @@ class Group:
             )
         return digest is not None
 
+    def _has_had_its_share(self, contribution: Contribution) -> bool:
+        """Whether the replica has contributed to the step all that its bound tokens allow.
+
+        It has not waited for the next step: its earlier push was cancelled, and this one came too
+        early to count. If it still waits, the program does not wait for it.
+        """
+        if not self.config.bound:
+            return False
+        replica = contribution.replica
+        mine = [each.contribution for each in self._counted if each.contribution.replica == replica]
+        if len(mine) < self.config.allowance:
+            return False
+        if any(each.number >= contribution.acked_below for each in mine):
+            raise UsageError(
+                f"{self.config.name}: {replica[0]} has contributed {len(mine)} times to step "
+                f"{self.step}, which is all that bound tokens allow",
+                hint="await each apply_gradients before the next pull and push",
+            )
+        return True
+
     def _count(self, push: Push) -> None:
         contribution = push.contribution
-        if self.config.bound:
-            replica = contribution.replica
-            mine = sum(other.contribution.replica == replica for other in self._counted)
-            if mine >= self.config.allowance:
-                raise UsageError(
-                    f"{self.config.name}: {replica[0]} has contributed {mine} times to step "
-                    f"{self.step}, which is all that bound tokens allow",
-                    hint="await each apply_gradients before the next pull and push",
-                )
         self._counted.append(push)
         if contribution.closure is not None:
             calls = self._calls.setdefault(contribution.closure, {})

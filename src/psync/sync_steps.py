@@ -11,6 +11,7 @@ A push arrives here when all its parts are staged. For each the first line that 
     of an incarnation that was replaced                  Refuse: FencedError
     its closure is final, or made the same call before   "duplicate", then a token
     local step below the group's step                    "stale", then a token
+    its replica has used all bound tokens of the step    "stale", then a token
     else                                                 it counts, then a token
 
 One staleness decision for a whole push, over all variables and all ps tasks: TensorFlow's
