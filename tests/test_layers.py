@@ -38,7 +38,7 @@ LAYERS = {
         "context", "captures", "payloads", "failures", "functions", "iterators", "declarations",
         "plans", "ps_link", "ps_client", "sync_client", "creation", "runtime", "scopes", "updates",
         "long_work", "clock_service", "session_service", "step_updates",
-        "ps_sync", "all_ps", "step_closer", "ps_task",
+        "ps_updates", "ps_sync", "all_ps", "step_closer", "ps_task",
         "step_thread", "closure_inputs", "worker_session", "worker_task",
         "remote_value", "closure_messages", "closure_timeout", "joins", "cluster_links",
         "schedule_reporter", "coordinator", "session_links",

@@ -287,7 +287,7 @@ class TestFailpoints:
                 client = cluster.client(failpoints=Failpoints(f"{place}=error"))
                 with pytest.raises(FailpointError, match=f"failpoint {place}"):
                     await push(client, (v,), (2.0,))
-                assert sum(task._pushes for task in cluster.ps) == reached
+                assert sum(task._updates.pushes for task in cluster.ps) == reached
 
     async def test_an_armed_one_that_has_not_its_turn_changes_nothing(self) -> None:
         async with PsCluster(2) as cluster:

@@ -1,21 +1,13 @@
-"""The ps task: serves pulls, applies pushes, remembers which it has seen.
+"""The ps task: who is served, what is declared, what is pulled; and what serves the rest.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, long_work, updates, wire.
+Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, long_work,
+clock_service, session_service, ps_sync, ps_updates, step_closer, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
 
-Small updates are applied within the turn of the loop in which they arrive. Large ones are
-applied block by block by one task, which lets the loop breathe between blocks; a shard
-that is being updated is busy, and whoever wants to read or update it waits its turn, so
-nobody sees half an update.
-
-    message       ledger says          then
-    an update     fresh                validate, apply, record the answer, answer
-                  same sequence        the recorded answer again
-                  same sequence, now   wait for the first one's answer
-                  same call, other run "duplicate": another run of the closure was first
-                  old incarnation      FencedError
+A new coordinator gets a new store, a new ledger, and new objects that serve its tasks: what was
+begun for an earlier one ends where it began.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from psync.blocks import BlockPool
 from psync.clock_service import ClockService
@@ -37,32 +29,24 @@ from psync.errors import (
     UsageError,
 )
 from psync.ledger import (
-    AlreadyApplied,
-    Duplicate,
-    Fresh,
-    InProgress,
     Ledger,
-    Ticket,
-    Verdict,
 )
 from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
 from psync.ps_sync import CLOSER, PsSync
+from psync.ps_updates import PsUpdates
 from psync.rpc import Handler, Peer, Reply
 from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec, dtype_of
 from psync.step_closer import StepCloser
 from psync.store import Key, ShardStore
 from psync.transport import Listener
-from psync.updates import NO_BYTES, ShardSet, Update, memory_for, set_of
+from psync.updates import NO_BYTES, memory_for, set_of
 from psync.wire.messages import (
     AskStatistics,
-    Assign,
     AttachPs,
-    AverageShards,
     CheckShards,
     CreateShards,
-    DefineOptimizer,
     Done,
     Fence,
     FinalBelow,
@@ -70,8 +54,6 @@ from psync.wire.messages import (
     Message,
     Pull,
     Pulled,
-    Push,
-    Pushed,
     Refused,
     ReportSchedule,
     Shutdown,
@@ -101,7 +83,7 @@ class PsTask:
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
-        self._sync = self._new_sync()
+        self._updates, self._sync = self._new_services()
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._clocks = ClockService(self.task, lambda *who: self._ledger.check_incarnation(*who))
         self._sessions = SessionService(
@@ -115,7 +97,7 @@ class PsTask:
             self._admit,
         )  # fmt: skip
         self._endpoint.on_peer.append(self._sessions.note_peer)
-        self._pulls = self._pushes = self._assigns = 0
+        self._pulls = 0
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -142,8 +124,8 @@ class PsTask:
         """Return counters: store, ledger, connections."""
         return {
             "pulls": self._pulls,
-            "pushes": self._pushes,
-            "assigns": self._assigns,
+            "pushes": self._updates.pushes,
+            "assigns": self._updates.assigns,
             "store": _counters(self._store.statistics()),
             "ledger": _counters(self._ledger.statistics()),
             "network": self._endpoint.statistics(),
@@ -158,15 +140,12 @@ class PsTask:
             AttachPs: Handler(self._attach),
             CreateShards: Handler(self._create, self._prepare_create),
             Pull: Handler(self._pull),
-            Push: Handler(self._update, self._prepare_update),
-            Assign: Handler(self._update, self._prepare_update),
-            AverageShards: Handler(self._average),
-            DefineOptimizer: Handler(self._define),
             Fence: Handler(self._fence),
             FinalBelow: Handler(self._final_below),
             ReportSchedule: Handler(self._report_schedule),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
+            **self._updates.handlers(),
             **self._sync.handlers(),
             **self._clocks.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
@@ -204,7 +183,8 @@ class PsTask:
         """Begin empty for a new coordinator."""
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger(floor=attach.coordinator)
-        self._sync = self._new_sync()
+        self._updates, self._sync = self._new_services()
+        self._endpoint.handlers.update(self._updates.handlers())
         self._endpoint.handlers.update(self._sync.handlers())
         if self._index == 0:
             if self._closer is not None:
@@ -213,8 +193,10 @@ class PsTask:
             self._closer = StepCloser(self._platform, attach, self._sync, self._work, self._pool)
             self._endpoint.handlers.update(self._closer.handlers())
 
-    def _new_sync(self) -> PsSync:
-        return PsSync(self._platform, self.task, self._store, self._ledger, self._work, self._pool)
+    def _new_services(self) -> tuple[PsUpdates, PsSync]:
+        """Return what serves the updates of one coordinator's tasks."""
+        parts = (self._platform, self.task, self._store, self._ledger, self._work, self._pool)
+        return PsUpdates(*parts), PsSync(*parts)
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
         if peer.task != CLOSER or peer.incarnation != self._coordinator:
@@ -357,98 +339,6 @@ class PsTask:
         """Read shard by shard: under steady updates never all of them are idle at once."""
         steps = self._sync.steps()
         return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
-
-    # Pushes and assigns.
-
-    def _prepare_update(
-        self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
-        """Check everything that needs no bytes before memory is taken for them."""
-        known = set_of(peer, message, self.task)
-        if isinstance(message, Push) and message.config is not None:
-            self._store.define_optimizer(message.optimizer, message.config)
-        known.look_up(self._store)
-        known.check_lengths(lengths, self.task)
-        return memory_for(self._pool, known.nbytes)
-
-    def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
-        self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(Done())
-
-    def _update(
-        self, peer: Peer, message: Push | Assign, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        known = set_of(peer, message, self.task).look_up(self._store)
-        whole = known.body_of(body, self.task)
-        self._platform.failpoints.hit("ps.push.received")
-        update = Update(
-            (peer.task, peer.incarnation), message, known, whole, self._store,
-            self._ledger,
-        )  # fmt: skip
-        return self._judged(update)
-
-    def _average(
-        self, peer: Peer, message: AverageShards, _: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
-        known = ShardSet(tuple((average, index) for average, _, index in message.shards))
-        known.look_up(self._store)
-        client = (peer.task, peer.incarnation)
-        return self._judged(Update(client, message, known, NO_BYTES, self._store, self._ledger))
-
-    def _judged(self, update: Update) -> Reply | Awaitable[Reply]:
-        verdict = update.judge()
-        if isinstance(verdict, InProgress):
-            return self._update_later(update, verdict)
-        return self._act(update, verdict)
-
-    async def _update_later(self, update: Update, verdict: Verdict) -> Reply:
-        """The same update is being applied for another message: its end decides."""
-        while isinstance(verdict, InProgress):
-            while not verdict.ticket.settled:
-                await self._work.next_turn()
-            verdict = update.judge()
-        answer = self._act(update, verdict)
-        return answer if isinstance(answer, Reply) else await answer
-
-    def _act(self, update: Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
-        if isinstance(verdict, Fresh):
-            return self._apply(update, verdict.ticket)
-        if isinstance(verdict, AlreadyApplied):
-            return Reply(update.ledger.finish(verdict.ticket, Pushed("duplicate", 0)))
-        return Reply(cast(Pushed, cast(Duplicate, verdict).answer))
-
-    def _apply(self, update: Update, ticket: Ticket) -> Reply | Awaitable[Reply]:
-        try:
-            update.begin()
-        except Exception:
-            update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
-            raise
-        known = update.known
-        if not self._work.fits_now(update.store, update.needed, known.nbytes):
-            return self._work.to_the_end(self._apply_slowly(update, ticket))
-        try:
-            update.at_once()
-        except Exception as exc:
-            self._work.give_up(exc)
-            raise
-        return self._applied(update, ticket)
-
-    async def _apply_slowly(self, update: Update, ticket: Ticket) -> Reply:
-        """Apply shard after shard, large ones block after block, small ones several at once."""
-        await self._work.shard_by_shard(update.known.lengths, update.work)
-        try:
-            return self._applied(update, ticket)
-        finally:
-            self._work.wake()  # repetitions that wait for the answer
-
-    def _applied(self, update: Update, ticket: Ticket) -> Reply:
-        push = isinstance(update.message, Push)
-        answer = Pushed("accepted", update.step + 1 if push else 0)
-        update.ledger.finish(ticket, answer)
-        self._pushes += push
-        self._assigns += not push
-        self._platform.failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
-        return Reply(answer)
 
 
 def _check_chief(peer: Peer) -> None:
