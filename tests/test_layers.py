@@ -36,23 +36,30 @@ LAYERS = {
     ],
     "L3 roles": [
         "context", "captures", "payloads", "failures", "functions", "iterators", "declarations",
-        "plans", "ps_link", "ps_client", "sync_client", "creation", "runtime", "scopes", "updates",
-        "long_work", "clock_service", "session_service", "step_updates",
+        "plans", "ps_link", "ps_client", "sync_client", "accumulator_client", "creation", "runtime",
+        "scopes", "updates", "long_work", "hosted_accumulators",
+        "accumulator_service", "clock_service", "session_service", "step_updates",
         "ps_updates", "ps_sync", "all_ps", "step_closer", "ps_task",
         "step_thread", "closure_inputs", "worker_session", "worker_task",
         "remote_value", "closure_messages", "closure_timeout", "joins", "cluster_links",
         "schedule_reporter", "coordinator", "session_links",
     ],
     "L4 user API": [
-        "variables", "pulls", "global_step", "moving_averages", "staleness_bound", "optimizers",
-        "strategy",
+        "variables", "pulls", "conditional_accumulators", "global_step", "moving_averages",
+        "staleness_bound", "optimizers", "strategy",
         "datasets", "cluster_coordinator", "session_hooks", "training_sessions", "sync_arguments",
         "sync_replicas", "task_output", "processes",
         "testing.deadlock", "testing.segments", "testing.loop_base", "testing.clock",
         "testing.memory_transport", "testing.link", "testing.network", "testing",
         "tasks", "local", "__init__",
     ],
-    "L5 edge": ["launcher", "cli", "__main__"],
+    "L5 edge": [
+        "launcher",
+        "bench.draws", "bench.digits", "bench.modes", "bench.training", "bench.checks",
+        "bench.figures", "bench.report", "bench.plots", "bench.real_runs", "bench.virtual_runs",
+        "bench.peers", "bench.sync_async", "bench",
+        "cli", "__main__",
+    ],
 }  # fmt: skip
 ORDER = [module for modules in LAYERS.values() for module in modules]
 LAYER_OF = {module: layer for layer, modules in LAYERS.items() for module in modules}

@@ -1,6 +1,6 @@
-"""The command line: ``psync run`` and ``psync serve``.
+"""The command line: ``psync run``, ``psync serve`` and ``psync bench``.
 
-Layer: L5. Imports: errors, task_output; launcher and tasks when their command runs.
+Layer: L5. Imports: errors, task_output; launcher, tasks and bench when their command runs.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
@@ -130,6 +131,78 @@ def run(
         max_restarts=max_restarts,
         quiet=quiet,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level},
+    )
+
+
+@psync.group()
+def bench() -> None:
+    """Measure psync on this machine."""
+
+
+@bench.command("sync-async")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: half a minute in all.")
+@click.option(
+    "--parts",
+    multiple=True,
+    type=click.Choice(["processes", "virtual", "peers"]),
+    help="What to run, once for each part; by default everything.",
+)
+@click.option(
+    "--workers",
+    multiple=True,
+    type=click.IntRange(min=2),
+    default=(2, 4),
+    show_default=True,
+    help="Number of worker processes, once for each cluster. The first one is that of peers.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("out"),
+    show_default=True,
+    help="Folder of the JSON file and the plots.",
+)
+@click.option(
+    "--tensorflow",
+    metavar="PYTHON",
+    help="A Python that has TensorFlow, which then runs beside psync (part peers).",
+)
+@click.option(
+    "--tensorflow-script",
+    type=click.Path(path_type=Path),
+    default=Path("benchmarks/peers_tensorflow1_sync.py"),
+    show_default=True,
+    help="What it runs; comes with psync's sources.",
+)
+def sync_async(
+    quick: bool,
+    parts: tuple[str, ...],
+    workers: tuple[int, ...],
+    out: Path,
+    tensorflow: str | None,
+    tensorflow_script: Path,
+) -> int:
+    """Compare synchronous with asynchronous training.
+
+    Asynchronous, of bounded staleness, synchronous, and with backup replicas: gradients per
+    second, staleness, drops, and the time until a network reads digits. In worker processes,
+    with and without a slow one; with 100 workers in virtual time; and beside TensorFlow.
+
+    \b
+    A quick look, and everything:
+        psync bench sync-async --quick
+        psync bench sync-async --out results --tensorflow ~/tensorflow/bin/python
+    """
+    from psync.bench import sync_async as benchmark
+
+    return benchmark.run(
+        benchmark.Options(
+            parts=parts or benchmark.PARTS,
+            workers=workers,
+            quick=quick,
+            out=out,
+            tensorflow=None if tensorflow is None else (tensorflow, str(tensorflow_script)),
+        )
     )
 
 

@@ -1,0 +1,160 @@
+"""Synchronous against asynchronous training: runs the parts, prints, writes JSON and pictures.
+
+Layer: L5. Imports: errors, tasks; bench.checks, bench.digits, bench.figures,
+bench.peers, bench.plots, bench.real_runs, bench.report, bench.virtual_runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from psync.bench import peers, plots, real_runs, report, virtual_runs
+from psync.bench.checks import WrongResultError
+from psync.bench.digits import load
+from psync.bench.figures import Figures
+from psync.errors import ConfigurationError
+from psync.tasks import loop_factory
+
+PARTS = ("processes", "virtual", "peers")
+PACKAGES = ("psync", "numpy", "uvloop", "msgpack")
+NAME = "sync_vs_async"  # of the files
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    parts: Sequence[str] = PARTS
+    workers: Sequence[int] = (2, 4)  # real processes; virtual ones are always 100
+    quick: bool = False
+    out: Path = Path("out")
+    tensorflow: Sequence[str] | None = None  # the command that measures it
+
+
+def run(options: Options) -> int:
+    """Run the parts; results go to stdout and to files in ``options.out``.
+
+    Returns:
+        The exit code: 1 if a run's variables are not what its pushes make of them.
+
+    Raises:
+        ConfigurationError: matplotlib or scikit-learn is missing, or the script for TensorFlow.
+    """
+    _check(options)
+    try:
+        _run(options)
+    except WrongResultError as exc:
+        print(exc, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Say what is missing at once, not after the first minutes."""
+    load("train")
+    plots.new_figure(1, 1)
+    if options.tensorflow is not None:
+        script = Path(options.tensorflow[-1])
+        if not script.is_file():
+            raise ConfigurationError(
+                f"{script} is missing",
+                hint="it comes with the sources of psync: run this there, or say where it is",
+            )
+
+
+def _run(options: Options) -> None:
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("PSYNC_LOG_LEVEL", "warning")  # of the cluster's tasks
+    about = machine()
+    print(
+        f"{about['cores']} cores, Python {about['python']}, "
+        + ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+        + f"; load before: {about['load_before']:.1f}"
+    )
+    written: dict[str, Any] = {"machine": about, "quick": options.quick}
+    for part, measure in zip(PARTS, (_processes, _virtual, _peers), strict=True):
+        if part in options.parts:
+            written[part] = measure(options)
+    path = options.out / f"{NAME}.json"
+    path.write_text(json.dumps(written, indent=1))
+    print(f"\nfigures: {path}")
+
+
+def _processes(options: Options) -> list[Figures]:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        results = runner.run(real_runs.measure(options.workers, options.quick, _note))
+    for workers, those in itertools.groupby(results, lambda result: int(result["workers"])):
+        settings = _by_setting(those)
+        for runs in settings:
+            _say(f"{workers} worker processes, {runs[0]['setting']}")
+            print(report.training_table(runs))
+            print(*report.findings(runs), sep="\n")
+        _draw(options, f"{workers}_workers", plots.plot_training, settings, "s")
+    return results
+
+
+def _virtual(options: Options) -> list[Figures]:
+    results = virtual_runs.measure(options.quick, _note)
+    settings = _by_setting(results)
+    for runs in settings:
+        _say(f"{runs[0]['workers']} workers in virtual time, {runs[0]['setting']}")
+        print(report.training_table(runs))
+        print()
+        print(report.backups_table([run for run in runs if run["backups"] is not None]))
+        print(*report.findings(runs), sep="\n")
+    _draw(options, "100_workers", plots.plot_training, settings[:1], "virtual s")
+    _draw(options, "backups", plots.plot_backups, settings)
+    return results
+
+
+def _peers(options: Options) -> list[Figures]:
+    repetitions = 1 if options.quick else 3
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        results = runner.run(
+            peers.measure(options.workers[0], repetitions, options.tensorflow, _note)
+        )
+    _say(f"beside TensorFlow: {peers.NUM_PS} ps, {options.workers[0]} workers")
+    print(report.peers_table(results))
+    _draw(options, "peers", plots.plot_peers, results)
+    return results
+
+
+def _by_setting(results: Any) -> list[list[Figures]]:
+    groups = itertools.groupby(results, lambda result: str(result["setting"]))
+    return [list(runs) for _, runs in groups]
+
+
+def _draw(options: Options, name: str, draw: Any, *figures: Any) -> None:
+    path = options.out / f"{NAME}_{name}.png"
+    draw(*figures, path)
+    print(f"plot: {path}")
+
+
+def _note(what: str) -> None:
+    """Say on stderr what runs, where somebody may be watching."""
+    print(f"… {what}", file=sys.stderr, flush=True)
+
+
+def _say(title: str) -> None:
+    print(f"\n{title}\n", flush=True)
+
+
+def machine() -> dict[str, Any]:
+    """Say where the figures come from."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "load_before": os.getloadavg()[0],
+    }

@@ -1,0 +1,56 @@
+"""Pictures are drawn of whatever runs there are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from bench_runs import asynchronous_run, synchronous_run
+
+from psync.bench import plots
+from psync.bench.figures import backup_figures, figures_of
+from psync.errors import ConfigurationError
+
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def open_fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Draw once before files are counted: matplotlib opens its fonts and keeps them."""
+    pytest.importorskip("matplotlib")
+    figure = plots.new_figure(1, 1)
+    figure.suptitle("text")
+    figure.savefig(tmp_path_factory.mktemp("fonts") / "plot.png")
+
+
+@pytest.fixture
+def path(tmp_path: Path, open_fonts: None) -> Path:
+    return tmp_path / "plot.png"
+
+
+def test_training_of_all_kinds_is_drawn(path: Path) -> None:
+    runs = [figures_of(run(), "none slow") for run in (asynchronous_run, synchronous_run)]
+    plots.plot_training([runs, runs[:1], runs], "s", path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_backups_are_drawn(path: Path) -> None:
+    run = synchronous_run()
+    figures = figures_of(run, "late gradients given up") | backup_figures(run)
+    plots.plot_backups([[figures_of(asynchronous_run(), "x"), figures], [figures]], path)
+    assert path.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("systems", [["psync"], ["psync", "tensorflow"]])
+def test_peers_are_drawn(path: Path, systems: list[str]) -> None:
+    result = {"name": "sync, 40 KB", "unit": "steps/s"}
+    rates = {system: {"min": 1.0, "median": 2.0, "max": 2.5} for system in systems}
+    plots.plot_peers([result | rates], path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match=r"matplotlib.*\n.*pip install"):
+        plots.new_figure(1, 1)

@@ -1,0 +1,77 @@
+"""Tables and findings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from psync.bench import report
+
+
+def result(mode: str, time: float | None, backups: int | None = None, **rates: float) -> Any:
+    return {
+        "mode": mode, "backups": backups, "time_to_loss_s": time, "target_loss": 0.5,
+        "staleness": {0: 1, 7: 1}, "mean_staleness": 3.5, "dropped_share": 0.25,
+        "gradients_per_s": 10.0, "examples_per_s": 1234.0, "updates_per_s": 0.5,
+    } | rates  # fmt: skip
+
+
+def test_columns_are_aligned() -> None:
+    assert report.table(("", "rate"), [("a", "1"), ("bcd", "1,000")]) == (
+        "      rate\na        1\nbcd  1,000"
+    )
+
+
+def test_a_line_of_the_table_of_modes() -> None:
+    line = report.training_table([result("async", None)]).splitlines()[1]
+    assert line.split() == "async 10 1,234 0.5 3.5 / 7 25.0% not reached".split()
+
+
+def test_the_first_to_reach_the_loss_is_named() -> None:
+    results = [result("async", 2.0), result("sync", 1.5, 0), result("bounded 2", None)]
+    assert report.findings(results) == [
+        '"sync" reached a loss of 0.5 first, after 1.50 s; async 2.00.'
+    ]
+
+
+def test_it_is_said_if_no_mode_reached_the_loss() -> None:
+    assert report.findings([result("async", None)]) == ["No mode reached a loss of 0.5."]
+
+
+def test_the_best_number_of_backups_is_named_by_both_rates() -> None:
+    results = [
+        result("sync", 3.0, 0, updates_per_s=1.0, gradients_per_s=4.0),
+        result("sync, 1 backup", 2.0, 1, updates_per_s=2.0, gradients_per_s=6.0),
+        result("sync, 2 backups", 2.5, 2, updates_per_s=2.5, gradients_per_s=5.0),
+    ]
+    assert report.findings(results)[1:] == [
+        "Best number of backups by updates a second: 2, the most that were tried "
+        "(0: 1, 1: 2, 2: 2.5).",
+        "Best number of backups by gradients a second: 1 (0: 4, 1: 6, 2: 5).",
+    ]
+
+
+def test_the_table_of_backups_shows_what_was_expected() -> None:
+    line = report.backups_table([
+        result("sync", 1.0, 0) | {
+            "mean_step_s": 3.5, "step_s_percentiles": {99: 6.0}, "without_slow": 0.3,
+            "without_slow_expected": 0.301,
+        }
+    ]).splitlines()[1]  # fmt: skip
+    assert line.split() == ["0", "3.500", "6.000", "10", "30%", "30%"]
+
+
+def test_peers_show_a_ratio_only_where_both_were_measured() -> None:
+    alone = {
+        "name": "sync, 40 KB", "unit": "steps/s", "psync": {"median": 1500.0, "min": 1, "max": 2},
+    }  # fmt: skip
+    both = alone | {"tensorflow": {"median": 250.0}, "ratio": 6.0}
+    lines = report.peers_table([alone, both]).splitlines()
+    assert lines[1].split()[-2:] == ["–", "–"]
+    assert lines[2].split()[-2:] == ["250", "6.0"]
+
+
+def test_figures_have_as_many_digits_as_can_be_trusted() -> None:
+    assert [report.number(value) for value in (12345.6, 99.94, 0.12345, math.pi)] == [
+        "12,346", "99.9", "0.123", "3.14",
+    ]  # fmt: skip

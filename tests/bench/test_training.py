@@ -1,0 +1,88 @@
+"""A timed run on a small cluster, in virtual time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psync.bench import digits
+from psync.bench.checks import check
+from psync.bench.modes import Mode
+from psync.bench.training import Job, Run, train
+from psync.bench.virtual_runs import DrawnPace
+from psync.errors import DeadlineExceeded
+from psync.local import LocalCluster
+
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.virtual_time
+
+
+async def trained(
+    mode: Mode, table: list[list[float]], *, patience_s: float = 1.0, limit_s: float = 100.0,
+    duration_s: float | None = None,
+) -> Run:  # fmt: skip
+    """A checked run; ``table`` has the seconds of each gradient, a row for each step."""
+    pace = DrawnPace(np.array(table), patience_s)
+    steps: dict[str, float] = {"steps": len(table)}
+    amount = steps if duration_s is None else {"duration_s": duration_s}
+    job = Job(pace, 8, 0, mode.synchronous, **amount)
+    async with LocalCluster(1, mode.num_workers, processes=False) as cluster:
+        run = await train(cluster, mode, lambda _: job, seed=0, watch_s=0.5, limit_s=limit_s)
+    check(run)
+    return run
+
+
+async def test_asynchronous_workers_do_not_wait_for_each_other() -> None:
+    run = await trained(Mode(2), [[1.0, 2.0]] * 4)
+    assert [round(own[-1].ended) for own in run.pushes] == [4, 8]
+    assert run.global_step == 8
+
+
+async def test_bounded_workers_wait_for_the_slowest() -> None:
+    run = await trained(Mode(2, bound=1), [[1.0, 3.0]] * 4)
+    ahead = [round(push.ended) for push in run.pushes[0]]
+    assert ahead == [1, 3, 6, 9]
+
+
+async def test_a_synchronous_step_takes_as_long_as_its_slowest_gradient() -> None:
+    run = await trained(Mode(3, backups=0), [[1.0, 1.0, 1.0], [1.0, 4.0, 2.0]])
+    assert [round(push.ended) for push in run.pushes[0]] == [1, 5]
+    assert run.global_step == 2
+    assert not run.all("stale")
+
+
+async def test_with_a_backup_a_late_gradient_is_dropped_and_given_up() -> None:
+    run = await trained(Mode(3, backups=1), [[1.0, 4.0, 1.0], [1.0, 1.0, 1.0]])
+    late = run.pushes[1][0]
+    assert late.outcome == "stale"
+    assert late.seconds == 4.0
+    assert late.ended < 1.2
+    assert run.seconds < 2.2
+
+
+async def test_without_giving_up_a_late_gradient_is_computed_to_its_end() -> None:
+    table = [[1.0, 2.5, 1.0]] + [[1.0, 1.0, 1.0]] * 3
+    run = await trained(Mode(3, backups=1), table, patience_s=np.inf)
+    late = run.pushes[1][0]
+    assert late.outcome == "stale"
+    assert late.ended == pytest.approx(2.5, abs=0.1)
+
+
+async def test_a_run_of_some_duration_ends_with_the_gradients_that_have_begun() -> None:
+    run = await trained(Mode(2), [[1.0, 2.0]], duration_s=2.5)
+    assert [len(own) for own in run.pushes] == [3, 2]
+    assert run.seconds == 2.5
+
+
+async def test_the_loss_is_looked_at_all_the_time_and_falls() -> None:
+    run = await trained(Mode(2, backups=0), [[1.0, 1.0]] * 20)
+    times, losses = zip(*run.losses, strict=True)
+    assert np.diff(times) == pytest.approx(0.5, abs=0.05)
+    assert len(losses) == pytest.approx(40, abs=2)
+    assert losses[0] == pytest.approx(digits.loss_on_test(digits.initial_model(0)))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+async def test_a_run_that_takes_too_long_fails() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"work.* on /job:worker/task:1"):
+        await trained(Mode(2), [[1.0, 1000.0]], limit_s=10.0)
