@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from psync.placement import Pinned
 from psync.scopes import Scope, add_strategy, current_scope, open_scope, running_scopes
 
 
@@ -14,6 +15,8 @@ class AScope:
     created = False
     variables = ()
     trainable_variables = ()
+    accumulators: ClassVar[dict[str, Any]] = {}
+    accumulator_placement = Pinned(0)
 
     def declare(self, *args: Any, **options: Any) -> Any:
         return args

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from psync import testing as testing
     from psync.cluster import ClusterSpec as ClusterSpec
     from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from psync.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
+    from psync.conditional_accumulators import GradientResult as GradientResult
+    from psync.conditional_accumulators import (
+        SparseConditionalAccumulator as SparseConditionalAccumulator,
+    )
     from psync.context import get_worker_index as get_worker_index
     from psync.context import wait as wait
     from psync.datasets import PerWorkerDataset as PerWorkerDataset
@@ -90,6 +95,9 @@ _MODULES = ("optimizers", "schedules", "testing")
 _HOMES = {
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),
+    "conditional_accumulators": (
+        "ConditionalAccumulator", "GradientResult", "SparseConditionalAccumulator",
+    ),
     "context": ("get_worker_index", "wait"),
     "datasets": ("PerWorkerDataset", "PerWorkerIterator"),
     "errors": (

@@ -38,13 +38,14 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def as_integer(value: object) -> int | None:
-    """Return the value of an integer scalar of Python, numpy or the like; None for all else."""
+    """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
     if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # any object: it decides
+        number = operator.index(value)  # type: ignore[arg-type]  # any object: it decides
     except TypeError:
         return None
+    return number if -(1 << 63) <= number < 1 << 63 else None
 
 
 class TakeState(enum.Enum):
@@ -143,9 +144,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             ConfigurationError: If ``step`` is not an integer.
         """
-        new = as_integer(step)
-        if new is None:
-            raise self._misused(f"expected an integer as step, got {step!r}")
+        new = self.as_step(step)
         before, self._step = self._step, new
         if new < before:
             return f"{self}: the step went back from {before} to {new}"
@@ -166,11 +165,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return take
 
     def enter(self, num_required: int) -> Take[ResultT]:
-        """Add a take to those that wait, even if it need not: see ``serving``. Else ``take_grad``."""
-        required = as_integer(num_required)
-        if required is None or required <= 0:
-            raise self._misused(f"expected a number of gradients above 0, got {num_required!r}")
-        take: Take[ResultT] = Take(required)
+        """Do ``take_grad``, but leave it to ``serving`` to complete the take."""
+        take: Take[ResultT] = Take(self.as_required(num_required))
         self._takes[take] = None
         return take
 
@@ -209,13 +205,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
         """
-        computed_at = as_integer(local_step)
-        if computed_at is None:
-            raise self._refused(f"expected an integer scalar as local_step, got {local_step!r}")
-        try:
-            weight = check_weight(weight)
-        except GradientError as exc:
-            raise self._refused(exc.message) from None
+        computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
         if computed_at < self._step - self.max_staleness:
             return Applied(Outcome.STALE, self._count, self._step)
@@ -253,6 +243,30 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             self._count = 0
             self._clear()
         return tuple(completed)
+
+    def as_call(self, local_step: object, weight: object) -> tuple[int, float]:
+        """Return what comes with a gradient, or raise GradientError."""
+        step = as_integer(local_step)
+        if step is None:
+            raise self._refused(f"expected an integer scalar as local_step, got {local_step!r}")
+        try:
+            return step, check_weight(weight)
+        except GradientError as exc:
+            raise self._refused(exc.message) from None
+
+    def as_required(self, num_required: object) -> int:
+        """Return a number of gradients to wait for, or raise ConfigurationError."""
+        required = as_integer(num_required)
+        if required is None or required <= 0:
+            raise self._misused(f"expected a number of gradients above 0, got {num_required!r}")
+        return required
+
+    def as_step(self, step: object) -> int:
+        """Return a step to be set, or raise ConfigurationError."""
+        new = as_integer(step)
+        if new is None:
+            raise self._misused(f"expected an integer as step, got {step!r}")
+        return new
 
     @abstractmethod
     def _convert(self, given: Any) -> GradientT:

@@ -1,7 +1,7 @@
 """The ps task: who is served, what is declared, what is pulled; and what serves the rest.
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, long_work,
-clock_service, session_service, ps_sync, ps_updates, step_closer, wire.
+accumulator_service, clock_service, session_service, ps_sync, ps_updates, step_closer, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from psync.accumulator_service import AccumulatorService
 from psync.blocks import BlockPool
 from psync.clock_service import ClockService
 from psync.endpoint import Endpoint
@@ -83,6 +84,7 @@ class PsTask:
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
+        self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._updates, self._sync = self._new_services()
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._clocks = ClockService(self.task, lambda *who: self._ledger.check_incarnation(*who))
@@ -132,6 +134,7 @@ class PsTask:
             "staging": self._sync.statistics(),
             "sync": {} if self._closer is None else self._closer.steps.statistics(),
             "clocks": self._clocks.statistics(),
+            "accumulators": self._accumulators.statistics(),
             "session": self._sessions.statistics(),
         }
 
@@ -148,6 +151,7 @@ class PsTask:
             **self._updates.handlers(),
             **self._sync.handlers(),
             **self._clocks.handlers(),
+            **self._accumulators.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
             **(self._sessions.handlers() if self._index == 0 else {}),
         }
@@ -183,6 +187,7 @@ class PsTask:
         """Begin empty for a new coordinator."""
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger(floor=attach.coordinator)
+        self._accumulators.restart(self._ledger)
         self._updates, self._sync = self._new_services()
         self._endpoint.handlers.update(self._updates.handlers())
         self._endpoint.handlers.update(self._sync.handlers())
@@ -207,6 +212,7 @@ class PsTask:
     def _refuse_below(self, task: str, below: int) -> None:
         self._ledger.fence(task, below)
         self._sync.fence(task, below)
+        self._accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error

@@ -1,6 +1,7 @@
 """What variables and optimizers talk through: a worker in a step, else the coordinator.
 
-Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps, sync_client.
+Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps, sync_client,
+accumulator_client.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from psync.accumulator_client import AccumulatorClient
 from psync.context import current_closure
 from psync.errors import UsageError
 from psync.iterators import IteratorTable
@@ -61,6 +63,11 @@ class Runtime:
     def sync(self) -> SyncClient:
         """The way to the synchronous groups."""
         return SyncClient(self.ps)
+
+    @functools.cached_property
+    def accumulators(self) -> AccumulatorClient:
+        """The way to the accumulators."""
+        return AccumulatorClient(self.ps)
 
     @property
     def pulled(self) -> PulledSteps:

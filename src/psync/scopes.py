@@ -1,6 +1,6 @@
 """Which strategy's ``scope()`` is open here, and which strategies are running.
 
-Layer: L3. Imports: specs, placement, runtime.
+Layer: L3. Imports: errors, specs, placement, context, runtime.
 
 Apart from ``strategy`` so that variables can find the scope they are declared in without
 importing the strategy, which knows variables.
@@ -12,8 +12,10 @@ import weakref
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+from psync.context import forbid_in_dataset
+from psync.errors import ClosedError, UsageError
 from psync.placement import Placement
-from psync.runtime import Runtime
+from psync.runtime import Runtime, current_runtime
 from psync.specs import VariableSpec
 
 
@@ -23,6 +25,8 @@ class Scope(Protocol):
     origin: str
     runtime: Runtime | None  # the coordinator's; None while no coordinator runs
     created: bool  # a coordinator has run: variables may exist on ps tasks
+    accumulators: dict[str, Any]  # the handles of all accumulators, by name
+    accumulator_placement: Placement  # apart from that of variables
 
     @property
     def variables(self) -> tuple[Any, ...]:
@@ -74,3 +78,34 @@ def running_scopes() -> list[Scope]:
 def current_scope() -> Scope | None:
     """Return the strategy whose scope is open here, or None."""
     return open_scope.get()
+
+
+def runtime_here(operation: str, scope: Scope | None) -> Runtime:
+    """Return what carries ``operation`` to the ps tasks.
+
+    Args:
+        operation: For messages.
+        scope: The strategy to which what is operated on belongs; None: it is not in this process.
+
+    Returns:
+        That of the step that runs here, else that of the strategy's coordinator.
+
+    Raises:
+        UsageError: There is neither; or dataset code is running here.
+        ClosedError: The coordinator was closed.
+    """
+    forbid_in_dataset(operation)
+    runtime = current_runtime()
+    if runtime is not None:
+        return runtime
+    if scope is not None and scope.runtime is not None:
+        return scope.runtime
+    if scope is not None and scope.created:
+        raise ClosedError(
+            f"{operation}: the coordinator was closed, its variables are gone",
+            hint="do it inside `async with psync.ClusterCoordinator(strategy):`",
+        )
+    raise UsageError(
+        f"{operation}: no connection to the ps tasks here",
+        hint="do it inside `async with psync.ClusterCoordinator(strategy):`, or in a step",
+    )

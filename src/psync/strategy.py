@@ -56,6 +56,8 @@ class ParameterServerStrategy:
         self._task = (task_type, task_id)
         self._partitioner = variable_partitioner
         self._placement = RoundRobin(spec.num_tasks("ps"))
+        self.accumulators: dict[str, Any] = {}
+        self.accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
         self._names: dict[str, int] = {}  # those taken, and how often each was asked for
         self._variables: list[Variable | ShardedVariable] = []
         self._next_id = 0

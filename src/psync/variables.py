@@ -19,9 +19,9 @@ import numpy as np
 
 from psync.cluster import device_name
 from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import ClosedError, GradientError, UsageError
-from psync.runtime import Runtime, current_runtime
-from psync.scopes import Scope, current_scope
+from psync.errors import GradientError, UsageError
+from psync.runtime import Runtime
+from psync.scopes import Scope, current_scope, runtime_here
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 
 
@@ -290,10 +290,7 @@ async def runtime_of(operation: str, *variables: Handle) -> Runtime:
 
     Cancellation: Safe.
     """
-    forbid_in_dataset(operation)
-    runtime = current_runtime()
-    if runtime is None:
-        runtime = _coordinators_runtime(operation, variables[0])
+    runtime = runtime_here(operation, scope_of(variables[0]))
     for variable in variables:
         if variable.origin != runtime.origin:
             raise UsageError(
@@ -313,21 +310,6 @@ def scope_of(variable: Handle) -> Scope | None:
 _RUNNING = (
     "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
 )
-
-
-def _coordinators_runtime(operation: str, variable: Handle) -> Runtime:
-    scope = scope_of(variable)
-    if scope is not None and scope.runtime is not None:
-        return scope.runtime
-    if scope is not None and scope.created:
-        raise ClosedError(
-            f"{operation}: the coordinator or session was closed, its variables are gone",
-            hint=f"do it inside {_RUNNING}",
-        )
-    raise UsageError(
-        f"{operation}: no connection to the ps tasks here",
-        hint=f"do it inside {_RUNNING}, or in a step",
-    )
 
 
 def fitting(
