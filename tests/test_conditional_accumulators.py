@@ -477,7 +477,7 @@ async def test_after_the_coordinator_was_closed_there_is_none_either():
         with strategy.scope():
             held = psync.ConditionalAccumulator("float32")
         await held.apply_grad(1.0)
-    with pytest.raises(ClosedError, match="the coordinator was closed"):
+    with pytest.raises(ClosedError, match="the coordinator or session was closed"):
         await held.num_accumulated()
 
 

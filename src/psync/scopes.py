@@ -80,6 +80,11 @@ def current_scope() -> Scope | None:
     return open_scope.get()
 
 
+_RUNNING = (
+    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
+)
+
+
 def runtime_here(operation: str, scope: Scope | None) -> Runtime:
     """Return what carries ``operation`` to the ps tasks.
 
@@ -88,11 +93,11 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         scope: The strategy to which what is operated on belongs; None: it is not in this process.
 
     Returns:
-        That of the step that runs here, else that of the strategy's coordinator.
+        That of the step that runs here, else that of the strategy's coordinator or session.
 
     Raises:
         UsageError: There is neither; or dataset code is running here.
-        ClosedError: The coordinator was closed.
+        ClosedError: The coordinator or session was closed.
     """
     forbid_in_dataset(operation)
     runtime = current_runtime()
@@ -102,10 +107,10 @@ def runtime_here(operation: str, scope: Scope | None) -> Runtime:
         return scope.runtime
     if scope is not None and scope.created:
         raise ClosedError(
-            f"{operation}: the coordinator was closed, its variables are gone",
-            hint="do it inside `async with psync.ClusterCoordinator(strategy):`",
+            f"{operation}: the coordinator or session was closed, its variables are gone",
+            hint=f"do it inside {_RUNNING}",
         )
     raise UsageError(
         f"{operation}: no connection to the ps tasks here",
-        hint="do it inside `async with psync.ClusterCoordinator(strategy):`, or in a step",
+        hint=f"do it inside {_RUNNING}, or in a step",
     )

@@ -307,11 +307,6 @@ def scope_of(variable: Handle) -> Scope | None:
     return variable._scope() if variable._scope is not None else None
 
 
-_RUNNING = (
-    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
-)
-
-
 def fitting(
     value: Any, spec: VariableSpec, operation: str, *, casting: Literal["no", "same_kind"]
 ) -> np.ndarray:
