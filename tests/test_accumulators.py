@@ -23,7 +23,7 @@ from psync.accumulators import (
 )
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.specs import Outcome
-from psync.sums import Pieces, at_once
+from psync.sums import PIECE_BYTES, Pieces, at_once
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED
@@ -529,6 +529,60 @@ class TestOtherKinds:
             held.apply_grad(too_large)
         assert held.num_accumulated() == 0
         assert held.apply_grad(array(1)).outcome is ACCEPTED
+
+
+class TestPieces:
+    """Between two pieces of work takes may come and go."""
+
+    def test_a_take_that_comes_while_a_gradient_is_added_gets_it(self) -> None:
+        held = WholePushes()
+        offering = held.offering({"w": 1.0}, 0, 1.0)
+        next(offering)
+        take = held.enter(1)
+        assert at_once(offering) == Applied(ACCEPTED, 0, 1, (take,))
+        assert take.result() == {"w": 1.0}
+
+    def test_a_take_that_goes_while_its_result_is_made_consumes_nothing(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        first, second = held.enter(1), held.enter(2)
+        serving = held.serving()
+        next(serving)
+        assert held.withdraw(first)
+        assert at_once(serving) == ()
+        assert (first.state, second.state) == (CANCELLED, WAITING)
+        assert (held.num_accumulated(), held.step) == (1, 0)
+
+    def test_then_the_one_behind_it_is_served(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        first, second = held.enter(1), held.enter(1)
+        serving = held.serving()
+        next(serving)
+        held.withdraw(first)
+        assert at_once(serving) == (second,)
+        assert second.result() == {"w": 1.0}
+        assert held.step == 1
+
+    def test_a_take_that_has_ended_cannot_be_withdrawn(self) -> None:
+        held = accumulator()
+        held.apply_grad(array(1, 2))
+        assert not held.withdraw(held.take_grad(1))
+
+    def test_finite_values_are_looked_for_piece_by_piece(self) -> None:
+        held = accumulator(None, forbid_nonfinite=True)
+        values = np.ones(3 * PIECE_BYTES // 4, np.float32)
+        values[[0, -1]] = math.inf, math.nan
+        message = refusal(held.apply_grad, values)
+        assert message == f"expected finite values, got 2 of {values.size} that are not"
+        assert held.nbytes == 0
+
+    def test_it_knows_how_much_it_holds(self) -> None:
+        held = accumulator((2,), "float16")
+        assert held.nbytes == 0
+        held.apply_grad(np.ones(2, np.float16))
+        assert held.nbytes == 8  # summed in float32
+        assert not held.is_torn
 
 
 class AgainstAModel(RuleBasedStateMachine):

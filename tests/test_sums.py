@@ -12,8 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync import sums
 from psync.errors import GradientError, UsageError
-from psync.sums import DenseSum, SparseSum, accumulate, begin, check_weight, finish, sum_dtype
+from psync.sums import (
+    DenseSum,
+    SparseSum,
+    accumulate,
+    at_once,
+    begin,
+    check_weight,
+    cuts,
+    finish,
+    sum_dtype,
+)
 
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -337,3 +348,69 @@ class TestSparseSum:
         assert total.sum().tolist() == [[float(sums[i]), -float(sums[i])] for i in sorted(sums)]
         means = [float(sums[i] / weights[i]) for i in sorted(sums)]
         assert total.mean(per_index=True).tolist() == [[mean, -mean] for mean in means]
+
+
+class TestPieces:
+    @pytest.mark.parametrize(
+        ("count", "nbytes", "lengths"),
+        [
+            (0, 4, []),
+            (5, 0, [5]),
+            (5, sums.PIECE_BYTES, [1] * 5),
+            (3, sums.PIECE_BYTES // 2, [2, 1]),
+            (2, 9 * sums.PIECE_BYTES, [1, 1]),
+        ],
+    )
+    def test_cuts_cover_everything_once(self, count: int, nbytes: int, lengths: list[int]) -> None:
+        parts = [range(count)[part] for part in cuts(count, nbytes)]
+        assert [len(part) for part in parts] == lengths
+        assert [i for part in parts for i in part] == list(range(count))
+
+    def test_a_large_sum_pauses_after_each_piece(self) -> None:
+        total = DenseSum((4, sums.PIECE_BYTES // 4), F32)
+        values = np.ones(total.shape, np.float32)
+        assert len(list(total.adding(values))) == 4
+        assert len(list(total.making("mean"))) == 4
+
+    def test_a_sum_is_torn_while_it_is_changed_in_place(self) -> None:
+        total = DenseSum((2, sums.PIECE_BYTES // 4), F32)
+        values = np.ones(total.shape, np.float32)
+        first = total.adding(values)
+        next(first)
+        assert not total.is_torn  # it is empty still
+        at_once(first)
+        second = total.adding(values)
+        next(second)
+        assert total.is_torn
+        at_once(second)
+        assert not total.is_torn
+
+    def test_rows_that_are_there_are_torn_and_new_ones_lie_elsewhere(self) -> None:
+        total = SparseSum((2,), F32)
+        states = []
+        for indices in ([1, 2], [1, 2], [2, 3]):
+            adding = total.adding(np.array(indices), np.ones((2, 2), np.float32))
+            states.append(any([total.is_torn for _ in adding]))
+            assert not total.is_torn
+        assert states == [False, True, False]
+
+    @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+    def test_sums_made_in_pieces_have_the_same_bits(
+        self, dtype: type, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def results() -> list[bytes]:
+            random = np.random.default_rng(3)
+            dense, sparse = DenseSum((7, 5), np.dtype(dtype)), SparseSum((5,), np.dtype(dtype))
+            for weight in (1.0, 0.3, 7.0):
+                values = random.standard_normal((40, 5)).astype(dtype)
+                dense.add(values[:7], weight)
+                sparse.add(random.integers(0, 30, 40), values, weight)
+                sparse.add(random.permutation(50)[:40], values, weight)
+            made = [dense.mean(), dense.sum(), sparse.indices, sparse.sum()]
+            made += [sparse.mean(per_index=True), sparse.mean(per_index=False)]
+            return [array.tobytes() for array in made]
+
+        whole = results()
+        for piece in (1, 100, 500):
+            monkeypatch.setattr(sums, "PIECE_BYTES", piece)
+            assert results() == whole

@@ -34,6 +34,9 @@ what it works on, and it must be carried to its end."""
 PIECE_BYTES = 1 << 20
 """About what is worked on between two pauses."""
 
+INDEX_COST = 64
+"""What finding a row costs beside its values, expressed in bytes."""
+
 Reduction = Literal["mean", "sum"]
 
 WEIGHTS = (1e-30, 1e30)
@@ -207,7 +210,7 @@ class SparseSum:
         self.indices = np.empty(0, np.int64)  # of the rows: ascending, each once
         self._rows = np.empty((0, *self.row_shape), sum_dtype(dtype))
         self._weights = np.empty(0)  # for each row, of the gradients that contained it
-        self._row_bytes = self._rows.itemsize * math.prod(self.row_shape) + self._weights.itemsize
+        self._row_cost = self._rows.itemsize * math.prod(self.row_shape) + INDEX_COST
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +252,7 @@ class SparseSum:
         if union.size > self.indices.size:
             rows, weights = yield from self._spread(union)
         self.is_torn = rows is self._rows
-        for part in cuts(unique.size, self._row_bytes):
+        for part in cuts(unique.size, self._row_cost):
             at = np.searchsorted(union, unique[part])
             touched = rows[at]
             accumulate(touched, values[part], weight)
@@ -267,10 +270,10 @@ class SparseSum:
         # Adding to -0.0 changes nothing, not even the sign of a zero.
         merged = np.empty((count, *self.row_shape), self._rows.dtype)
         position = np.cumsum(_firsts(ordered)) - 1
-        for part in cuts(count, self._row_bytes):
+        for part in cuts(count, self._row_cost):
             merged[part] = -0.0
             yield
-        for part in cuts(order.size, self._row_bytes):
+        for part in cuts(order.size, self._row_cost):
             rows = values[order[part]].astype(merged.dtype, copy=False)
             if count == order.size:
                 merged[part] = rows
@@ -285,7 +288,7 @@ class SparseSum:
         rows = np.empty((union.size, *self.row_shape), self._rows.dtype)
         weights = np.empty(union.size)
         before = 0  # rows that are in their new place
-        for part in cuts(union.size, self._row_bytes):
+        for part in cuts(union.size, self._row_cost):
             rows[part], weights[part] = -0.0, 0.0
             after = int(np.searchsorted(self.indices, union[part][-1], side="right"))
             at = np.searchsorted(union[part], self.indices[before:after])
@@ -311,7 +314,7 @@ class SparseSum:
         """Do ``mean`` or ``sum`` in pieces."""
         result = np.empty(self._rows.shape, self.dtype)
         divisors = self._weights.reshape(-1, *(1 for _ in self.row_shape))
-        for part in cuts(self.indices.size, self._row_bytes):
+        for part in cuts(self.indices.size, self._row_cost):
             rows, out = self._rows[part], result[part]
             if reduction == "mean" and per_index:
                 with np.errstate(all="ignore"):
