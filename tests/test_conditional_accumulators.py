@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from local_training import in_step, strategy_of, training
 from memory_cluster import MemoryCluster, cluster_of, event_of, note
+from session_cluster import session_cluster
 
 import psync
 from psync.errors import (
@@ -150,6 +151,22 @@ async def test_weights_count_in_the_mean():
         result = await scene.held.apply_grad([5.0, 6.0])
         assert result.count == 2
         assert (await scene.held.take_grad(2)).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.virtual_time
+async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
+    async def main(strategy: psync.ParameterServerStrategy) -> float:
+        with strategy.scope():
+            psync.Variable(0.0)
+            held = [psync.ConditionalAccumulator(np.float32) for _ in range(2)]
+        async with psync.MonitoredTrainingSession(strategy):
+            worker = strategy.cluster_resolver.task_id
+            await held[1].apply_grad(float(worker + 1))
+            await asyncio.sleep(1)
+            return float(await held[1].take_grad(2)) if worker else await held[1].step()
+
+    async with session_cluster(2, 2) as cluster:
+        assert await cluster.run_all(main) == [0, 1.5]
 
 
 # --- what fails ------------------------------------------------------------------------------
