@@ -325,6 +325,22 @@ async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(sc
     assert (mean == 2).all()
 
 
+async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_answer(scene):
+    hosted = scene.hosted()
+    (ps,) = scene.cluster.ps
+    await hosted.lock.acquire()  # as if something large was being added
+    calls = [
+        asyncio.create_task(scene.apply(client, [1, 3], sequence=7, closure=5))
+        for client in (scene.a, scene.a, scene.b)
+    ]
+    await asyncio.sleep(1)
+    assert ps._ledger.statistics().in_progress == 2
+    assert not any(call.done() for call in calls)
+    hosted.lock.release()
+    accepted = GradientApplied("accepted", 1, 0)
+    assert await asyncio.gather(*calls) == [accepted, accepted, GradientApplied("duplicate", 1, 0)]
+
+
 async def test_a_take_that_ends_while_its_value_is_made_consumes_nothing(scene):
     hosted = scene.hosted()
     await scene.apply(scene.b, np.ones(LARGE, np.float32))
@@ -449,6 +465,33 @@ async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
     assert scene.held() == (0, 0, 0, 0)
     assert (await scene.apply(scene.b, [1, 3])).count == 1
     taking.cancel()
+
+
+async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scene):
+    await scene.apply(scene.b, [1, 3])
+    takes = [await scene.waiting(scene.a, 3 if n == 1 else 1, number=n) for n in (1, 2, 3)]
+    scene.cluster.network.partition("a")
+    scene.cluster.network.cut("a")
+    await asyncio.sleep(1)
+    assert scene.held() == (1, 0, 0, 0)
+    scene.cluster.network.heal("a")
+    await asyncio.sleep(5)
+    assert scene.held() == (1, 0, 3, 0)  # they are back, and the first one waits for two more
+    await scene.ask(scene.chief, Fence(WORKER, 1001))
+    assert scene.held() == (1, 0, 0, 0)
+    ends = await asyncio.gather(*takes, return_exceptions=True)
+    assert [type(end) for end in ends] == [FencedError] * 3
+
+
+async def test_a_connection_does_not_remember_takes_that_have_ended(scene):
+    await scene.apply(scene.a, [1, 3])
+    await scene.value(scene.a)
+    taking = await scene.waiting(scene.a, number=2)
+    (peer,) = next(iter(scene.hosted().waiting.values())).waiters.values()
+    assert len(peer.state["takes"]) == 1
+    await scene.apply(scene.b, [1, 3], local_step=1)
+    await taking
+    assert not peer.state["takes"]
 
 
 async def test_a_take_goes_on_after_a_lost_connection(scene):

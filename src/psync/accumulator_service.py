@@ -118,17 +118,16 @@ class AccumulatorService:
 
     def restart(self, ledger: Ledger) -> None:
         """Begin empty for a new coordinator: whoever worked for the old one waits no more."""
-        hosted, self._hosted, self._ledger = self._hosted, {}, ledger
-        error = FencedError(f"{self._task} serves a new coordinator")
-        for each in hosted.values():
-            _end_all(list(each.waiting.values()), error)
+        old, self._hosted, self._ledger = self._hosted.values(), {}, ledger
+        waiting = [wanted for hosted in old for wanted in hosted.waiting.values()]
+        self._give_up(waiting, FencedError(f"{self._task} serves a new coordinator"))
 
     def fence(self, task: str, below: int) -> None:
         """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
         error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
         for hosted in self._hosted.values():
             for client in [c for c in hosted.takers if c[0] == task and c[1] < below]:
-                self._give_up(hosted, hosted.takers.pop(client).takes.values(), error)
+                self._give_up(hosted.takers.pop(client).takes.values(), error)
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and how many takes wait or have answers that are kept."""
@@ -258,7 +257,7 @@ class AccumulatorService:
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
         taker = hosted.takers.setdefault((peer.task, peer.incarnation), Taker())
-        self._acknowledge(hosted, taker, message.acked_below)
+        self._acknowledge(taker, message.acked_below)
         wanted = taker.takes.get(message.take)
         if wanted is not None and wanted.answer is not None:
             return wanted.answer
@@ -275,10 +274,7 @@ class AccumulatorService:
         self._add_waiter(wanted, future, peer)
         if is_new:
             self._serve(hosted)
-        if not future.done():
-            return self._answered(wanted, future)
-        self._leave(wanted, future)
-        return future.result()
+        return future.result() if future.done() else self._answered(wanted, future)
 
     def _add_waiter(self, wanted: Wanted, future: asyncio.Future[Reply], peer: Peer) -> None:
         wanted.waiters[future] = peer
@@ -291,52 +287,59 @@ class AccumulatorService:
         try:
             return await future
         finally:
-            self._leave(wanted, future)
+            self._leave([(wanted, future)])
 
     def _note_closed(self, peer: Peer) -> None:
-        for wanted in list(peer.state[_TAKES]):
-            for future in [f for f, other in wanted.waiters.items() if other is peer]:
-                _settle(future, ConnectionLost(f"{self._task}: {peer.task} has gone"))
-                self._leave(wanted, future)
+        waits = [
+            (wanted, future)
+            for wanted in peer.state[_TAKES]
+            for future, other in wanted.waiters.items()
+            if other is peer
+        ]
+        error = ConnectionLost(f"{self._task}: {peer.task} has gone")
+        for _, future in waits:
+            _settle(future, error)
+        self._leave(waits)
 
-    def _leave(self, wanted: Wanted, future: asyncio.Future[Reply]) -> None:
-        """Let a request wait no longer, and the take neither if it was the only one for it."""
-        peer = wanted.waiters.pop(future, None)
-        if peer is None:
-            return
-        if peer not in wanted.waiters.values():
-            peer.state[_TAKES].discard(wanted)
-        if not wanted.waiters and wanted.answer is None:
-            if wanted.taker.takes.get(wanted.number) is wanted:
-                del wanted.taker.takes[wanted.number]
-            self._withdraw(wanted)
-
-    def _withdraw(self, wanted: Wanted) -> None:
-        hosted = wanted.hosted
-        if hosted.waiting.pop(wanted.take, None) is not None:
-            hosted.rule.withdraw(wanted.take)
+    def _leave(self, waits: Iterable[tuple[Wanted, asyncio.Future[Reply]]]) -> None:
+        """Let requests wait no longer, and neither takes for which there is no other request."""
+        left: dict[HostedAccumulator, None] = {}
+        for wanted, future in waits:
+            peer = wanted.waiters.pop(future, None)
+            if peer is None:  # it has left before
+                continue
+            if peer not in wanted.waiters.values():
+                peer.state[_TAKES].discard(wanted)
+            if wanted.waiters or wanted.answer is not None:
+                continue
+            hosted, takes = wanted.hosted, wanted.taker.takes
+            if takes.get(wanted.number) is wanted:
+                del takes[wanted.number]
+            if hosted.waiting.pop(wanted.take, None) is not None:
+                hosted.rule.withdraw(wanted.take)
+                left[hosted] = None
+        for hosted in left:  # not before all have left: those that leave get nothing
             self._serve(hosted)
 
     def _forget(self, peer: Peer, message: ForgetTakes, _: list[memoryview]) -> None:
         hosted = self._hosted.get(message.accumulator)  # a notification: nobody hears of an error
         taker = None if hosted is None else hosted.takers.get((peer.task, peer.incarnation))
-        if hosted is not None and taker is not None:
-            self._acknowledge(hosted, taker, message.acked_below)
+        if taker is not None:
+            self._acknowledge(taker, message.acked_below)
 
-    def _acknowledge(self, hosted: HostedAccumulator, taker: Taker, acked_below: int) -> None:
+    def _acknowledge(self, taker: Taker, acked_below: int) -> None:
         if acked_below <= taker.acked_below:
             return
         taker.acked_below = acked_below
         over = [taker.takes.pop(n) for n in list(taker.takes) if n < acked_below]
-        self._give_up(hosted, over, UsageError(f"{self._task}: nobody wants this take any more"))
+        self._give_up(over, UsageError(f"{self._task}: nobody wants this take any more"))
 
-    def _give_up(
-        self, hosted: HostedAccumulator, takes: Iterable[Wanted], error: PsyncError
-    ) -> None:
-        waiting = [wanted for wanted in takes if wanted.answer is None]
-        _end_all(waiting, error)
-        for wanted in waiting:
-            self._withdraw(wanted)
+    def _give_up(self, takes: Iterable[Wanted], error: PsyncError) -> None:
+        """End those takes that wait."""
+        waits = [(each, future) for each in takes if not each.answer for future in each.waiters]
+        for _, future in waits:
+            _settle(future, error)
+        self._leave(waits)
 
     # Values.
 
@@ -366,6 +369,7 @@ class AccumulatorService:
                 wanted.taker.takes.pop(wanted.number, None)
             for future in wanted.waiters:
                 _settle(future, outcome)
+            self._leave([(wanted, future) for future in wanted.waiters])
 
 
 def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
@@ -378,12 +382,6 @@ def _finished(update: _Update, ticket: Ticket, answer: GradientApplied) -> Reply
     else:
         update.ledger.finish(ticket, answer)
     return Reply(answer)
-
-
-def _end_all(takes: Iterable[Wanted], error: PsyncError) -> None:
-    for wanted in takes:
-        for future in wanted.waiters:
-            _settle(future, error)
 
 
 def _settle(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
