@@ -20,10 +20,11 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @contextlib.asynccontextmanager
 async def coordinated(
-    cluster: psync.LocalCluster, **options: Any
+    cluster: psync.LocalCluster, num_ps: int = 2, **options: Any
 ) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
-    """A strategy that puts half of each variable on each of two ps tasks, and its coordinator."""
-    strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))
+    """A strategy that puts a part of each variable on each ps, and its coordinator."""
+    partitioner = psync.FixedShardsPartitioner(num_ps)
+    strategy = psync.ParameterServerStrategy(cluster.resolver, partitioner)
     async with psync.ClusterCoordinator(strategy, **options) as coordinator:
         yield strategy, coordinator
 

@@ -29,14 +29,16 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 class Program:
     """Two workers, and a step that says in a variable which run of it was counted."""
 
-    def __init__(self, strategy: psync.ParameterServerStrategy, count: int, place: Path) -> None:
+    def __init__(
+        self, strategy: psync.ParameterServerStrategy, count: int, place: Path, num_ps: int = 2
+    ) -> None:
         with strategy.scope():
-            self.marks = psync.Variable(np.zeros((2, count), np.float32))
+            self.marks = psync.Variable(np.zeros((num_ps, count), np.float32))
             self.global_step = psync.get_or_create_global_step()
         self.place = place
-        self.step = self._step(count)
+        self.step = self._step()
 
-    def _step(self, count: int) -> Callable[..., Any]:
+    def _step(self) -> Callable[..., Any]:
         marks, global_step, place = self.marks, self.global_step, self.place
         optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2, reduction="sum")
 
@@ -45,8 +47,7 @@ class Program:
             (place / f"{closure} of {mine}").touch()
             while waits and not (place / "go on").exists():  # noqa: ASYNC110  # the test's word
                 await asyncio.sleep(0.01)
-            await marks.read()
-            gradient = np.zeros((2, count), np.float32)
+            gradient = np.zeros_like(await marks.read())
             gradient[:, closure] = -mine
             result = await optimizer.apply_gradients([(gradient, marks)], global_step)
             return mine, result.outcome
@@ -59,27 +60,29 @@ class Program:
 
     async def counted(self) -> list[int]:
         """Which run of each closure was counted: the process id, 0 for none."""
-        on_ps0, on_ps1 = (await self.marks.read()).tolist()
-        assert on_ps0 == on_ps1
-        return [int(mark) for mark in on_ps0]
+        first, *others = (await self.marks.read()).tolist()  # of each ps
+        assert all(other == first for other in others)
+        return [int(mark) for mark in first]
 
 
 # --- workers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", ["begun", "between_ps", "staged", "answered"])
+@pytest.mark.parametrize(
+    ("point", "num_ps"), [("begun", 2), ("between_ps", 3), ("staged", 2), ("answered", 2)]
+)
 def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
-    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, num_ps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 8
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"worker.push.{point}=kill@3")  # of each life
 
     async def main() -> None:
         async with (
-            psync.LocalCluster(2, 2, max_restarts=1000) as cluster,
-            coordinated(cluster, max_losses=100) as (strategy, coordinator),
+            psync.LocalCluster(num_ps, 2, max_restarts=1000) as cluster,
+            coordinated(cluster, num_ps, max_losses=100) as (strategy, coordinator),
         ):
-            program = Program(strategy, count, tmp_path)
+            program = Program(strategy, count, tmp_path, num_ps)
             values = [coordinator.schedule(program.step, (n,)) for n in range(count)]
             await coordinator.join()
             outcomes = set()
@@ -95,7 +98,8 @@ def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
                     assert mark == 0
             assert (Outcome.DUPLICATE in outcomes) == (point == "answered")
             assert len({last for last, _ in results}) > 2  # workers came back and took part
-            await assert_nothing_is_staged(coordinator)
+            if point != "answered":  # a duplicate's parts lie there until the next step
+                await assert_nothing_is_staged(coordinator)
 
     run(main)
 
