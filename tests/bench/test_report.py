@@ -38,16 +38,17 @@ def test_it_is_said_if_no_mode_reached_the_loss() -> None:
     assert report.findings([result("async", None)]) == ["No mode reached a loss of 0.5."]
 
 
-def test_the_best_number_of_backups_is_named_by_both_rates() -> None:
+def test_the_best_number_of_backups_is_named_by_time_and_by_rates() -> None:
     results = [
         result("sync", 3.0, 0, updates_per_s=1.0, gradients_per_s=4.0),
         result("sync, 1 backup", 2.0, 1, updates_per_s=2.0, gradients_per_s=6.0),
-        result("sync, 2 backups", 2.5, 2, updates_per_s=2.5, gradients_per_s=5.0),
+        result("sync, 2 backups", None, 2, updates_per_s=2.5, gradients_per_s=5.0),
     ]
     assert report.findings(results)[1:] == [
+        "Best number of backups by seconds to the loss: 1 (0: 3, 1: 2).",
+        "Best number of backups by gradients a second: 1 (0: 4, 1: 6, 2: 5).",
         "Best number of backups by updates a second: 2, the most that were tried "
         "(0: 1, 1: 2, 2: 2.5).",
-        "Best number of backups by gradients a second: 1 (0: 4, 1: 6, 2: 5).",
     ]
 
 

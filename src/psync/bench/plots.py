@@ -74,7 +74,7 @@ def _draw_rates(axes: Axes, results: Sequence[Figures], colors: Sequence[Any]) -
             names, dropped, left=accepted, color="none", edgecolor="black", hatch="///",
             label="dropped as stale",
         )  # fmt: skip
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
 

@@ -101,14 +101,20 @@ def findings(results: Sequence[Figures]) -> list[str]:
 def backup_findings(synchronous: Sequence[Figures]) -> list[str]:
     """Say where the best number of backup replicas lies, of runs that differ in nothing else.
 
-    A backup makes steps shorter, and each step smaller by one gradient: updates per second and
-    gradients per second need not agree.
+    A backup makes steps shorter, and each step smaller by one gradient: so the highest rate of
+    updates does not learn fastest.
     """
     most = max(result["backups"] for result in synchronous)
     said = []
-    for key, what in (("updates_per_s", "updates"), ("gradients_per_s", "gradients")):
-        best = max(synchronous, key=lambda result: float(result[key]))["backups"]
-        curve = ", ".join(f"{r['backups']}: {number(r[key])}" for r in synchronous)
-        end = ", the most that were tried" if best == most else ""
-        said.append(f"Best number of backups by {what} a second: {best}{end} ({curve}).")
+    for key, what, choose in (
+        ("time_to_loss_s", "seconds to the loss", min),
+        ("gradients_per_s", "gradients a second", max),
+        ("updates_per_s", "updates a second", max),
+    ):
+        figures = {r["backups"]: float(r[key]) for r in synchronous if r[key] is not None}
+        if figures:
+            best = choose(figures, key=figures.__getitem__)
+            curve = ", ".join(f"{backups}: {number(value)}" for backups, value in figures.items())
+            end = ", the most that were tried" if best == most else ""
+            said.append(f"Best number of backups by {what}: {best}{end} ({curve}).")
     return said
