@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -121,3 +122,45 @@ async def test_what_could_not_be_acknowledged_is_so_with_the_next_take(scene):
     await asyncio.sleep(1)
     assert scene.counters()["kept"] == 0
     taking.cancel()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_connections_break_each_gradient_is_taken_once(seed):
+    chaos = random.Random(seed)
+    sums = Place(DefineAccumulator("g", "dense", "float64", [], "SUM", "", False, 1 << 40), 0)
+    async with PsCluster(seed=seed, latency=(0.001, 0.02)) as cluster:
+        clients = [
+            AccumulatorClient(cluster.client(task, 1000, host=host))
+            for task, host in ((WORKER, "a"), (OTHER, "b"))
+        ]
+        taken: list[float] = []
+
+        async def gives(client: AccumulatorClient) -> None:
+            for _ in range(40):
+                one = to_bytes_view(np.ones((), np.float64))
+                await client.apply(
+                    sums, [one], [], None, local_step=0, weight=1.0, closure=-1, ordinal=0
+                )
+                await asyncio.sleep(chaos.random() / 10)
+
+        async def takes(client: AccumulatorClient) -> None:
+            while True:
+                _, (value,) = await client.take(sums, chaos.randint(1, 4))
+                taken.append(float(np.frombuffer(value, np.float64)[0]))
+
+        async def cuts() -> None:
+            while True:
+                await asyncio.sleep(chaos.random() / 4)
+                cluster.network.cut(chaos.choice("ab"))
+
+        others = [asyncio.create_task(work) for work in (*map(takes, clients * 2), cuts())]
+        await asyncio.gather(*map(gives, clients))
+        others.pop().cancel()
+        await asyncio.sleep(60)  # what was asked for when the last connection broke
+        left = (await clients[0].state(sums)).count
+        assert sum(taken) + left == 80
+        for task in others:
+            task.cancel()
+        await asyncio.sleep(1)
+        assert cluster.ps[0].statistics()["accumulators"]["waiting"] == 0
+        assert cluster.ps[0].statistics()["accumulators"]["kept"] == 0
