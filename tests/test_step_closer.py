@@ -302,7 +302,7 @@ class TestWaiting:
             assert await waits(first)
             other = await replica.client.links[0].peer("bulk")
             message = Contribute(
-                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0
+                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0, -1, None
             )
             again = asyncio.create_task(other.call(message))
             assert await waits(again)

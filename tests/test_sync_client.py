@@ -209,12 +209,27 @@ class TestConfiguration:
             await cluster.group(1)
             v = await cluster.variable("v")
             worker = cluster.worker()
-            staged = [heard(task, StagePush) for task in cluster.ps]
+            staged = heard(cluster.ps[1], StagePush)
             contributed = heard(cluster.ps[0], Contribute)
             for step in range(2):
                 await cluster.push(worker, v, local_step=step)
-            for messages in (*staged, contributed):
+            for messages in (staged, contributed):
                 assert [message.config is None for message in messages] == [False, True]
+
+    async def test_a_small_part_of_ps_0_goes_along_with_the_word_that_decides(self) -> None:
+        async with Cluster() as cluster:
+            await cluster.group(1)
+            v, large = await cluster.variable("v"), await cluster.variable("large", 4 * LARGE)
+            worker = cluster.worker()
+            staged = heard(cluster.ps[0], StagePush)
+            contributed = heard(cluster.ps[0], Contribute)
+            await cluster.push(worker, v)
+            assert staged == []
+            await cluster.push(worker, large, local_step=1)
+            assert len(staged) == 1
+            assert [message.set_id >= 0 for message in contributed] == [True, False]
+            assert (await pull(cluster.chief, v))[0].tolist() == [-1] * v.shape[0]
+            assert ((await pull(cluster.chief, large))[0] == -1).all()
 
     async def test_another_one_under_the_same_number_is_refused_each_time(self) -> None:
         async with Cluster() as cluster:
@@ -236,11 +251,13 @@ class TestLargePushes:
             worker, late = cluster.worker(), cluster.worker(OTHER)
             for step in range(2):
                 await cluster.push(worker, v, local_step=step)
-            staged = [heard(task, StagePush) for task in cluster.ps]
+            staged = heard(cluster.ps[1], StagePush)
+            contributed = heard(cluster.ps[0], Contribute)
             assert await cluster.push(late, v, local_step=1) == Contributed("stale", 1, 2, False, 0)
-            assert staged == [[], []]
+            assert staged == []
+            assert contributed[0].set_id == -1
             assert (await cluster.push(late, v, local_step=2)).outcome == "accepted"
-            assert [len(messages) for messages in staged] == [1, 1]
+            assert len(staged) == 1
             assert ((await pull(cluster.chief, v))[0] == -3).all()
 
     async def test_small_ones_do_not_ask(self) -> None:

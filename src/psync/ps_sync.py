@@ -32,7 +32,7 @@ from psync.step_updates import Average, Part, StepUpdate, averages_of
 from psync.store import ShardStore
 from psync.sync_config import SyncConfig
 from psync.updates import memory_for, set_of
-from psync.wire.messages import CloseStep, Done, Message, Staged, StagePush
+from psync.wire.messages import CloseStep, Contribute, Done, Message, Staged, StagePush
 
 CLOSER = "/job:ps/task:0"
 """Who decides steps."""
@@ -79,7 +79,7 @@ class PsSync:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            StagePush: Handler(self._stage, self._prepare_stage),
+            StagePush: Handler(self._stage, self.prepare_part),
             CloseStep: Handler(self._close_for),
         }
 
@@ -130,8 +130,8 @@ class PsSync:
 
     # Staging.
 
-    def _prepare_stage(
-        self, peer: Peer, message: StagePush, lengths: tuple[int, ...]
+    def prepare_part(
+        self, peer: Peer, message: StagePush | Contribute, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         self.ledger.check_incarnation(peer.task, peer.incarnation)
@@ -145,12 +145,17 @@ class PsSync:
         return memory_for(self._pool, known.nbytes)  # what is stale is dropped once it is here
 
     def _stage(self, peer: Peer, message: StagePush, body: list[memoryview]) -> Reply:
+        return Reply(Staged(not self.stage_part(peer, message, body)))
+
+    def stage_part(
+        self, peer: Peer, message: StagePush | Contribute, body: list[memoryview]
+    ) -> bool:
+        """Keep a part that has arrived in the memory of ``prepare_part``; False: it is stale."""
         known = set_of(peer, message, self._task).look_up(self.store)
         whole = known.body_of(body, self._task)
         part = Part(known, known.gradients(self.store, message.group, whole))
         replica = (peer.task, peer.incarnation)
-        kept = self._staging.stage(message.group, replica, message.push, message.local_step, part)
-        return Reply(Staged(not kept))
+        return self._staging.stage(message.group, replica, message.push, message.local_step, part)
 
     # Closing.
 

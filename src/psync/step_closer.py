@@ -86,7 +86,7 @@ class StepCloser:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            Contribute: Handler(self._contribute),
+            Contribute: Handler(self._contribute, self._prepare_contribute),
             AskStep: Handler(self._ask_step),
             InitTokens: Handler(self._init_tokens),
             FinishSteps: Handler(self._finish),
@@ -114,10 +114,18 @@ class StepCloser:
 
     # Messages.
 
+    def _prepare_contribute(
+        self, peer: Peer, message: Contribute, lengths: tuple[int, ...]
+    ) -> Sequence[memoryview]:
+        self._check(peer)
+        return self._sync.prepare_part(peer, message, lengths)
+
     def _contribute(
-        self, peer: Peer, message: Contribute, _: list[memoryview]
+        self, peer: Peer, message: Contribute, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
         self._check(peer)
+        if message.set_id >= 0:
+            self._sync.stage_part(peer, message, body)
         if self._is_ready(message.group, message.config):
             return self._judge(peer, message)
         return self._contribute_first(peer, message)

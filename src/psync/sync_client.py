@@ -3,7 +3,8 @@
 Layer: L3. Imports: errors, plans, ps_client, rpc, wire.
 
     StagePush to each ps   keeps its part; no trace of it if what follows never happens
-    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
+    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one;
+                           carries ps 0's own part, if it is small
 
 Every request may be repeated after a lost connection: a push has a number, which its client
 draws anew in each group, and by which ps 0 answers a repetition from memory.
@@ -132,18 +133,30 @@ class SyncClient:
         number, known.next_push = known.next_push, known.next_push + 1
         known.outstanding[number] = None
 
+        views = [to_bytes_view(array) for array in gradients]
+        along: Request | None = None  # what need not be staged
+
         def build(peer: Peer) -> Contribute:
             defines = None if group in self._deciding else config
             return Contribute(
                 group, defines, number, known.acked_below, closure, ordinal, plan.digest,
-                local_step, weight,
+                local_step, weight, along.set_id if along else -1,
+                members_for(peer, along) if along else None,
             )  # fmt: skip
 
         try:
             if not await self._is_over(plan, group, local_step):
-                await self._stage(plan, gradients, group, config, number, local_step)
+                along = _small_part_of_ps_0(plan)
+                staged = [request for request in plan.requests if request is not along]
+                await self._stage(staged, views, group, config, number, local_step)
+                if along and staged:
+                    self._ps.failpoints.hit("worker.push.between_ps")
             self._ps.failpoints.hit("worker.push.staged")
-            received = await self._ps.links[0].call(build)
+            received = await self._ps.links[0].call(
+                build,
+                _cut(views, along) if along else (),
+                set_id=along.set_id if along else None,
+            )
         finally:
             known.outstanding.pop(number)
         self._deciding.add(group)
@@ -183,8 +196,8 @@ class SyncClient:
 
     async def _stage(
         self,
-        plan: Plan,
-        gradients: Sequence[np.ndarray],
+        requests: Sequence[Request],
+        views: Sequence[memoryview],
         group: int,
         config: dict[str, Any],
         number: int,
@@ -195,7 +208,8 @@ class SyncClient:
         Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
         will say the same of the whole push.
         """
-        views = [to_bytes_view(array) for array in gradients]
+        if not requests:
+            return
 
         async def send(request: Request) -> None:
             ps = request.ps
@@ -207,14 +221,26 @@ class SyncClient:
 
             received = await self._ps.links[ps].call(
                 build,
-                [views[index][start:end] for index, start, end in request.cuts],
+                _cut(views, request),
                 bulk=request.nbytes > SMALL_BODY_BYTES,
                 set_id=request.set_id,
             )
             _expect(received, Staged, "a part of a push")
             self._staging.add((ps, group))
 
-        await self._ps.shielded(lambda: [send(request) for request in plan.requests])
+        await self._ps.shielded(lambda: [send(request) for request in requests])
+
+
+def _small_part_of_ps_0(plan: Plan) -> Request | None:
+    """Return what goes to ps 0 together with the word that decides: one message instead of two."""
+    for request in plan.requests:
+        if request.ps == 0 and request.nbytes <= SMALL_BODY_BYTES:
+            return request
+    return None
+
+
+def _cut(views: Sequence[memoryview], request: Request) -> list[memoryview]:
+    return [views[index][start:end] for index, start, end in request.cuts]
 
 
 def _expect(received: Received, kind: type[M], question: str) -> M:

@@ -21,7 +21,7 @@ from psync.ledger import Client, Ledger, Verdict
 from psync.rpc import Peer
 from psync.specs import ShardSpec, dtype_of
 from psync.store import AssignOp, Key, ShardStore, Work
-from psync.wire.messages import Assign, AverageShards, Pull, Push, StagePush
+from psync.wire.messages import Assign, AverageShards, Contribute, Pull, Push, StagePush
 from psync.wire.tensors import to_bytes_view
 
 NO_BYTES = memoryview(b"")
@@ -116,7 +116,9 @@ class ShardSet:
         return [body[start:end] for start, end in self.bounds]
 
 
-def set_of(peer: Peer, message: Pull | Push | Assign | StagePush, task: str) -> ShardSet:
+def set_of(
+    peer: Peer, message: Pull | Push | Assign | StagePush | Contribute, task: str
+) -> ShardSet:
     """Return a set, which the connection may be defining, or defining anew, just now.
 
     Raises:

@@ -385,7 +385,8 @@ class Staged(Message):
 class Contribute(Message):
     """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
 
-    Answered by Contributed, after the step is closed or while other tokens are left.
+    Answered by Contributed, after the step is closed or while other tokens are left. ps 0's own
+    part, if it is small, comes along instead of having been staged. Segments: one per member.
     """
 
     group: int
@@ -397,6 +398,8 @@ class Contribute(Message):
     variable_set: bytes  # digest of all variables of the push
     local_step: int  # -1: values of before the group's first step
     weight: float
+    set_id: int  # of the part that comes along; -1: none
+    members: list[tuple[int, int]] | None
 
 
 @message(45)
