@@ -347,7 +347,8 @@ class Group:
         needed = self.config.replicas_to_aggregate
         if alive is None:
             return needed
-        return max(1, min(needed, len(alive) * self.config.allowance))
+        fewest = min(needed, self.config.min_replicas)
+        return max(fewest, min(needed, len(alive) * self.config.allowance))
 
     def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
         answers: list[Action] = []
