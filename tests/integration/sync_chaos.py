@@ -186,7 +186,7 @@ class Faults:
         rng = self._rng
         worker = f"worker-{rng.randrange(self._num_workers)}"
         ps = f"ps-{rng.randrange(self._num_ps)}"
-        seconds = rng.choice((0.0, 0.05, 0.5, 3.0)) * rng.random()
+        seconds = rng.choice((0.0, 0.05, 0.5, 8.0)) * rng.random()
         happening = rng.randrange(8)
         if happening <= 3:
             if worker in self._away:
@@ -207,7 +207,7 @@ class Faults:
         elif happening == 6:
             self._cut_one(rng.choice(("chief-0", "ps-0")), ps)
         else:
-            await self._separate(rng.choice(("chief-0", "ps-0")), ps, seconds / 3)
+            await self._separate(rng.choice(("chief-0", "ps-0")), ps, seconds / 10)
 
     def _cut_one(self, a: str, b: str) -> None:
         links = [link for link in self._network.links(a) if link.ends.are(a, b)]

@@ -4,7 +4,7 @@ The roles are the real ones, on a network in memory and a clock that jumps. Each
 trace that says in which step it was counted: the wrapped optimizer's learning rate at step s is
 s + 1, and the gradient is -1 in a column that no other push has. Every shard has a row.
 
-To see one seed again: ``pytest "tests/integration/test_synchronous_chaos.py" -k "[17]"``.
+One seed again: ``pytest "…/test_synchronous_chaos.py::test_every_push_counts_once_and_whole[17]"``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE_S = 120.0  # of virtual time, within which everything must have ended
 SOON_S = 30.0  # once all is well
 MAX_STEPS = 1 << 12
 LOOK_EVERY_S = 0.2
-SETTLED_LOOKS = 10  # by then ps 0 has heard who lives
+SETTLED_LOOKS = 8  # by then ps 0 has heard who lives
 
 
 class Simulation:
@@ -119,6 +119,10 @@ class Simulation:
             await self.coordinator.join(timeout=PATIENCE_S)
         except NotEnoughReplicas:
             assert self.plan.is_impatient
+        else:
+            for number, group in enumerate(self.plan.groups):
+                if group.options.get("min_replicas") == 1:  # else there may be too few
+                    assert not self._counters(number)["counted"], "join applies what was counted"
         for closure, value in zip(self.plan.closures, values, strict=True):
             try:
                 self._note_results(closure.pushes, await value)
@@ -301,5 +305,5 @@ async def simulate(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_push_counts_once_and_whole_whatever_is_lost(seed: int) -> None:
+def test_every_push_counts_once_and_whole(seed: int) -> None:
     run_virtual(simulate, seed, seed=seed)
