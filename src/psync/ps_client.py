@@ -413,15 +413,32 @@ def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
     return None if knows_set(peer, request.set_id) else request.members
 
 
-async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Await all; the first error wins once all have ended, so nothing is left running."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; the first error wins once all have ended, so nothing is left running.
+
+    Like ``asyncio.gather``, but the last one needs no task: every pull and push comes through here.
+    """
+    others = [asyncio.ensure_future(call) for call in calls[:-1]]
+    try:
+        outcomes = [await _outcome(call) for call in (calls[-1], *reversed(others))]
+    except BaseException:
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        raise
+    results: list[T] = []
+    for outcome in reversed(outcomes):
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
     return results
+
+
+async def _outcome(call: Awaitable[T]) -> T | Exception:
+    try:
+        return await call
+    except Exception as exc:
+        return exc
 
 
 def _note_result(work: asyncio.Future[Any]) -> None:
