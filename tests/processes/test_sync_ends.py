@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from real_training import assert_nothing_is_staged, coordinated, run
+from real_training import assert_nothing_is_staged, coordinated, group_of, run
 
 import psync
 from psync import Outcome
@@ -118,5 +120,34 @@ def test_too_few_living_workers_are_named_and_waited_for_no_longer_than_said() -
             assert all(value.done() for value in values)
             assert await global_step.read() == 1
             assert (await sums.read()).tolist() == [[2, 2]] * 2
+
+    run(main)
+
+
+def test_with_min_replicas_a_step_waits_for_a_worker_that_is_started_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            psync.LocalCluster(2, 2) as cluster,
+            coordinated(cluster) as (strategy, coordinator),
+        ):
+            sums, global_step, optimizer = declared(strategy, 2, min_replicas=2)
+
+            async def step(number: int) -> tuple[int, bool]:
+                gradient = -np.ones_like(await sums.read())
+                if number == 0 and not list(tmp_path.iterdir()):
+                    (tmp_path / str(os.getpid())).touch()
+                    await asyncio.Event().wait()  # until it is killed
+                result = await optimizer.apply_gradients([(gradient, sums)], global_step)
+                return result.count, result.partial
+
+            values = [coordinator.schedule(step, (number,)) for number in range(4)]
+            while (await group_of(coordinator)).get("waiting") != 1 or not list(tmp_path.iterdir()):
+                pass
+            (victim,) = tmp_path.iterdir()
+            (task,) = (task for task in cluster.tasks.values() if task.pid == int(victim.name))
+            task.kill()
+            await coordinator.join()
+            assert await coordinator.fetch(values) == [(2, False)] * 4
+            assert await global_step.read() == 2
 
     run(main)
