@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.bench.real_runs import MEAN_S, SLOWDOWN, SPREAD, SleepPace, measure
+from psync.bench.modes import Mode
+from psync.bench.real_runs import MEAN_S, SETTINGS, SLOWDOWN, SPREAD, SleepPace, run_one
+from psync.local import LocalCluster
 
 pytest.importorskip("sklearn")
 
@@ -25,12 +27,10 @@ def test_times_spread_round_their_mean_and_are_the_same_each_time() -> None:
     assert drawn[7] == SleepPace(None).seconds(0, 7)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-async def test_real_processes_train_in_every_mode() -> None:
-    noted: list[str] = []
-    results = await measure([2], True, noted.append)  # checks the closed forms itself
-    assert [result["mode"] for result in results] == ["async", "bounded 2", "sync",
-                                                      "sync, 1 backup"] * 2  # fmt: skip
-    assert all(result["gradients"] > 0 for result in results)
-    assert noted[0] == "2 workers, none slow, async"
+@pytest.mark.parametrize("setting", SETTINGS)
+async def test_a_run_is_checked_and_tells_its_setting(setting: str) -> None:
+    async with LocalCluster(2, 2, processes=False) as cluster:  # test_bench.py has real ones
+        figures = await run_one(cluster, Mode(2, backups=0), setting, 0.3)
+    assert (figures["mode"], figures["setting"]) == ("sync", setting)
+    assert figures["gradients"] > 0
+    assert figures["seconds"] <= 0.3
