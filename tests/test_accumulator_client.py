@@ -76,6 +76,21 @@ async def test_an_apply_whose_answer_is_lost_is_sent_again_and_counts_once(scene
     assert ledger.statistics().duplicate == 1
 
 
+async def test_an_apply_once_begun_ends_though_nobody_waits_for_it(scene):
+    await scene.a.state(PLACE)
+    scene.cluster.network.partition("a")
+    scene.cluster.network.cut("a")
+    applying = asyncio.create_task(scene.apply(scene.a, 1.0))
+    await asyncio.sleep(1)
+    applying.cancel()
+    await asyncio.sleep(1)
+    assert applying.cancelled()
+    assert scene.counters()["gradients"] == 0
+    scene.cluster.network.heal("a")
+    await asyncio.sleep(5)
+    assert scene.counters()["gradients"] == 1
+
+
 async def test_a_gradient_that_is_refused_is_the_callers_error(scene):
     await scene.apply(scene.a, 1.0)
     with pytest.raises(GradientError, match="shape mismatch"):

@@ -13,6 +13,7 @@ from psync.accumulator_client import AccumulatorClient, Place
 from psync.accumulators import TakeState
 from psync.errors import (
     ConfigurationError,
+    ConnectionLost,
     FencedError,
     GradientError,
     PsyncError,
@@ -467,6 +468,16 @@ async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
     taking.cancel()
 
 
+async def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait(scene):
+    taking = await scene.waiting(scene.a)
+    (peer,) = next(iter(scene.hosted().waiting.values())).waiters.values()
+    scene.cluster.network.cut("a")
+    await until(lambda: peer.is_closed)
+    with pytest.raises(ConnectionLost, match="has gone"):
+        scene.service._take(peer, TakeGradient("g", 2, 1, 1), [])
+    taking.cancel()
+
+
 async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scene):
     await scene.apply(scene.b, [1, 3])
     takes = [await scene.waiting(scene.a, 3 if n == 1 else 1, number=n) for n in (1, 2, 3)]
@@ -564,7 +575,7 @@ async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene):
         await scene.value(scene.b)
     assert scene.held() == (1, 0, 0, 0)
     hosted.rule._reduce = making
-    assert await scene.value(scene.b) == [1, 3]
+    assert await scene.value(scene.b) == [1, 3]  # under the same number
 
 
 async def test_a_new_coordinator_finds_no_accumulators_and_nobody_waiting(scene):

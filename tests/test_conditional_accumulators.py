@@ -222,6 +222,25 @@ async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
 
 
 @pytest.mark.virtual_time
+async def test_a_step_that_has_returned_takes_nothing_any_more():
+    async with scene_of() as scene:
+        held = scene.held
+
+        async def step() -> None:
+            async def late() -> None:
+                await event_of("over").wait()
+                await held.take_grad(1)
+
+            memory_cluster.shared["late"] = asyncio.create_task(late())
+
+        scene.coordinator.schedule(step)
+        await scene.coordinator.join()
+        event_of("over").set()
+        with pytest.raises(UsageError, match=r'take_grad of accumulator ".*" after the step has'):
+            await memory_cluster.shared["late"]
+
+
+@pytest.mark.virtual_time
 async def test_a_worker_that_dies_after_its_apply_has_applied_once():
     async with scene_of() as scene:
         held = scene.held
@@ -337,7 +356,16 @@ async def test_rows_are_sorted_before_they_are_sent():
         indices = generator.integers(0, 500, 2000)
         values = generator.standard_normal((2000, 3)).astype(np.float32)
         before = values.copy()
+        client = scene.strategy.runtime.accumulators
+        apply, sent = client.apply, []
+
+        async def noting(place: Any, segments: Any, *args: Any, **options: Any) -> Any:
+            sent.append(np.frombuffer(segments[0], np.int64))
+            return await apply(place, segments, *args, **options)
+
+        client.apply = noting
         await rows.apply_grad(indices, values)
+        assert (np.diff(sent[0]) >= 0).all()  # so that the ps has less to do
         taken = await rows.take_indexed_slices_grad(1)
         expected = np.zeros((500, 3), np.float32)
         np.add.at(expected, indices, before)
@@ -485,7 +513,7 @@ async def test_in_a_step_none_is_declared():
 async def test_without_a_coordinator_there_is_no_way_to_the_ps():
     with strategy_of(1).scope():
         held = psync.ConditionalAccumulator("float32")
-    with pytest.raises(UsageError, match='take_grad of accumulator "conditional_accumulator": no'):
+    with pytest.raises(UsageError, match=r'take_grad of accumulator "conditional_accumulator": no'):
         await held.take_grad(1)
 
 

@@ -147,9 +147,8 @@ class AccumulatorClient:
             )
         finally:
             known.outstanding.pop(number)
-            link.notify(
-                ForgetTakes(name, known.acked_below)
-            )  # if it is lost, the next take says so
+            # If this is lost, the next take says so.
+            link.notify(ForgetTakes(name, known.acked_below))
         _expect(received, GradientTaken, "a take")
         return received
 

@@ -312,9 +312,8 @@ class AccumulatorService:
                 peer.state[_TAKES].discard(wanted)
             if wanted.waiters or wanted.answer is not None:
                 continue
-            hosted, takes = wanted.hosted, wanted.taker.takes
-            if takes.get(wanted.number) is wanted:
-                del takes[wanted.number]
+            hosted = wanted.hosted
+            wanted.taker.takes.pop(wanted.number, None)
             if hosted.waiting.pop(wanted.take, None) is not None:
                 hosted.rule.withdraw(wanted.take)
                 left[hosted] = None
@@ -366,7 +365,6 @@ class AccumulatorService:
                 outcome = wanted.answer = reply_of(take)
             else:
                 outcome = take.error or PsyncError(f"{self._task}: the take has no result")
-                wanted.taker.takes.pop(wanted.number, None)
             for future in wanted.waiters:
                 _settle(future, outcome)
             self._leave([(wanted, future) for future in wanted.waiters])
