@@ -61,7 +61,7 @@ class Program:
     async def counted(self) -> list[int]:
         """Which run of each closure was counted: the process id, 0 for none."""
         first, *others = (await self.marks.read()).tolist()  # of each ps
-        assert all(other == first for other in others)
+        assert others == [first] * len(others)
         return [int(mark) for mark in first]
 
 
