@@ -140,7 +140,7 @@ def bench() -> None:
 
 
 @bench.command("sync-async")
-@click.option("--quick", is_flag=True, help="Fewer and shorter runs: half a minute in all.")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: less than a minute in all.")
 @click.option(
     "--parts",
     multiple=True,

@@ -95,6 +95,7 @@ def _draw_staleness(axes: Axes, results: Sequence[Figures], colors: Sequence[Any
     if len(drawn) < len(results):
         axes.axvline(0, color="grey", linestyle="--", label="all synchronous ones: 0")
     axes.set_xlabel("updates by others since the pull")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
     axes.grid(alpha=0.3)
 

@@ -123,7 +123,7 @@ def _peers(options: Options) -> list[Figures]:
         results = runner.run(
             peers.measure(options.workers[0], repetitions, options.tensorflow, _note)
         )
-    _say(f"beside TensorFlow: {peers.NUM_PS} ps, {options.workers[0]} workers")
+    _say(f"models of TensorFlow programs: {peers.NUM_PS} ps, {options.workers[0]} workers")
     print(report.peers_table(results))
     _draw(options, "peers", plots.plot_peers, results)
     return results
