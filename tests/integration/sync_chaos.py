@@ -14,6 +14,8 @@ from typing import Any
 
 from memory_cluster import MemoryCluster
 
+from psync.context import current_closure
+
 FOR_EVER_S = 10_000.0
 CHAOS_S = 20.0  # then everybody is left in peace
 FENCED_AFTER_S = 0.5  # that a worker was given up for: longer than a message takes
@@ -40,6 +42,10 @@ class GroupPlan:
     def allowance(self) -> int:
         needed, total = self.options["replicas_to_aggregate"], self.options["total_num_replicas"]
         return -(-needed // total)
+
+    @property
+    def is_bound(self) -> bool:
+        return "strict" in self.options or "deterministic" in self.options
 
     @property
     def is_compat(self) -> bool:
@@ -187,7 +193,7 @@ class Faults:
         worker = f"worker-{rng.randrange(self._num_workers)}"
         ps = f"ps-{rng.randrange(self._num_ps)}"
         seconds = rng.choice((0.0, 0.05, 0.5, 8.0)) * rng.random()
-        happening = rng.randrange(8)
+        happening = rng.randrange(10)
         if happening <= 3:
             if worker in self._away:
                 return
@@ -206,6 +212,10 @@ class Faults:
             await self._separate(worker, ps, seconds)
         elif happening == 6:
             self._cut_one(rng.choice(("chief-0", "ps-0")), ps)
+        elif happening >= 8:
+            for link in self._network.links(f"{ps}:1"):
+                if rng.random() < 0.5:
+                    link.cut()
         else:
             await self._separate(rng.choice(("chief-0", "ps-0")), ps, seconds / 10)
 
@@ -246,6 +256,7 @@ class Note:
     """One push of one run of a closure, as its worker saw it."""
 
     worker: int
+    session: object  # one for each incarnation of the worker
     began: float  # loop time
     local: int  # step of the values, as far as the values themselves say it; -1: of none
     outcome: str | None = None  # None: nobody was told
@@ -265,8 +276,12 @@ class Journal:
         self._runs[closure] += 1
         return self._runs[closure] - 1
 
-    def push(self, group: int, column: int, worker: int, local: int) -> Note:
-        note = Note(worker, asyncio.get_running_loop().time(), local)
+    def push(self, group: int, column: int, local: int) -> Note:
+        """Note that the closure that runs here makes a push."""
+        closure = current_closure()
+        assert closure is not None
+        now = asyncio.get_running_loop().time()
+        note = Note(closure.worker_index, closure.runtime, now, local)
         self.notes.setdefault((group, column), []).append(note)
         return note
 

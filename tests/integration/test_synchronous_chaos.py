@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,7 +155,6 @@ class Simulation:
 
         async def step(number: int, pushes: Sequence[PushPlan], needed: object = None) -> list[str]:
             journal, outcomes = memory_cluster.shared["journal"], []
-            worker = psync.get_worker_index()
             run = journal.begin_run(number)
             rng = random.Random(f"{seed}/{number}/{run}")
             pulled: dict[int, int] = {}
@@ -172,14 +172,14 @@ class Simulation:
                 ones = np.full(counter.shape, one, np.float32)
                 pairs = [(gradient, table), (ones, counter)]
                 if bounded[push.group]:
-                    note = journal.push(push.group, push.column, worker, -1)
+                    note = journal.push(push.group, push.column, -1)
                     result = await optimizer.apply_gradients(pairs)
                 else:
                     token = optimizer.local_step
                     local = pulled.pop(push.group, None)
                     if local is None or compat[push.group]:
                         local = -1 if token is None else token
-                    note = journal.push(push.group, push.column, worker, local)
+                    note = journal.push(push.group, push.column, local)
                     result = await optimizer.apply_gradients(pairs, global_step, weight=push.weight)
                 note.outcome = result.outcome.value
                 note.staleness, note.token = result.staleness, result.step
@@ -236,6 +236,7 @@ class Simulation:
         told: dict[tuple[str, str], int] = self.journal.told(number)
         for (task, outcome), count in told.items():
             assert count <= counters["replicas"][task][outcome]
+        self._check_shares(number, table)
         _check_tokens(counters["tokens"])
         assert not counters["waiting"]
         for column, value in enumerate(table.tolist()):
@@ -244,11 +245,24 @@ class Simulation:
                 assert (value > 0) == (outcome in (ACCEPTED, DUPLICATE)), (column, outcome, value)
             self._check_push(number, column, value, first)
 
+    def _check_shares(self, number: int, table: np.ndarray) -> None:
+        """With bound tokens nobody contributes more often to a step than it may."""
+        group = self.plan.groups[number]
+        if group.is_bound and group.reduction == "sum":
+            shares = Counter(
+                (value, id(note.session))
+                for column, value in enumerate(table.tolist())
+                for note in self.journal.notes.get((number, column), [])
+                if note.outcome == ACCEPTED
+            )
+            assert max(shares.values(), default=0) <= group.allowance
+
     def _check_push(self, group: int, column: int, value: float, first: int) -> None:
         """A push was counted in the step from which its values came."""
         notes = self.journal.notes.get((group, column), [])
         for note in notes:
             assert note.outcome != STALE or note.staleness or self.plan.gives_up
+            assert note.outcome != DUPLICATE or len(notes) > 1
             assert note.outcome != ACCEPTED or (value and not note.staleness)
             for worker, since, until in self.faults.given_up:
                 if (
