@@ -81,6 +81,8 @@ def _draw_rates(axes: Axes, results: Sequence[Figures], colors: Sequence[Any]) -
 
 def _draw_staleness(axes: Axes, results: Sequence[Figures], colors: Sequence[Any]) -> None:
     """Histograms; synchronous modes share one line, as they accept nothing that is stale."""
+    from matplotlib.ticker import MaxNLocator
+
     drawn = [(r, c) for r, c in zip(results, colors, strict=True) if r["backups"] is None]
     highest = max(max(result["staleness"]) for result, _ in drawn)
     width = max(1, -(-(highest + 1) // 60))  # values to a bin
@@ -95,7 +97,7 @@ def _draw_staleness(axes: Axes, results: Sequence[Figures], colors: Sequence[Any
     if len(drawn) < len(results):
         axes.axvline(0, color="grey", linestyle="--", label="all synchronous ones: 0")
     axes.set_xlabel("updates by others since the pull")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     axes.grid(alpha=0.3)
 
