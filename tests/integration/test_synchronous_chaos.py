@@ -40,7 +40,6 @@ PATIENCE_S = 120.0  # of virtual time, within which everything must have ended
 SOON_S = 30.0  # once all is well
 MAX_STEPS = 1 << 12
 LOOK_EVERY_S = 0.2
-SETTLED_LOOKS = 8  # by then ps 0 has heard who lives
 
 
 class Simulation:
@@ -200,18 +199,15 @@ class Simulation:
 
     async def _watch(self) -> None:
         """Look at the groups while they train, and until all workers are there again."""
-        alive: dict[str, int] = {}
-        unchanged = 0
-        while not self.faults.over or len(alive) < self.plan.num_workers:
-            before, alive = alive, self._alive()
-            unchanged = unchanged + 1 if alive == before else 0
+        while not self.faults.over or len(self._alive()) < self.plan.num_workers:
+            heard = self.cluster.tasks["ps-0"]._closer.steps._alive
             for number, group in enumerate(self.plan.groups):
                 counters = self._counters(number)
-                if group.bound is not None or "target" not in counters:
-                    continue
-                _check_tokens(counters["tokens"])
-                if unchanged > SETTLED_LOOKS:
-                    assert counters["target"] <= max(1, len(alive) * group.allowance)
+                if group.bound is None and "target" in counters:
+                    _check_tokens(counters["tokens"])
+                    if heard is not None:
+                        fewest = group.options["min_replicas"]
+                        assert counters["target"] <= max(fewest, len(heard) * group.allowance)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _alive(self) -> dict[str, int]:
