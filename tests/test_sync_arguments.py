@@ -73,7 +73,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
             "sync: expected min_replicas from 1 to total_num_replicas (3), got 4",
         ),
         ({"min_replicas": None}, "sync: expected a whole number as min_replicas, got None"),
-        ({"patience_s": 0}, "sync: expected patience_s above 0 s, got 0"),
+        ({"patience_s": 0}, "sync: expected patience_s above 0 s and finite, got 0"),
         ({"patience_s": "1"}, "sync: patience_s: expected a number, got '1'"),
         ({"patience_s": float("inf")}, "sync: patience_s: expected a finite number, got inf"),
         ({"strict": 1}, "sync: expected strict to be True or False, got 1"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sync_tools import config
 
 from psync.errors import ConfigurationError
-from psync.sync_config import SyncConfig
+from psync.sync_config import MAX_TOKENS, SyncConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from psync.sync_config import SyncConfig
     [
         ({"needed": 0}, "at least 1, got 0 and 1"),
         ({"needed": 1, "total": -1}, "at least 1, got 1 and -1"),
+        ({"needed": 1, "total": MAX_TOKENS + 1}, "at most 1048576, got 1 and 1048577"),
+        ({"needed": 10**30}, "at most 1048576"),
         ({"needed": 2, "min_replicas": 0}, "min_replicas from 1"),
         ({"needed": 2, "min_replicas": 3}, "min_replicas from 1"),
         ({"needed": 2, "patience_s": 0}, "patience_s above 0 s"),
@@ -54,6 +56,12 @@ def test_tokens_follow_from_replicas(
     for too_few in {fewest - 1, -2}:
         with pytest.raises(ConfigurationError, match="too few tokens"):
             given.initial_tokens(too_few) if too_few != -1 else given.initial_tokens(-2)
+
+
+def test_there_is_memory_for_all_tokens() -> None:
+    assert config(2).initial_tokens(MAX_TOKENS) == MAX_TOKENS
+    with pytest.raises(ConfigurationError, match="at most 1048576 initial tokens, got 1048577"):
+        config(2).initial_tokens(MAX_TOKENS + 1)
 
 
 def test_tokens_are_bound_where_it_says_so() -> None:

@@ -15,6 +15,9 @@ from psync.means import growing_decay
 
 REDUCTIONS = ("mean", "sum")
 
+MAX_TOKENS = 1 << 20
+"""Most tokens that are put at once, so the highest R and N: they take memory on ps 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncConfig:
@@ -45,6 +48,11 @@ class SyncConfig:
             raise ConfigurationError(
                 f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at least "
                 f"1, got {needed} and {total}"
+            )
+        if self.tokens_per_step > MAX_TOKENS:
+            raise ConfigurationError(
+                f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at most "
+                f"{MAX_TOKENS}, got {needed} and {total}"
             )
         if not 1 <= self.min_replicas <= total:
             raise ConfigurationError(
@@ -100,7 +108,7 @@ class SyncConfig:
         them the gradients of each replica's second step are stale.
 
         Raises:
-            ConfigurationError: Too few, or no number of tokens.
+            ConfigurationError: Too few, too many, or no number of tokens.
         """
         if count == -1:
             compat = self.tensorflow_compat
@@ -109,6 +117,11 @@ class SyncConfig:
             raise ConfigurationError(
                 f"{self.name}: too few tokens to finish the first step: got {count}, needed "
                 f"{self.fewest_initial_tokens} (replicas_to_aggregate - total_num_replicas)",
+                hint="-1 puts as many as are needed",
+            )
+        if count > MAX_TOKENS:
+            raise ConfigurationError(
+                f"{self.name}: expected at most {MAX_TOKENS} initial tokens, got {count}",
                 hint="-1 puts as many as are needed",
             )
         return count
