@@ -328,10 +328,7 @@ class PsClient:
         """
 
         async def send() -> list[T]:
-            made = calls()
-            if self.failpoints.armed("worker.push.between_ps"):
-                return await self._one_by_one(made)
-            return await _all(made)
+            return await self.together(calls())
 
         work = asyncio.ensure_future(send())
         self._pushes.add(work)
@@ -341,6 +338,18 @@ class PsClient:
         except asyncio.CancelledError:
             work.add_done_callback(_note_result)
             raise
+
+    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Make all ``calls`` at once and return what they return.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: All are cancelled.
+        """
+        if self.failpoints.armed("worker.push.between_ps"):
+            return await self._one_by_one(calls)
+        return await _all(calls)
 
     async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         answers: list[T] = []

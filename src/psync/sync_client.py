@@ -118,8 +118,8 @@ class SyncClient:
             FencedError: This task was replaced.
             ParameterServerLost: A ps is gone.
 
-        Cancellation: Staging, once begun, ends in the background. Cancelled before ps 0 was told,
-            the push does not count; afterwards it does, and nobody waits for its token.
+        Cancellation: Cancelled before ps 0 was told, the push does not count: what is staged of it
+            goes with the step. Afterwards it does, and nobody waits for its token.
         """
         for request in plan.requests:
             if request.part:
@@ -228,7 +228,7 @@ class SyncClient:
             _expect(received, Staged, "a part of a push")
             self._staging.add((ps, group))
 
-        await self._ps.shielded(lambda: [send(request) for request in requests])
+        await self._ps.together([send(request) for request in requests])
 
 
 def _small_part_of_ps_0(plan: Plan) -> Request | None:
