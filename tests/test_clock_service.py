@@ -45,12 +45,16 @@ class Scene:
         await self.cluster.chief.links[0].call(lambda _: message)
 
     async def tick(
-        self, client: PsClient, max_staleness: int = 0, number: int | None = None
+        self,
+        client: PsClient,
+        max_staleness: int = 0,
+        number: int | None = None,
+        bound: int = BOUND,
     ) -> int:
         """Do a round; return how far ahead it was when the answer came."""
         if number is None:
             number = self.numbers[client] = self.numbers.get(client, 0) + 1
-        received = await client.links[0].call(lambda _: TickClock(BOUND, max_staleness, number))
+        received = await client.links[0].call(lambda _: TickClock(bound, max_staleness, number))
         assert isinstance(received.message, ClockTicked)
         return received.message.ahead
 
@@ -66,6 +70,9 @@ class Scene:
         assert isinstance(received.message, Statistics)
         counters: dict[str, object] = received.message.counters["clocks"][str(BOUND)]
         return counters
+
+
+OTHER_BOUND = 4
 
 
 @pytest.fixture
@@ -156,6 +163,51 @@ async def test_of_two_that_ask_for_the_same_tick_one_may_give_up(scene):
     assert not again.done()
     await scene.tick(scene.b)
     assert await again == 0
+
+
+async def test_who_waits_at_one_clock_is_not_waited_for_at_another(scene):
+    await scene.report(0, 1)
+    at_one = await scene.waiting(scene.a)
+    assert [await scene.tick(scene.b, 0, number, OTHER_BOUND) for number in (1, 2)] == [0, 0]
+    assert not at_one.done()  # the other one works
+    assert await scene.tick(scene.b) == 0
+    assert await at_one == 0
+    (await scene.waiting(scene.b, 0, 3, OTHER_BOUND)).cancel()  # and now both do
+
+
+async def test_of_two_that_wait_at_two_clocks_only_one_goes_on(scene):
+    await scene.report(0, 1, 2)
+    at_one = await scene.waiting(scene.a)
+    at_other = await scene.waiting(scene.b, 0, 1, OTHER_BOUND)  # for the third
+    await scene.report(0, 1)  # it is gone
+    done, waiting = await asyncio.wait([at_one, at_other], timeout=1)
+    assert (len(done), len(waiting)) == (1, 1)
+    waiting.pop().cancel()
+
+
+async def test_who_gives_up_at_another_clock_is_waited_for_again(scene):
+    await scene.report(0, 1)
+    both = [scene.tick(client, 0, 1, OTHER_BOUND) for client in (scene.a, scene.b)]
+    assert await asyncio.gather(*both) == [0, 0]
+    (await scene.waiting(scene.a)).cancel()
+    await asyncio.sleep(1)
+    at_other = await scene.waiting(scene.b, 0, 2, OTHER_BOUND)
+    assert await scene.tick(scene.a, 0, 2, OTHER_BOUND) == 0
+    assert await at_other == 0
+
+
+async def test_who_is_let_go_at_one_clock_is_waited_for_at_another_at_once(scene):
+    await scene.report(0, 1, 2)
+    third = scene.cluster.client("/job:worker/task:2", 1000, host="c")
+    await asyncio.gather(*map(scene.tick, (scene.a, scene.b, third)))
+    await scene.tick(third, 1, 1, OTHER_BOUND)
+    await scene.tick(scene.b, 1, 1, OTHER_BOUND)
+    at_other = await scene.waiting(scene.b, 1, 2, OTHER_BOUND)  # for the first worker
+    at_one = await scene.waiting(scene.a)  # for the third; so the second is let go
+    assert await at_other == 1
+    assert not (at_one_too := await scene.waiting(third)).done()  # the second one works
+    assert await scene.tick(scene.b) == 0
+    assert await asyncio.gather(at_one, at_one_too) == [0, 0]
 
 
 async def test_a_new_coordinator_finds_no_clocks_and_nobody_waiting(scene):

@@ -33,6 +33,9 @@ class Workers:
         self.alive = dict.fromkeys(alive, BORN)
         return names(self.clocks.members(self.alive, None if busy is None else set(busy)))
 
+    def elsewhere(self, *tasks: str) -> list[str]:
+        return names(self.clocks.elsewhere({(task, BORN) for task in tasks}))
+
     def values(self) -> dict[str, int]:
         return self.clocks.statistics().clocks
 
@@ -242,6 +245,49 @@ def test_the_end_releases_everybody_for_ever():
     assert workers.tick(A) == [A]
 
 
+# --- who waits elsewhere ---------------------------------------------------------------------
+
+
+def test_a_worker_that_waits_elsewhere_is_not_waited_for():
+    workers = Workers(0)
+    assert workers.tick(A) == []
+    assert workers.elsewhere(B) == [A]
+    assert workers.tick(A) == [A]
+
+
+def test_a_worker_that_waited_elsewhere_keeps_its_clock_and_the_others_wait_for_it_again():
+    workers = Workers(1)
+    workers.elsewhere(B)
+    assert [workers.tick(A) for _ in range(3)] == [[A]] * 3
+    workers.elsewhere()
+    assert workers.values() == {A: 3, B: 0}
+    assert workers.tick(A) == []
+    assert [workers.tick(B) for _ in range(3)] == [[B], [B], [B, A]]
+
+
+def test_the_others_that_do_not_wait_elsewhere_are_waited_for_as_ever():
+    workers = Workers(0, (A, B, C))
+    workers.tick(A)
+    assert workers.elsewhere(B) == []
+    assert workers.tick(C) == [A, C]
+
+
+def test_where_all_others_wait_elsewhere_who_comes_does_not_start_ahead_of_them():
+    workers = Workers(0)
+    workers.elsewhere(B)
+    workers.tick(A)
+    workers.elsewhere(A, B)
+    workers.members([A, B, C])
+    assert workers.values() == {A: 1, B: 0, C: 0}
+
+
+def test_who_waits_here_is_said():
+    workers = Workers(0)
+    assert workers.clocks.waiting == set()
+    workers.tick(A)
+    assert workers.clocks.waiting == {(A, BORN)}
+
+
 # --- in every order --------------------------------------------------------------------------
 
 TASKS = [f"/job:worker/task:{index}" for index in range(4)]
@@ -263,6 +309,7 @@ class Machine(RuleBasedStateMachine):
         self.numbers: dict[tuple[str, int], int] = {}
         self.waiting: dict[tuple[str, int], Tick] = {}
         self.cancelled: set[Tick] = set()
+        self.elsewhere: set[tuple[str, int]] = set()
 
     def released(self, releases: list[Release]) -> None:
         for release in releases:
@@ -312,8 +359,8 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def somebody_always_goes_on(self):
-        if self.working:
-            assert not self.working <= self.waiting.keys()
+        if counted := self.working - self.elsewhere:
+            assert not counted <= self.waiting.keys()
         else:
             assert not self.waiting
 
@@ -328,5 +375,27 @@ class Machine(RuleBasedStateMachine):
                 assert ahead > self.bound  # nobody waits without need
 
 
+class MachineWithOthers(Machine):
+    """Likewise; besides, workers wait elsewhere, and perhaps here at the same time."""
+
+    @rule(tasks=some_tasks)
+    def wait_elsewhere(self, tasks):
+        self.elsewhere = {(task, self.truth[task]) for task in tasks}
+        self.released(self.clocks.elsewhere(self.elsewhere))
+
+    @invariant()
+    def nobody_runs_further_ahead_than_the_bound(self):
+        """Only of those that are waited for: the others may be behind when they come back."""
+        clocks = self.clocks.statistics().clocks
+        counted = [clocks[task] for task, _ in self.working - self.elsewhere]
+        for replica in self.working & self.waiting.keys():
+            assert clocks[replica[0]] - min(counted) > self.bound  # nobody waits without need
+
+
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
+
+MachineWithOthers.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+TestMachineWithOthers = MachineWithOthers.TestCase

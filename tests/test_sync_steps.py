@@ -342,3 +342,17 @@ def test_what_does_not_exist_is_a_bug() -> None:
         steps.closed(GROUP, 0)
     with pytest.raises(LocalProtocolError, match="not being closed"):
         Steps(1).closed(GROUP, 0)
+
+
+# --- who waits for others --------------------------------------------------------------------
+
+
+def test_who_waits_for_others_is_said() -> None:
+    steps = Steps(2, 2)
+    assert steps.waiting == frozenset()
+    steps.push(0, 0)
+    assert steps.waiting == {replica(0)}
+    steps.push(1, 0)  # the step is being applied: that will end
+    assert steps.waiting == frozenset()
+    steps.closed(GROUP, 0)
+    assert steps.waiting == frozenset()

@@ -3,7 +3,8 @@
 Layer: L3. Imports: errors, cluster, round_clocks, rpc, wire.
 
 ``RoundClocks`` decides, one for each bound; this holds the answers back. A bound is known from its
-first tick on, and is told then who has work.
+first tick on, and is told then who has work. Each bound is told who waits at the others, and in
+synchronous groups: nobody waits for a worker that may be waiting for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from psync.cluster import task_name
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.round_clocks import Release, RoundClocks, Tick
+from psync.round_clocks import Release, Replica, RoundClocks, Tick
 from psync.rpc import Handler, Peer, Reply
 from psync.wire.messages import ClockTicked, Message, ReportSchedule, TickClock
 
@@ -30,11 +31,18 @@ class ClockService:
     Args:
         task: Name of the ps, for messages.
         check_incarnation: Raises FencedError for a (task, incarnation) that is not served any more.
+        in_groups: Says who waits in a synchronous group. When that changes, ``look_again``.
     """
 
-    def __init__(self, task: str, check_incarnation: Callable[[str, int], None]) -> None:
+    def __init__(
+        self,
+        task: str,
+        check_incarnation: Callable[[str, int], None],
+        in_groups: Callable[[], frozenset[Replica]],
+    ) -> None:
         self._task = task
         self._check_incarnation = check_incarnation
+        self._in_groups = in_groups
         self._bounds: dict[int, tuple[RoundClocks, _Waiting]] = {}
         self._alive: dict[str, int] = {}
         self._busy: frozenset[str] | None = None
@@ -63,6 +71,23 @@ class ClockService:
         self._alive, self._busy = dict(alive), None if busy is None else frozenset(busy)
         for clocks, waiting in self._bounds.values():
             _perform(waiting, clocks.members(self._alive, self._busy))
+            self.look_again()  # who goes on here is waited for by the next
+
+    def look_again(self) -> None:
+        """Tell each bound who waits elsewhere.
+
+        Whoever is let go at one does not wait any more for another one: that lets nobody go there,
+        but the next tick must find it so.
+        """
+        somebody_went = bool(self._bounds)
+        while somebody_went:
+            somebody_went = False
+            in_groups = self._in_groups()
+            for bound, (clocks, waiting) in self._bounds.items():
+                others = (each.waiting for key, (each, _) in self._bounds.items() if key != bound)
+                releases = clocks.elsewhere(in_groups.union(*others))
+                _perform(waiting, releases)
+                somebody_went |= bool(releases)
 
     def end(self) -> None:
         """Training is over: nobody waits any more."""
@@ -91,6 +116,8 @@ class ClockService:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         waiting.setdefault(tick, []).append(future)
         _perform(waiting, clocks.tick(*tick))
+        if len(self._bounds) > 1:
+            self.look_again()
         if future.done():
             return Reply(ClockTicked(future.result()))
         return self._wait(clocks, waiting, tick, future)
@@ -100,6 +127,7 @@ class ClockService:
         if bound is None:
             bound = self._bounds[message.bound] = (RoundClocks(message.max_staleness), {})
             bound[0].members(self._alive, self._busy)
+            self.look_again()
             if self._ended:
                 bound[0].end()
         elif bound[0].max_staleness != message.max_staleness:
@@ -121,6 +149,7 @@ class ClockService:
                 if not futures:
                     del waiting[tick]
                     clocks.cancel(tick)
+                    self.look_again()
 
 
 def _worker(index: int) -> str:

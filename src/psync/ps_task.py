@@ -87,7 +87,9 @@ class PsTask:
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._updates, self._sync = self._new_services()
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
-        self._clocks = ClockService(self.task, lambda *who: self._ledger.check_incarnation(*who))
+        self._clocks = ClockService(
+            self.task, lambda *who: self._ledger.check_incarnation(*who), self._in_groups
+        )
         self._sessions = SessionService(
             check_coordinator=self._check_coordinator,
             set_members=self._set_members,
@@ -195,8 +197,13 @@ class PsTask:
             if self._closer is not None:
                 self._closer.replaced()
                 self._work.to_the_end(self._closer.close())
-            self._closer = StepCloser(self._platform, attach, self._sync, self._work, self._pool)
+            self._closer = StepCloser(
+                self._platform, attach, self._sync, self._work, self._pool, self._clocks.look_again
+            )
             self._endpoint.handlers.update(self._closer.handlers())
+
+    def _in_groups(self) -> frozenset[tuple[str, int]]:
+        return frozenset() if self._closer is None else self._closer.steps.waiting
 
     def _new_services(self) -> tuple[PsUpdates, PsSync]:
         """Return what serves the updates of one coordinator's tasks."""

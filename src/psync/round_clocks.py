@@ -12,8 +12,11 @@ nobody begins round n + 1 before everybody has ended round n.
   clock of those that have work, or goes on from its own where that is higher: a moment without
   work between two closures must not be a way round the bound. Where nobody has work, the highest
   clock ever reached stands for the slowest: nobody later waits for rounds that were done alone.
-- **The slowest clock never falls**, therefore, and whoever was allowed to go on stays allowed. The
-  slowest itself is 0 ahead: of those that have work, one is always allowed to go on.
+- **Who waits elsewhere**, in a synchronous group or at another clock, others say (``elsewhere``).
+  It is not waited for meanwhile: it may wait for those that wait here. It keeps its clock.
+- **Whoever was allowed to go on** stays allowed: the slowest clock falls only when a worker comes
+  back that waited elsewhere, and who ran ahead waits for it after the next round. The slowest
+  itself is 0 ahead: of those that have work and do not wait elsewhere, one may always go on.
 - **A stranger**, who ticks and is not known to have work, because news of it is still on its way,
   waits like the others, and nobody waits for it.
 
@@ -63,12 +66,13 @@ class ClockStatistics:
 class _Clock:
     """Of one replica."""
 
-    __slots__ = ("has_work", "start", "ticks")
+    __slots__ = ("counts", "has_work", "start", "ticks")
 
     def __init__(self, start: int) -> None:
         self.start = start  # what the clock would show at tick 0
         self.ticks = 0  # highest number of a tick
         self.has_work = False
+        self.counts = False  # it has work and does not wait elsewhere: others wait for it
 
     @property
     def value(self) -> int:
@@ -85,8 +89,9 @@ class RoundClocks:
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self._clocks: dict[Replica, _Clock] = {}
-        self._at: Counter[int] = Counter()  # how many workers that have work are at each clock
-        self._slowest = 0  # of these clocks; the highest ever reached, where nobody has work
+        self._elsewhere: frozenset[Replica] = frozenset()
+        self._at: Counter[int] = Counter()  # how many workers that count are at each clock
+        self._slowest = 0  # of these clocks; the highest ever reached, where nobody counts
         self._highest = 0  # ever reached
         self._waiting: dict[int, dict[Tick, None]] = {}  # by the clock that they wait with
         self._ticks = self._waits = 0
@@ -138,14 +143,32 @@ class RoundClocks:
         }
         for replica, clock in self._clocks.items():
             clock.has_work = clock.has_work and replica in working
-        self._count()  # those that come start at the slowest of those that stay
+        stay = (clock.value for clock in self._clocks.values() if clock.has_work)
+        slowest = min(stay, default=self._highest)
         for replica in working:
-            clock = self._clocks.setdefault(replica, _Clock(self._slowest))
+            clock = self._clocks.setdefault(replica, _Clock(slowest))
             if not clock.has_work:
                 clock.has_work = True
-                clock.start += max(0, self._slowest - clock.value)
+                clock.start += max(0, slowest - clock.value)
         self._count()
         return self._release()
+
+    def elsewhere(self, replicas: AbstractSet[Replica]) -> list[Release]:
+        """Note who waits, but not only here.
+
+        Returns:
+            Who may go on now.
+        """
+        if replicas == self._elsewhere:
+            return []
+        self._elsewhere = frozenset(replicas)
+        self._count()
+        return self._release()
+
+    @property
+    def waiting(self) -> set[Replica]:
+        """Who waits here."""
+        return {(tick.task, tick.incarnation) for ticks in self._waiting.values() for tick in ticks}
 
     def cancel(self, tick: Tick) -> None:
         """Nobody waits for this tick any more. The round stays done."""
@@ -170,7 +193,7 @@ class RoundClocks:
         clock.ticks = number
         self._ticks += 1
         self._highest = max(self._highest, clock.value)
-        if clock.has_work:
+        if clock.counts:
             self._at[before] -= 1
             self._at[clock.value] += 1
             while not self._at[self._slowest]:
@@ -181,7 +204,9 @@ class RoundClocks:
 
     def _count(self) -> None:
         """Count anew who is at which clock, and find the slowest."""
-        self._at = Counter(clock.value for clock in self._clocks.values() if clock.has_work)
+        for replica, clock in self._clocks.items():
+            clock.counts = clock.has_work and replica not in self._elsewhere
+        self._at = Counter(clock.value for clock in self._clocks.values() if clock.counts)
         self._slowest = min(self._at, default=self._highest)
 
     def _release(self) -> list[Release]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.all_ps import AllPs
@@ -63,15 +63,23 @@ class StepCloser:
         sync: The part of ps 0 itself.
         work: Waits for shards that are busy.
         pool: Memory for what comes in.
+        waits_changed: Called when ``steps.waiting`` may have changed.
     """
 
     def __init__(
-        self, platform: Platform, attach: AttachPs, sync: PsSync, work: LongWork, pool: BlockPool
+        self,
+        platform: Platform,
+        attach: AttachPs,
+        sync: PsSync,
+        work: LongWork,
+        pool: BlockPool,
+        waits_changed: Callable[[], None],
     ) -> None:
         self.steps = SyncSteps()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self._all_ps = AllPs(platform, attach, sync, work, pool)
+        self._waits_changed = waits_changed
         self._failpoints = platform.failpoints
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
@@ -235,6 +243,7 @@ class StepCloser:
             if not waiters:
                 del self._waiting[key]
                 self.steps.forget(*key)
+                self._waits_changed()
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
@@ -258,6 +267,7 @@ class StepCloser:
         deadline = self.steps.next_deadline()
         if deadline != self._deadline:
             self._set_timer(deadline)
+        self._waits_changed()
 
     def _set_timer(self, deadline: float | None) -> None:
         if self._timer is not None:

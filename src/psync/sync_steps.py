@@ -191,6 +191,12 @@ class SyncSteps:
         error = TrainingEnded(reason)
         return [act for known in self._groups.values() for act in known.refuse_waiting(error)]
 
+    @property
+    def waiting(self) -> frozenset[Replica]:
+        """Who waits in a group for others: not where a step is being applied, which will end."""
+        groups = [known for known in self._groups.values() if known.closing is None]
+        return frozenset(replica for known in groups for replica, _ in known.tokens.waiting)
+
     # Time.
 
     def next_deadline(self) -> float | None:

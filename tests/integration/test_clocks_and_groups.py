@@ -1,0 +1,156 @@
+"""Bounds and synchronous groups in one program: nobody waits for a worker that waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_cluster import cluster_of
+from session_cluster import session_cluster
+from sync_cluster import GROUP, SyncCluster, SyncReplica
+
+import psync
+from psync.rpc import Received
+from psync.wire.messages import Contributed, TickClock
+
+pytestmark = pytest.mark.virtual_time
+
+TIMEOUT_S = 60.0  # of virtual time
+
+
+def bounded(rounds: int = 0) -> psync.optimizers.Optimizer:
+    return psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(rounds))
+
+
+def synchronous(replicas: int) -> psync.SyncReplicasOptimizer:
+    return psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), replicas)
+
+
+async def train(
+    num_workers: int, optimizers: Sequence[psync.optimizers.Optimizer], order: Sequence[int]
+) -> dict[str, Any]:
+    """Run closures of which each pushes through one of the optimizers; return ps 0's counters."""
+    async with cluster_of(1, num_workers) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                v = psync.Variable(np.zeros(2, np.float32), name="v")
+                global_step = psync.get_or_create_global_step()
+
+            async def step(which: int) -> None:
+                await v.read()
+                await asyncio.sleep(0.1)
+                optimizer = optimizers[which]
+                wants_step = isinstance(optimizer, psync.SyncReplicasOptimizer)
+                extra = (global_step,) if wants_step else ()
+                await optimizer.apply_gradients([(np.ones(2, np.float32), v)], *extra)
+
+            for which in order:
+                coordinator.schedule(step, (which,))
+            await coordinator.join(timeout=TIMEOUT_S)
+            return cluster.tasks["ps-0"].statistics()
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+async def test_two_workers_that_wait_at_two_clocks_go_on(rounds):
+    counters = await train(2, [bounded(rounds), bounded(rounds)], [0, 1] * 6)
+    assert [c["ticks"] for c in counters["clocks"].values()] == [6, 6]
+    assert [c["waiting"] for c in counters["clocks"].values()] == [0, 0]
+
+
+async def test_three_workers_that_wait_at_three_clocks_go_on():
+    counters = await train(3, [bounded(), bounded(), bounded()], [0, 1, 2] * 5)
+    assert [c["ticks"] for c in counters["clocks"].values()] == [5, 5, 5]
+
+
+async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group():
+    counters = await train(2, [synchronous(2), bounded()], [0, 1] * 6)
+    (group,) = counters["sync"].values()
+    assert group["replicas"].keys() <= {"/job:worker/task:0", "/job:worker/task:1"}
+    assert sum(c["accepted"] for c in group["replicas"].values()) == 6
+    assert [c["ticks"] for c in counters["clocks"].values()] == [6]
+
+
+async def test_who_waits_in_a_group_lets_go_the_others_at_once_and_holds_them_when_it_is_back():
+    async with SyncCluster() as cluster:
+
+        def tick(replica: SyncReplica, number: int) -> asyncio.Task[Received]:
+            message = TickClock(GROUP + 1, 0, number)
+            return asyncio.create_task(replica.client.links[0].call(lambda _: message))
+
+        variable = await cluster.create("v", np.zeros(2, np.float32))
+        one, other = cluster.replica(0, 1000), cluster.replica(1, 1000)
+
+        def push(replica: SyncReplica, step: int) -> asyncio.Task[Contributed]:
+            return asyncio.create_task(replica.push([variable], [1], step))
+
+        await cluster.report(1, {0: 1000, 1: 1000})
+        at_clock = tick(one, 1)
+        await asyncio.sleep(1)
+        assert not at_clock.done()
+        in_group = push(other, 0)
+        await asyncio.wait_for(at_clock, 1)
+        await push(one, 0)
+        await in_group
+        at_clock = tick(one, 2)
+        await asyncio.sleep(1)
+        assert not at_clock.done()
+        in_group = push(other, 1)
+        await asyncio.wait_for(at_clock, 1)
+        at_clock = tick(one, 3)
+        await asyncio.wait_for(at_clock, 1)
+        in_group.cancel()  # so it does not wait any more
+        await asyncio.sleep(1)
+        at_clock = tick(one, 4)
+        await asyncio.sleep(1)
+        assert not at_clock.done()
+        at_clock.cancel()
+
+
+async def test_no_step_is_cut_short_for_a_worker_that_waits_at_a_clock():
+    """While more is to come, the clock lets it go, and the group has it for its next step."""
+    order = [0, 1, 0, 0, 1, 0]
+    counters = await train(2, [synchronous(2), bounded()], order)
+    (group,) = counters["sync"].values()
+    assert (group["steps"], group["partial_steps"]) == (2, 0)
+
+
+async def test_workers_at_a_clock_and_in_two_groups_go_on():
+    counters = await train(3, [synchronous(3), bounded(), synchronous(3)], [0, 1, 2] * 5)
+    accepted = [
+        sum(c["accepted"] + c["stale"] for c in group["replicas"].values())
+        for group in counters["sync"].values()
+    ]
+    assert accepted == [5, 5]
+
+
+async def test_programs_in_sessions_go_on_where_one_waits_at_a_clock_and_one_in_a_group():
+    clock, group = bounded(), synchronous(2)
+    pushes: Counter[int] = Counter()
+
+    async def main(strategy: psync.ParameterServerStrategy) -> None:
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+            global_step = psync.get_or_create_global_step()
+        worker = strategy.cluster_resolver.task_id
+
+        async def push(number: int) -> None:
+            await asyncio.sleep(0.1)
+            gradients = [(np.ones(2, np.float32), v)]
+            if (number + worker) % 2:
+                await clock.apply_gradients(gradients)
+            else:
+                await group.apply_gradients(gradients, global_step)
+            pushes[worker] += 1
+
+        async with psync.MonitoredTrainingSession(strategy) as session:
+            for number in range(8):
+                await session.run(push, number)
+
+    async with session_cluster(1, 2) as cluster:
+        await asyncio.wait_for(cluster.run_all(main), TIMEOUT_S)
+    assert pushes == {0: 8, 1: 8}
