@@ -29,6 +29,9 @@ class TestMaking:
         with pytest.raises(ConfigurationError, match=r"expected decay in \[0, 1\), got"):
             psync.ExponentialMovingAverage(decay)
 
+    def test_a_decay_may_be_numpys(self) -> None:
+        assert psync.ExponentialMovingAverage(np.float32(0.5)).decay == 0.5  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("number", [3, 0.5, "step"])
     def test_a_number_of_updates_that_stays_the_same_is_an_error(self, number: Any) -> None:
         with pytest.raises(ConfigurationError, match="to be True or the global step"):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.global_step import check_step, global_step_of
@@ -63,7 +65,7 @@ class ExponentialMovingAverage:
         zero_debias: bool = False,
         name: str = "ExponentialMovingAverage",
     ) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay < 1:
+        if not isinstance(decay, int | float | np.floating) or not 0 <= decay < 1:
             raise ConfigurationError(
                 f"moving average: expected decay in [0, 1), got {decay!r}",
                 hint="0.999 averages about the last thousand values",
