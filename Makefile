@@ -12,21 +12,23 @@ EXTRAS_coverage := test
 # What decides, and what reads bytes, is tested without an event loop, every branch of it.
 RULES := errors specs cluster partitioners placement sums accumulators sparse_accumulators schedules \
 	update_rules blocks shards means store ledger closure_states dispatching closures membership \
-	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks
+	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks session_members \
+	pulled_steps
 WIRE := limits tensors frames codec messages handshake protocol remote_errors
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 
-.PHONY: help demo demo-short test coverage lint bench clean
+.PHONY: help demo demo-short examples test coverage lint bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train on 2 ps and 2 workers, all on this machine"
 	@echo "make demo-short   the same, three epochs"
+	@echo "make examples     the other examples"
 	@echo "make test         the test suite"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
 	@echo "make lint         style, types, import law"
-	@echo "make bench        throughput"
+	@echo "make bench        throughput; synchronous beside asynchronous training"
 	@echo "make clean        remove what these made"
 
 demo: $(VENV)/.installed-demo
@@ -34,6 +36,9 @@ demo: $(VENV)/.installed-demo
 
 demo-short: $(VENV)/.installed-demo
 	$(DEMO) -- --epochs 3 --short
+
+examples: $(VENV)/.installed-demo
+	$(BIN)/psync run examples/sync_replicas.py --ps 2 --workers 3
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q
@@ -51,6 +56,7 @@ coverage: $(VENV)/.installed-coverage
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/psync bench sync-async --out out
 
 clean:
 	rm -rf $(VENV) build dist out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
