@@ -303,11 +303,30 @@ async def test_the_peer_is_told_that_a_call_was_given_up() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_request_given_up_before_its_handler_began_leaves_nothing() -> None:
-    """Request and cancellation arrive in one read: the handler's task has not begun yet."""
+    """Request and cancellation arrive in one read: the handler's task has not begun yet.
+
+    It begins nevertheless: what the handler noted before it returned its coroutine is undone there.
+    """
     gate = Gate()
+    noted: set[int] = set()
+    futures: list[asyncio.Future[Reply]] = []
+
+    async def undoing(sequence: int, answer: Awaitable[Reply]) -> Reply:
+        try:
+            return await answer
+        finally:
+            noted.remove(sequence)
+
+    def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Awaitable[Reply]:
+        if message.sequence == 0:
+            futures.append(asyncio.get_running_loop().create_future())
+            return futures[0]
+        noted.add(message.sequence)
+        return undoing(message.sequence, gate(peer, message, segments))
+
     network = MemoryNetwork(chunk=(65_536, 65_536))
     async with connected(
-        network, {Push: Handler(gate)}, limits=Limits(unfinished_bytes=500)
+        network, {Push: Handler(handle)}, limits=Limits(unfinished_bytes=500)
     ) as pair:
         (link,) = network.links()
         link.to_server.stall()
@@ -318,8 +337,11 @@ async def test_a_request_given_up_before_its_handler_began_leaves_nothing() -> N
         await settle()
         link.to_server.flow()
         await settle()
-        assert gate.begun == gate.cancelled == 0
+        assert gate.begun == gate.cancelled == 4
+        assert noted == set()
+        assert futures[0].cancelled()
         assert pair.back._unfinished_bytes == 0
+        assert pair.back._serving == {}
         gate.open.set()
         assert (await pair.peer.call(push(9), [bytes(400)])).message == Done()
 

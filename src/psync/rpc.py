@@ -71,7 +71,8 @@ class Handler:
             Reply or an awaitable of one; for notifications, None or an awaitable of None.
             What it raises goes to the caller; for notifications, it ends the connection.
             Cancelled when the caller gives up, or this task closes; not when the connection
-            goes.
+            goes. A caller that gives up cancels it at its first await at the earliest: what
+            was noted before can be undone there.
         prepare: Called with (peer, message, lengths of the segments) when the header is
             there, if there are segments. Returns where the body belongs, as views whose
             borders need not be those of the segments, and which ``run`` gets as its
@@ -92,6 +93,26 @@ class _Call:
         self.into = into  # where the reply's body belongs, or None: anywhere
         self.reply: Message | None = None  # decoded before its body is there
         self.timer: asyncio.TimerHandle | None = None
+
+
+class _Serving:
+    """A request of theirs that takes time; given up before it runs, it begins all the same."""
+
+    __slots__ = ("given_up", "task")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Any] | None = None  # once it runs
+        self.given_up = False  # the caller does not want to know any more
+
+    def give_up(self) -> None:
+        self.given_up = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def begin(self) -> None:
+        self.task = asyncio.current_task()
+        if self.given_up:
+            self.give_up()
 
 
 class _Refusal:
@@ -151,7 +172,7 @@ class Peer:
         self._report_closed = on_closed
         self._calls: dict[int, _Call] = {}
         self._next_id = 1
-        self._serving: dict[int, asyncio.Task[None]] = {}  # requests that take time
+        self._serving: dict[int, _Serving] = {}
         self._unfinished_bytes = 0  # bodies that handlers still work on
         self._reading_paused = False
         self._pongs: deque[asyncio.Future[None]] = deque()
@@ -292,9 +313,9 @@ class Peer:
             if self._pongs and not (pong := self._pongs.popleft()).done():
                 pong.set_result(None)
         elif kind == _CANCEL:
-            task = self._serving.pop(frame.request_id, None)
-            if task is not None:
-                task.cancel()
+            serving = self._serving.pop(frame.request_id, None)
+            if serving is not None:
+                serving.give_up()
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
 
@@ -404,9 +425,10 @@ class Peer:
             self._serve_slowly(request_id, answer, sum(frame.lengths))
 
     def _serve_slowly(self, request_id: int, answer: Awaitable[Reply | None], nbytes: int) -> None:
-        task = self._spawn(self._answer_when_ready(request_id, answer))
+        serving = _Serving()
         if request_id:
-            self._serving[request_id] = task
+            self._serving[request_id] = serving
+        task = self._spawn(self._answer_when_ready(request_id, answer, serving))
         # The bodies that handlers work on are bounded: above that nothing more is read.
         self._unfinished_bytes += nbytes
         if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
@@ -414,10 +436,10 @@ class Peer:
             self.connection.pause_reading()
 
         def served(task: asyncio.Task[None]) -> None:
-            if self._serving.get(request_id) is task:
+            if self._serving.get(request_id) is serving:
                 del self._serving[request_id]
             if asyncio.iscoroutine(answer):
-                answer.close()  # if the task was cancelled before its first step
+                answer.close()  # if the task was cancelled before its first step: we close
             self._unfinished_bytes -= nbytes
             if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
                 self._reading_paused = False
@@ -425,11 +447,14 @@ class Peer:
 
         task.add_done_callback(served)
 
-    async def _answer_when_ready(self, request_id: int, answer: Awaitable[Reply | None]) -> None:
+    async def _answer_when_ready(
+        self, request_id: int, answer: Awaitable[Reply | None], serving: _Serving
+    ) -> None:
+        serving.begin()
         try:
             reply = await answer
         except asyncio.CancelledError as exc:
-            if request_id in self._serving:  # it was not the caller who gave up
+            if request_id and not serving.given_up:
                 self._answer_error(request_id, exc)
             raise
         except Exception as exc:
