@@ -149,3 +149,20 @@ async def test_what_is_waited_for_is_said():
     world.queue.finished("w1", [1], 0.0)
     world.queue.collect_error()
     assert describe_waiting(world.queue, [], []) == "nothing"
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (6, "; and 1 more"), (100, "; and 95 more")])
+def test_a_description_names_a_few_of_many(count, more):
+    running = "; ".join(f"closure {i} (step) on w{i}" for i in range(5)) + more
+    assert describe_waiting(World(count).queue, [], []) == running
+    others = ["variables are being created"]
+    assert describe_waiting(World(count).queue, [], others) == f"{running}; {others[0]}"
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (100, ", and 95 more")])
+def test_a_description_names_a_few_of_many_that_are_missing(count, more):
+    missing = [(f"w{i}", f"host{i}:1") for i in range(count)]
+    names = ", ".join(f"w{i} at host{i}:1" for i in range(5)) + more
+    assert describe_waiting(ClosureQueue(), missing, []) == (
+        f"no worker is connected (waiting for {names})"
+    )

@@ -120,10 +120,20 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}"
 
 
+MAX_NAMED = 5
+"""Closures or tasks in a description: it is repeated in the log, and there may be hundreds."""
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """Return the first few, and how many more there are."""
+    more = len(names) - MAX_NAMED
+    return [*names[:MAX_NAMED], f"and {more} more"] if more > 0 else list(names)
+
+
 def describe_waiting(
     queue: ClosureQueue, missing: Sequence[tuple[str, str]], others: Sequence[str]
 ) -> str:
-    """Say what runs where, and what else is not done.
+    """Say what runs where, and what else is not done; of what is many, a few are named.
 
     Args:
         queue: Of the coordinator.
@@ -134,12 +144,12 @@ def describe_waiting(
     running: dict[str, Closure] = {}
     for worker, closure in queue.in_flight():
         running.setdefault(worker, closure)
-    parts = [f"{closure} on {worker}" for worker, closure in running.items()]
+    parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
     behind = counts.waiting + counts.queued + counts.in_flight - len(running)
     if behind:
         parts.append(f"{behind} more wait for their turn")
     if not counts.workers:
-        names = ", ".join(f"{task} at {address}" for task, address in missing)
+        names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
         parts.append(f"no worker is connected (waiting for {names})")
     text = "; ".join([*parts, *others]) or "nothing"
     if queue.has_failed:
