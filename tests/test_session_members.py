@@ -239,6 +239,13 @@ def test_the_chief_does_not_wait_for_those_who_are_lost() -> None:
     assert Release("bye") in members.tick(1.0 + GRACE_S)
 
 
+def test_a_chief_that_gives_up_its_leave_is_not_answered() -> None:
+    members = opened(A)
+    members.leave_as_chief("bye", 1.0)
+    members.forget("bye")
+    assert only(members.leave(A, 101, 2.0), Release) == []
+
+
 def test_a_chief_without_others_leaves_at_once() -> None:
     assert Release("bye") in opened().leave_as_chief("bye", 1.0)
 

@@ -181,7 +181,8 @@ class SessionMembers:
         return [*actions, *self._open_if_complete(now)]
 
     def _open_if_complete(self, now: float) -> list[Action]:
-        if self._chief is None or len(self._asking) < self._num_workers:
+        opening = self._opening
+        if self._chief is None or opening is None or len(self._asking) < self._num_workers:
             return []
         self._open = True
         if self._trains:
@@ -191,10 +192,8 @@ class SessionMembers:
             for task, asking in list(self._asking.items())
             for action in self._enter(task, asking, now)
         ]
-        if self._opening is not None:
-            actions.append(Release(self._opening))
-            self._opening = None
-        return [self._set_members(), *actions]
+        self._opening = None
+        return [self._set_members(), *actions, Release(opening)]
 
     # Workers.
 
