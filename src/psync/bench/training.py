@@ -30,7 +30,6 @@ from psync.variables import Variable
 
 TARGET_LOSS = 0.5  # nats, of the test images; the untrained model has about 2.4
 CLUSTER_RATE = 0.5  # learning rate of one gradient from every worker
-SETTLE_EVERY_S, SETTLE_LOOKS = 0.02, 100
 
 
 class Push(NamedTuple):
@@ -101,7 +100,7 @@ class Run:
     def unwaited(self) -> int:
         """How many gradients were accepted for a last step, for which nobody waited.
 
-        It is closed with what it has once the coordinator reports that nothing is left to do.
+        It is closed with what it has when ``join`` finds that nothing is left to do.
         """
         known = sum(push.counted for push in self.closed_steps.values())
         return len(self.all("accepted")) - known if self.mode.synchronous else 0
@@ -212,18 +211,9 @@ async def train(
             [(time - began, loss) for time, loss in looks if time >= began],
             mode.rate(CLUSTER_RATE),
         )
-        run.global_step = await _settled(global_step, run.updates)
+        run.global_step = int(await global_step.read())
         run.counter = await counter.read()
         return run
-
-
-async def _settled(global_step: Variable, expected: int) -> int:
-    """Return the global step, when a last step for which nobody waits is closed too."""
-    for _ in range(SETTLE_LOOKS):
-        if int(await global_step.read()) >= expected:
-            break
-        await asyncio.sleep(SETTLE_EVERY_S)
-    return int(await global_step.read())
 
 
 @contextlib.asynccontextmanager
