@@ -1,6 +1,6 @@
 """What users give to a synchronous optimizer, checked.
 
-Layer: L4. Imports: errors, schedules, sync_config, variables.
+Layer: L4. Imports: errors, schedules, sums, sync_config, variables.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError, GradientError
 from psync.schedules import as_number
+from psync.sums import check_weight
 from psync.sync_config import SyncConfig
 from psync.variables import Variable
 
@@ -92,9 +93,10 @@ def _flag(name: str, argument: str, value: object) -> bool:
 def checked_weight(weight: object) -> float:
     """Return the weight of a push. Raises ConfigurationError or GradientError if it is none."""
     number = as_number("apply_gradients: weight", weight)
-    if not number > 0:
-        raise GradientError(f"apply_gradients: expected a weight above 0, got {number}")
-    return float(number)
+    try:
+        return check_weight(number)
+    except GradientError as exc:
+        raise GradientError(f"apply_gradients: {exc.message}") from None
 
 
 def checked_step(operation: str, variable: object) -> Variable:

@@ -220,7 +220,8 @@ class SyncReplicasOptimizer(Optimizer):
             global_step: An int64 scalar, raised by one with each step of the optimizer, when all
                 its variables are updated. Always the same variable.
             name: Without effect.
-            weight: Of these gradients in the mean, above 0: such as the number of examples.
+            weight: Of these gradients in the mean: such as the number of examples; from 1e-30 to
+                1e30.
 
         Returns:
             ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of
