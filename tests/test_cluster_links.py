@@ -153,3 +153,26 @@ async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, clus
     assert "/job:ps/task:0 cannot be reached; waiting for it" in caplog.text
     assert "/job:ps/task:0 is reachable again" in caplog.text
     assert owner.lost == []
+
+
+async def test_who_closes_its_links_fences_nobody_and_warns_of_nothing(
+    links, cluster, caplog, monkeypatch
+):
+    """A worker that is being attached just then is no lost one."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    await cluster.stop("worker-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", never)
+        await cluster.start("worker-1")
+        await links.start(1, 60)
+        await asyncio.sleep(20)
+    assert links.membership.missing() == []
+    caplog.clear()
+    for link in cluster.network.links("ps-0:1"):
+        link.to_server.stall()  # or a fence might be taken in time
+    await links.close()
+    await asyncio.sleep(1)
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []

@@ -96,6 +96,7 @@ class ClusterLinks:
         self._changed = asyncio.Event()  # somebody joined
         self._failure: BaseException | None = None  # why the cluster cannot come up
         self._up = False  # the cluster came up
+        self._is_closing = False
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to all tasks; return when every ps and ``min_workers`` workers are there.
@@ -129,6 +130,7 @@ class ClusterLinks:
 
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
+        self._is_closing = True
         tasks = (*self._supervisors, *self._fences)
         for task in tasks:
             task.cancel()
@@ -285,6 +287,10 @@ class ClusterLinks:
                 logger.debug("%s: incarnation %d is over", action.task, action.incarnation)
 
     def _fence(self, action: Fence) -> None:
+        if (
+            self._is_closing
+        ):  # who loses its connection now is not lost; the next coordinator fences
+            return
         link = next(link for link in self.ps.links if link.task == action.ps)
 
         async def fence() -> None:
