@@ -77,8 +77,11 @@ def open_files() -> dict[int, str]:
 
 def child_processes() -> set[str]:
     """The process ids of this process's children, zombies among them."""
-    lists = Path("/proc/self/task").glob("*/children")
-    return {pid for children in lists for pid in children.read_text().split()}
+    children: set[str] = set()
+    for of_thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
+            children.update(of_thread.read_text().split())
+    return children
 
 
 @pytest.fixture(scope="session", autouse=True)
