@@ -660,3 +660,10 @@ class AgainstAModel(RuleBasedStateMachine):
 
 TestAgainstAModel = AgainstAModel.TestCase
 TestAgainstAModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
+    accumulator = ConditionalAccumulator(np.float32, (2, None), name="a")
+    assert accumulator.as_gradient([[1, 2, 3], [4, 5, 6]]).shape == (2, 3)
+    with pytest.raises(GradientError, match="shape mismatch"):
+        accumulator.as_gradient(np.zeros((3, 2), np.float32))

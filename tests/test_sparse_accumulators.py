@@ -376,3 +376,18 @@ class TestOptions:
         held.apply_grad([0], [1])
         assert held.cancel(large) == (small,)
         assert small.result().indices.tolist() == [0]
+
+
+def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
+    accumulator = SparseConditionalAccumulator(np.float32, (4, 2), name="a")
+    rows = np.ones((2, 2), np.float32)
+    assert accumulator.as_gradient([3, 0], rows)[0].tolist() == [3, 0]
+    with pytest.raises(GradientError, match="below 4, got 4 at position 0"):
+        accumulator.as_gradient([4, 0], rows)
+
+
+def test_its_size_is_that_of_the_rows_it_holds() -> None:
+    accumulator = SparseConditionalAccumulator(np.float32, (4, 2), name="a")
+    assert accumulator.nbytes == 0
+    accumulator.apply_grad([3, 0], np.ones((2, 2), np.float32))
+    assert accumulator.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices

@@ -414,3 +414,10 @@ class TestPieces:
         for piece in (1, 100, 500):
             monkeypatch.setattr(sums, "PIECE_BYTES", piece)
             assert results() == whole
+
+
+def test_the_size_of_a_sparse_sum_is_that_of_its_rows() -> None:
+    total = sums.SparseSum((2,), np.dtype(np.float32))
+    assert total.nbytes == 0
+    total.add(np.array([3, 1]), np.ones((2, 2), np.float32))
+    assert total.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
