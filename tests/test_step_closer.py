@@ -155,13 +155,13 @@ class TestSteps:
             assert closer._all_ps._client is None
 
     async def test_workers_ask_for_the_step_before_they_send_much(self) -> None:
-        async with SyncCluster() as cluster:
+        async with SyncCluster(first=5) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(1)
             replica = cluster.replica()
-            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(-1)
+            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(-1, -1)
             await replica.push((w,), (1.0,))
-            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(1)
+            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(6, 5)
 
     async def test_large_and_small_steps_follow_one_another(self) -> None:
         async with SyncCluster(2) as cluster:
@@ -271,7 +271,7 @@ class TestFirstStep:
             cluster.configure(3, 1)
             message = InitTokens(GROUP, cluster.config, -1)
             for _ in range(2):
-                assert await ask(cluster.chief, message) == SyncStep(5)
+                assert await ask(cluster.chief, message) == SyncStep(5, 5)
             assert cluster.group()["tokens"]["left"] == 2
             with pytest.raises(ConfigurationError, match="too few tokens"):
                 await ask(cluster.chief, InitTokens(GROUP + 1, cluster.config, 1))

@@ -162,7 +162,7 @@ class StepCloser:
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
-        return Reply(SyncStep(self.steps.step(message.group)))
+        return self._step_of(message.group)
 
     async def _init_tokens(self, peer: Peer, message: InitTokens, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -170,7 +170,10 @@ class StepCloser:
             await self._begin(message.group, message.config)
             self._check(peer)
         self._perform(self.steps.init_tokens(message.group, message.count))
-        return Reply(SyncStep(self.steps.step(message.group)))
+        return self._step_of(message.group)
+
+    def _step_of(self, group: int) -> Reply:
+        return Reply(SyncStep(self.steps.step(group), self.steps.first_step(group)))
 
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)

@@ -47,21 +47,11 @@ class _Group:
     next_push: int = 1
     outstanding: dict[int, None] = field(default_factory=dict)  # pushes without answers, in order
     token: int | None = None  # the last one
-    earliest: int | None = None  # the first step that ps 0 has named: it began there or before
 
     @property
     def acked_below(self) -> int:
         """All smaller numbers have their answers, or nobody wants them any more."""
         return next(iter(self.outstanding), self.next_push)
-
-    def is_over(self, local_step: int, step: int) -> bool:
-        """Return whether a push of ``local_step`` is certainly stale now that ps 0 is at ``step``.
-
-        -1 stands for the step at which the group began, which only ps 0 knows.
-        """
-        if self.earliest is None:
-            self.earliest = step
-        return (local_step if local_step >= 0 else self.earliest) < step
 
 
 class SyncClient:
@@ -191,8 +181,8 @@ class SyncClient:
         if sum(request.nbytes for request in plan.requests) <= SMALL_BODY_BYTES:
             return False
         received = await self._ps.links[0].call(lambda peer: AskStep(group))
-        step = _expect(received, SyncStep, "a question for the step").step
-        return step >= 0 and self._groups[group].is_over(local_step, step)
+        present = _expect(received, SyncStep, "a question for the step")
+        return (local_step if local_step >= 0 else present.first) < present.step
 
     async def _stage(
         self,

@@ -113,7 +113,7 @@ class Group:
             config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
         )
         self.tokens.put(step, 0)
-        self._first_step = step
+        self.first_step = step
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
         self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
@@ -146,7 +146,7 @@ class Group:
         check_weight(contribution.weight)
         replica = contribution.replica
         local_step = contribution.local_step
-        staleness = max(0, self.step - (self._first_step if local_step < 0 else local_step))
+        staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
         counts = self._counts.setdefault(replica[0], _Counts())
         if self._was_counted(contribution, final_below):
             push = Push(contribution, "duplicate", staleness)
@@ -264,7 +264,7 @@ class Group:
             return []
         number = self.config.initial_tokens(count)
         self._has_initial = True
-        return self._answers(self.tokens.put(self._first_step, number))
+        return self._answers(self.tokens.put(self.first_step, number))
 
     def release(self) -> list[Action]:
         """Give those who wait tokens of the present step: nothing else will make it go on."""

@@ -82,6 +82,11 @@ class SyncSteps:
         known = self._groups.get(group)
         return -1 if known is None else known.step
 
+    def first_step(self, group: int) -> int:
+        """Return the step at which the group began, -1 if it is not defined."""
+        known = self._groups.get(group)
+        return -1 if known is None else known.first_step
+
     def init_tokens(self, group: int, count: int) -> list[Action]:
         """Put a group's initial tokens: once, however often a chief that restarts asks.
 

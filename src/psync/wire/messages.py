@@ -425,9 +425,10 @@ class AskStep(Message):
 @message(47)
 @dataclass(frozen=True, slots=True)
 class SyncStep(Message):
-    """The group's present step; -1 if nobody has pushed yet."""
+    """The group's present step, and its first one; both -1 if nobody has pushed yet."""
 
     step: int
+    first: int
 
 
 @message(48)
