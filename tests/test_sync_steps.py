@@ -344,6 +344,24 @@ def test_what_does_not_exist_is_a_bug() -> None:
         Steps(1).closed(GROUP, 0)
 
 
+def test_calls_of_two_runs_are_compared_by_their_numbers_so_a_loop_may_count_twice() -> None:
+    steps = Steps(1, 2)
+    steps.push(1, 0)
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(0, 0, closure=7)) == [(0, "stale", 1)]
+    assert closes(steps.push(0, 1, closure=7, ordinal=1)) == [(1, [0], False)]
+    steps.closed(GROUP, 1)
+    # Its worker is lost. The next run's first call is the first one of this number that counts.
+    assert closes(steps.push(1, 2, closure=7)) == [(2, [1], False)]
+    steps.closed(GROUP, 2)
+    assert answers(steps.push(1, 3, closure=7, ordinal=1)) == [(1, "duplicate", 3)]
+    steps.push(1, 3, closure=7, ordinal=2, variable_set=b"u")
+    steps.closed(GROUP, 3)
+    (refuse,) = steps.push(0, 4, closure=7, ordinal=2)
+    assert isinstance(refuse, Refuse)
+    assert "pushes other variables than in its first run" in str(refuse.error)
+
+
 # --- who waits for others --------------------------------------------------------------------
 
 

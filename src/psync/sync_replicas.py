@@ -215,6 +215,15 @@ class SyncReplicasOptimizer(Optimizer):
         The gradients' age is that of the oldest values that the step function has pulled
         since its last push; if it has pulled nothing, the last token.
 
+        Each call counts at most once, however often its closure runs. Runs are compared call by
+        call: the updates of a run are numbered as they are made, and of all runs one call of each
+        number counts; the others are DUPLICATE. A stale call has not counted. So a closure that
+        pushes again after STALE, in a loop, makes a further call, of the next number. If its worker
+        is lost afterwards, the next run's first call may count besides, since no first call has.
+        Its calls after the loop have other numbers than before, so one may be taken for another:
+        DUPLICATE, or a UsageError if their variables differ. Where a closure must count once, let
+        it return after STALE, and schedule it anew.
+
         Args:
             grads_and_vars: As for every optimizer. Not copied.
             global_step: An int64 scalar, raised by one with each step of the optimizer, when all
