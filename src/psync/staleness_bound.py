@@ -22,8 +22,9 @@ class StalenessBound:
 
     A round is a step's push through the optimizer that was accepted. After it, ``apply_gradients``
     returns once the worker is at most ``max_staleness`` rounds ahead of the slowest worker that
-    has work; workers that are idle, dead or out of data are not waited for. Updates are applied
-    one by one all the same: 0 is lock-step, not the mean of ``SyncReplicasOptimizer``.
+    has work; workers that are idle, dead or out of data are not waited for, nor those that wait
+    themselves, for another optimizer's bound or step: they may fall behind by more. Updates are
+    applied one by one all the same: 0 is lock-step, not the mean of ``SyncReplicasOptimizer``.
 
     Pushes by the coordinator's own program, outside of a step, are not counted. Each optimizer
     counts for itself: a step that does not push through it does no round.
