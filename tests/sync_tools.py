@@ -34,6 +34,7 @@ class Steps(SyncSteps):
         super().__init__()
         self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}
+        self.living: dict[str, int] = {}
 
     def live(self, *indices: int, now: float = 0.0, incarnation: int = 1) -> list[Action]:
         """These live; ``incarnation`` is that of worker 0."""
@@ -41,7 +42,12 @@ class Steps(SyncSteps):
         if 0 in indices:
             alive |= [replica(0, incarnation)]
         missing = [replica(index)[0] for index in range(4) if index not in indices]
-        return self.members(alive, missing, now)
+        actions: list[Action] = []
+        for task, number in self.living.items():
+            if alive.get(task) != number:
+                actions += self.fence(task, number + 1)
+        self.living = alive
+        return actions + self.members(alive, missing, now)
 
     def push(
         self,

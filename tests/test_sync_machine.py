@@ -36,6 +36,7 @@ class Worker:
         self.number = 0
         self.closure: int | None = None
         self.waiting = False
+        self.has_data = True
 
 
 class SyncMachine(RuleBasedStateMachine):
@@ -100,7 +101,14 @@ class SyncMachine(RuleBasedStateMachine):
         self.report()
 
     def report(self) -> None:
-        alive = {self.task(i): w.incarnation for i, w in enumerate(self.workers) if w.alive}
+        if not any(w.alive and w.has_data for w in self.workers):
+            for worker in self.workers:  # as the coordinator does: those that are left count again
+                worker.has_data = True
+        alive = {
+            self.task(i): w.incarnation
+            for i, w in enumerate(self.workers)
+            if w.alive and w.has_data
+        }
         self.perform(self.steps.members(alive, [], 0.0))
         self.perform(self.steps.schedule(bool(self.queue) or self.more, list(self.open)))
 
@@ -155,6 +163,15 @@ class SyncMachine(RuleBasedStateMachine):
             del self.open[worker.closure]
             self.queue.append(worker.closure)
             worker.closure = None
+        self.perform(self.steps.fence(self.task(index), worker.incarnation + 1))
+        self.report()
+
+    @precondition(lambda self: sum(w.alive and w.has_data for w in self.workers) > 1)
+    @rule(data=st.data())
+    def run_out_of_data(self, data: st.DataObject) -> None:
+        """A living worker takes part no more, though it may push, and wait, all the same."""
+        having = [i for i, w in enumerate(self.workers) if w.alive and w.has_data]
+        self.workers[data.draw(st.sampled_from(having))].has_data = False
         self.report()
 
     @precondition(lambda self: any(not w.alive for w in self.workers))
@@ -162,7 +179,7 @@ class SyncMachine(RuleBasedStateMachine):
     def come_back(self, data: st.DataObject) -> None:
         index = data.draw(st.sampled_from([i for i, w in enumerate(self.workers) if not w.alive]))
         worker = self.workers[index]
-        worker.alive, worker.number = True, 0
+        worker.alive, worker.has_data, worker.number = True, True, 0
         worker.incarnation += 1
         worker.pulled = self.global_step
         self.report()
@@ -228,8 +245,8 @@ class SyncMachine(RuleBasedStateMachine):
     def never_do_all_wait(self) -> None:
         if not hasattr(self, "steps") or self.closing is not None:
             return
-        living = [worker for worker in self.workers if worker.alive]
-        assert not all(worker.waiting for worker in living)
+        taking_part = [worker for worker in self.workers if worker.alive and worker.has_data]
+        assert not taking_part or not all(worker.waiting for worker in taking_part)
         if not self.more and not self.queue and self.open:
             assert not all(self.workers[index].waiting for index in self.open.values())
 

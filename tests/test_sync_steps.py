@@ -195,6 +195,24 @@ def test_a_dead_replica_waits_no_more_and_its_push_stays_counted() -> None:
     assert closes(gone) == [(0, [0], False)]
 
 
+def test_a_worker_that_is_out_of_data_takes_part_no_more_and_still_gets_its_answer() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    # Not named any more, and not fenced: it lives.
+    assert closes(steps.members(dict([replica(1)]), [], 0.0)) == [(0, [0], False)]
+    assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+
+
+def test_fencing_who_is_not_here_changes_nothing() -> None:
+    steps = Steps(2)
+    assert steps.fence(replica(0)[0], 5) == []
+    steps.push(0, 0, incarnation=5)
+    assert steps.fence(replica(0)[0], 5) == []
+    assert refusals(steps.fence(replica(0)[0], 6)) == [(0, "FencedError")]
+    assert refusals(steps.push(0, 0, incarnation=5)) == [(0, "FencedError")]
+
+
 def test_where_all_wait_the_step_is_closed_as_a_partial_one() -> None:
     steps = Steps(3, 2)
     steps.live(0, 1)
@@ -310,6 +328,17 @@ def test_the_end_of_training_releases_everybody() -> None:
     assert refusals(steps.end("done")) == [(0, "TrainingEnded")]
     assert refusals(steps.push(1, 0)) == [(1, "TrainingEnded")]
     assert refusals(steps.push(0, 0, number=1)) == [(0, "TrainingEnded")]
+
+
+def test_no_step_is_closed_after_the_end_of_training() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    steps.end("done")
+    assert steps.live(1) == []  # the target has shrunk to what was counted
+    assert steps.finish() == []
+    assert steps.is_settled
+    assert steps.step(GROUP) == 0
 
 
 def test_a_step_that_could_not_be_applied_is_told_to_all() -> None:

@@ -220,6 +220,8 @@ class PsTask:
         self._ledger.fence(task, below)
         self._sync.fence(task, below)
         self._accumulators.fence(task, below)
+        if self._closer is not None:
+            self._closer.lost(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error

@@ -179,7 +179,8 @@ class StepCloser:
         self._check_coordinator(peer)
         while self._over is None and not self.steps.is_settled:
             self._perform(self.steps.finish())
-            await asyncio.wait(list(self._under_way))
+            if self._under_way:
+                await asyncio.wait(list(self._under_way))
         return Reply(Done())
 
     def _check_coordinator(self, peer: Peer) -> None:
@@ -207,6 +208,10 @@ class StepCloser:
         """Take note of who lives (task → incarnation), and of the names of those who should."""
         self._members = (alive, missing)
         self._perform(self.steps.members(alive, missing, self._loop.time()))
+
+    def lost(self, task: str, below: int) -> None:
+        """Incarnations of ``task`` below ``below`` are over: nobody waits for their answers."""
+        self._perform(self.steps.fence(task, below))
 
     def end(self, reason: str) -> None:
         """Training is over: whoever waits, or pushes later, is told."""
@@ -341,6 +346,8 @@ class StepCloser:
             await self._all_ps.apply(message, calls)
             self._failpoints.hit("ps0.step.applied")
             await self._all_ps.raise_global_step(self._sync.define(message.group, None))
+            if self._over is None:
+                self._perform(self.steps.closed(message.group, message.step))
         except Exception as exc:
             if self._over is not None:
                 return
@@ -350,9 +357,6 @@ class StepCloser:
                 CLOSER, message.step, message.group, error.message,
             )  # fmt: skip
             self._perform(self.steps.close_failed(message.group, error))
-        else:
-            if self._over is None:
-                self._perform(self.steps.closed(message.group, message.step))
 
 
 def _connection_lost(peer: Peer) -> None:

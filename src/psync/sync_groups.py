@@ -116,6 +116,7 @@ class Group:
         self.first_step = step
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
+        self._shares: Counter[Replica] = Counter()  # of it, by who contributed
         self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
         self._tokens_held: dict[Replica, int] = {}  # that were not used yet
         self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
@@ -221,6 +222,7 @@ class Group:
     def close(self, *, partial: bool) -> Close:
         """Decide that the present step is closed with what was counted."""
         pushes, self._counted = self._counted, []
+        self._shares.clear()
         if self.config.deterministic:
             pushes.sort(key=lambda push: (_place(push.contribution.replica[0]),
                                           push.contribution.number))  # fmt: skip
@@ -325,9 +327,9 @@ class Group:
         if not self.config.bound:
             return False
         replica = contribution.replica
-        mine = [each.contribution for each in self._counted if each.contribution.replica == replica]
-        if len(mine) < self.config.allowance:
+        if self._shares[replica] < self.config.allowance:
             return False
+        mine = [each.contribution for each in self._counted if each.contribution.replica == replica]
         if any(each.number >= contribution.acked_below for each in mine):
             raise UsageError(
                 f"{self.config.name}: {replica[0]} has contributed {len(mine)} times to step "
@@ -339,6 +341,7 @@ class Group:
     def _count(self, push: Push) -> None:
         contribution = push.contribution
         self._counted.append(push)
+        self._shares[contribution.replica] += 1
         if contribution.closure is not None:
             calls = self._calls.setdefault(contribution.closure, {})
             calls[contribution.ordinal] = contribution.variable_set

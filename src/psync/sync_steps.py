@@ -136,6 +136,8 @@ class SyncSteps:
 
     def finish(self) -> list[Action]:
         """Nothing is left to do: close the steps in which something was counted."""
+        if self._ended is not None:
+            return []
         return [
             known.close(partial=not known.is_complete)
             for known in self._groups.values()
@@ -145,7 +147,10 @@ class SyncSteps:
     @property
     def is_settled(self) -> bool:
         """Whether all that was counted has been applied, as far as it can be."""
-        return not any(known.closing or known.may_close for known in self._groups.values())
+        over = self._ended is not None
+        return not any(
+            known.closing or (known.may_close and not over) for known in self._groups.values()
+        )
 
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:
         """A ps could not apply a step: the group is broken for good."""
@@ -156,19 +161,26 @@ class SyncSteps:
     # Who takes part, and what is left to do.
 
     def members(self, alive: Mapping[str, int], missing: Sequence[str], now: float) -> list[Action]:
-        """Take note of who lives (task → incarnation), and of the names of those who should.
+        """Take note of who takes part (task → incarnation), and of the names of those who should.
 
-        Targets shrink at once, and grow with the next step.
+        Targets shrink at once, and grow with the next step. Who is not named need not be dead: a
+        worker that is out of data takes part no more, and may be waiting for its token all the
+        same. Of deaths ``fence`` tells.
         """
-        before, self._alive = self._alive or {}, dict(alive)
+        self._alive = dict(alive)
         self._missing = tuple(missing)
-        actions: list[Action] = []
-        for task, number in before.items():
-            if alive.get(task) != number:
-                actions += self._drop((task, number), f"incarnation {number} of {task} is over")
+        actions = [act for task, number in alive.items() for act in self.fence(task, number)]
         for known in self._groups.values():
             known.follow(self._alive, now)
         return actions + self._close_what_is_due()
+
+    def fence(self, task: str, below: int) -> list[Action]:
+        """Incarnations of ``task`` below ``below`` are over: they wait no more."""
+        known = self._incarnations.get(task)
+        if known is None or known >= below:
+            return []
+        self._incarnations[task] = below
+        return self._drop((task, known), f"incarnation {known} of {task} is over")
 
     def schedule(self, queued: bool, in_flight: Sequence[int]) -> list[Action]:
         """Take note of the coordinator's closures.
@@ -240,6 +252,8 @@ class SyncSteps:
         nobody else can if all living replicas wait in one. A group that is being closed will
         let its replicas go on, so nothing is decided for lack of others until it has.
         """
+        if self._ended is not None:
+            return []
         actions: list[Action] = [
             known.close(partial=False)
             for known in self._groups.values()
@@ -258,17 +272,15 @@ class SyncSteps:
         groups = self._groups.values()
         if any(known.closing for known in groups):
             return False
-        replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
-        if not replicas:
-            return False
-        if self._alive and replicas.issuperset(self._alive.items()):
-            return True
-        if not self._in_flight or len(replicas) < len(self._in_flight):
-            return False
-        return all(
-            any(closure in known.waiting_closures() for known in groups)
-            for closure in self._in_flight
-        )
+        num_waiting = sum(known.tokens.num_waiting for known in groups)  # each push asks this
+        if self._alive and num_waiting >= len(self._alive):
+            replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
+            if replicas.issuperset(self._alive.items()):
+                return True
+        if self._in_flight and num_waiting >= len(self._in_flight):
+            closures = {closure for known in groups for closure in known.waiting_closures()}
+            return self._in_flight <= closures
+        return False
 
     def _replace_older(self, replica: Replica) -> list[Action]:
         """Drop what an earlier incarnation of the task has left; FencedError if this is one."""

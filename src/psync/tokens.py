@@ -57,6 +57,11 @@ class TokenChannel:
         self._published = self._taken = self._void = 0
 
     @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @property
     def waiting(self) -> list[Taker]:
         """Those who wait, in order."""
         return list(self._waiting)
