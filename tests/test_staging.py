@@ -176,12 +176,22 @@ class TestRepetition:
         assert staging.statistics().bytes == 10
         assert taken(staging, (A, 1)) == [(A, 1)]
 
-    def test_of_another_size_replaces_the_part(self, staging: Staging) -> None:
-        put(staging, A, 1, nbytes=10)
-        put(staging, A, 1, nbytes=30)
-        assert staging.statistics().bytes == 30
-        put(staging, A, 1, nbytes=20)
-        assert staging.statistics().bytes == 20
+    def test_of_another_size_replaces_a_part_that_has_not_come(self, staging: Staging) -> None:
+        for nbytes in (10, 30, 20):
+            assert staging.check(7, A, 1, -1, nbytes, config_of())
+            assert staging.statistics().bytes == nbytes
+
+    def test_of_another_size_is_refused_once_the_part_is_here(self, staging: Staging) -> None:
+        put(staging, A, 1, nbytes=10)  # it may be counted by now
+        with pytest.raises(RemoteProtocolError, match="has come with 10 bytes"):
+            put(staging, A, 1, nbytes=30)
+        assert staging.take(7, 0, [(*A, 1, 1.0)]) != []
+
+    def test_of_a_step_far_ahead_is_refused(self, staging: Staging) -> None:
+        staging.closed(7, 4)
+        assert put(staging, A, 1, local_step=6)
+        with pytest.raises(RemoteProtocolError, match="of step 7, and the step is 5"):
+            put(staging, A, 2, local_step=7)
 
     @pytest.mark.parametrize("nbytes", [10, 99])
     def test_changes_nothing_once_the_part_is_being_applied(
@@ -262,13 +272,14 @@ class TestBudget:
         assert staging.check(7, B, 1, -1, 1, config_of())
 
     def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
-        for push in (1, 2, 3):
+        for push in (1, 2):
             put(staging, A, push, nbytes=30)
-        assert put(staging, A, 3, nbytes=33)
+        for nbytes in (30, 33):
+            assert staging.check(7, A, 3, -1, nbytes, config_of())
         put(staging, A, 4, nbytes=7)
         with pytest.raises(ConfigurationError, match="100 of 100 bytes"):
-            put(staging, A, 1, nbytes=31)
-        assert taken(staging, (A, 1)) == [(A, 1)]  # what it had stays
+            staging.check(7, A, 3, -1, 34, config_of())
+        assert put(staging, A, 3, nbytes=33)  # what it had stays
 
 
 @dataclass

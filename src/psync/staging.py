@@ -107,6 +107,8 @@ class Staging:
 
         Raises:
             FencedError: A newer incarnation has replaced the replica.
+            RemoteProtocolError: The peer makes no sense: a push of another size than before, or
+                of a step that is far ahead.
             ConfigurationError: The budget is too small for a step of such parts, or exhausted.
         """
         self._check_served(replica)
@@ -115,9 +117,19 @@ class Staging:
             known = self._groups[group] = _Group()
         if known.step is not None and local_step < known.step:
             return False
+        if known.step is not None and local_step > known.step + 1:
+            raise RemoteProtocolError(
+                f"{config.name} on {self._task}: {replica[0]} pushes gradients of step "
+                f"{local_step}, and the step is {known.step}"
+            )
         part = known.parts.get((replica, push))
         if part is not None and (part.nbytes == nbytes or part.taken):
             return True  # the same again, after a lost connection
+        if part is not None and part.complete:  # perhaps it is counted already
+            raise RemoteProtocolError(
+                f"{config.name} on {self._task}: push {push} of {replica[0]} has come with "
+                f"{part.nbytes} bytes, and is announced again with {nbytes}"
+            )
         if nbytes > known.fits:
             self._check_fits(nbytes, config)
             known.fits = nbytes

@@ -300,11 +300,12 @@ class SyncSteps:
 
     def _not_enough(self, known: Group) -> NotEnoughReplicas:
         alive = sorted(self._alive or ())
+        missing = ", ".join(self._missing) or "unknown"
         return NotEnoughReplicas(
             f"{known.config.name}: step {known.step} needs at least {known.config.min_replicas} "
-            f"living replicas, and for {known.config.patience_s:g} s there were {len(alive)} "
-            f"({', '.join(alive) or 'none'}); missing: {', '.join(self._missing) or 'unknown'}",
-            hint="start the missing workers, or lower min_replicas",
+            f"living replicas that have data, and for {known.config.patience_s:g} s there were "
+            f"{len(alive)} ({', '.join(alive) or 'none'}); missing: {missing}",
+            hint="start the missing workers, or give them data, or lower min_replicas",
         )
 
     def _group(self, group: int) -> Group:
