@@ -274,12 +274,12 @@ class TestBudget:
     def test_a_part_that_grows_needs_the_difference(self, staging: Staging) -> None:
         for push in (1, 2):
             put(staging, A, push, nbytes=30)
-        for nbytes in (30, 33):
+        for nbytes in (30, 32):
             assert staging.check(7, A, 3, -1, nbytes, config_of())
-        put(staging, A, 4, nbytes=7)
+        put(staging, A, 4, nbytes=8)
         with pytest.raises(ConfigurationError, match="100 of 100 bytes"):
-            staging.check(7, A, 3, -1, 34, config_of())
-        assert put(staging, A, 3, nbytes=33)  # what it had stays
+            staging.check(7, A, 3, -1, 33, config_of())
+        assert put(staging, A, 3, nbytes=32)  # what it had stays
 
 
 @dataclass
