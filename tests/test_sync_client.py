@@ -492,6 +492,20 @@ class TestTokensAndTheEnd:
                     await pushing
             await ending
 
+    @pytest.mark.virtual_time
+    async def test_waiting_for_the_end_outlives_any_number_of_connections(self) -> None:
+        async with Cluster() as cluster:
+            await cluster.group(1)
+            await cluster.push(cluster.worker(OTHER), await cluster.variable("v"))
+            _, sync = cluster.worker(host="w")
+            asked = heard(cluster.ps[0], AwaitEnd)
+            ending = asyncio.create_task(sync.wait_ended())
+            for count in range(1, 20):
+                await until(lambda count=count: len(asked) >= count)
+                cluster.network.cut("w")
+            await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
+            await ending
+
     async def test_waiting_for_the_end_ends_with_the_task_too(self) -> None:
         async with Cluster() as cluster:
             client, sync = cluster.worker()

@@ -263,7 +263,9 @@ class ConditionalAccumulator(_Handle):
     async def take_grad(self, num_required: int) -> np.ndarray:
         """Wait until enough gradients are there, and take what all of them amount to.
 
-        Takes are served in the order of their coming, so a small one waits behind a large one.
+        Takes are served in the order of their coming, so a small one waits behind a large one. It
+        waits as long as it takes, also for gradients that nobody will bring: put a time limit
+        around it (``asyncio.timeout``) where that may be.
 
         Args:
             num_required: Gradients that must be there; more may be, and all are taken.

@@ -12,13 +12,19 @@ draws anew in each group, and by which ps 0 answers a repetition from memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from psync.errors import ClosedError, ConfigurationError, RemoteProtocolError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ConnectionLost,
+    RemoteProtocolError,
+)
 from psync.plans import BODY_PER_REQUEST, MEMBERS_PER_REQUEST, Plan, Request
 from psync.ps_client import PsClient, members_for
 from psync.rpc import Peer, Received
@@ -36,6 +42,8 @@ from psync.wire.messages import (
     TrainingOver,
 )
 from psync.wire.tensors import to_bytes_view
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
@@ -170,11 +178,17 @@ class SyncClient:
 
     async def wait_ended(self) -> None:
         """Wait until training has ended, or this task has closed its links. Cancellation: safe."""
-        try:
-            received = await self._ps.links[0].call(lambda peer: AwaitEnd())
-        except ClosedError:
-            return
-        _expect(received, TrainingOver, "a question for the end")
+        while True:
+            try:
+                received = await self._ps.links[0].call(lambda peer: AwaitEnd())
+            except ConnectionLost as exc:
+                # It may wait for days, and outlive more connections than a request is allowed.
+                logger.info("waiting on for the end of training: %s", exc.message)
+            except ClosedError:
+                return
+            else:
+                _expect(received, TrainingOver, "a question for the end")
+                return
 
     async def _is_over(self, plan: Plan, group: int, local_step: int) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
