@@ -108,7 +108,8 @@ async def test_with_a_backup_replica_what_comes_too_late_is_dropped() -> None:
     value, step = program.final
     assert value == [step] * 4  # the mean of gradients of one
     assert step == 30
-    assert sum(outcomes["accepted"] for outcomes in program.outcomes.values()) == 2 * 30
+    accepted = sum(outcomes["accepted"] for outcomes in program.outcomes.values())
+    assert 2 * 30 <= accepted <= 2 * 30 + 1  # one may count in a step that nobody completes
     assert set().union(*program.outcomes.values()) <= {"accepted", "stale"}
 
 
