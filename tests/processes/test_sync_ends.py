@@ -115,8 +115,9 @@ def test_too_few_living_workers_are_named_and_waited_for_no_longer_than_said() -
             with pytest.raises(NotEnoughReplicas) as caught:
                 await coordinator.join()
             assert 1 < time.monotonic() - began < 20
-            assert "at least 2 living replicas that have data, and for 1 s there were 1 " in caught.value.message
-            assert "missing: /job:worker/task:1" in caught.value.message
+            text = caught.value.message
+            assert "at least 2 living replicas that have data, and for 1 s there were 1 " in text
+            assert "missing: /job:worker/task:1" in text
             assert all(value.done() for value in values)
             assert await global_step.read() == 1
             assert (await sums.read()).tolist() == [[2, 2]] * 2
