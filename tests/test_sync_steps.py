@@ -146,7 +146,7 @@ def test_a_gradient_from_the_future_counts() -> None:
 
 def test_values_of_before_the_first_step_are_those_of_where_the_group_began() -> None:
     steps = Steps(1, 2, begin=40)
-    assert steps.step(GROUP) == 40
+    assert steps.step(GROUP) == steps.first_step(GROUP) == 40
     assert closes(steps.push(0, -1)) == [(40, [0], False)]
     steps.closed(GROUP, 40)
     (answer,) = steps.push(1, -1)
@@ -202,6 +202,18 @@ def test_a_worker_that_is_out_of_data_takes_part_no_more_and_still_gets_its_answ
     # Not named any more, and not fenced: it lives.
     assert closes(steps.members(dict([replica(1)]), [], 0.0)) == [(0, [0], False)]
     assert answers(steps.closed(GROUP, 0)) == [accepted(0, 1)]
+
+
+def test_who_waits_though_it_takes_no_part_does_not_stand_for_who_does() -> None:
+    steps = Steps(3)
+    steps.live(0, 1, 2)
+    for index in (0, 1, 2):
+        steps.push(index, 0)
+    steps.closed(GROUP, 0)
+    for index in (2, 0):
+        assert steps.push(index, 0) == []  # stale, and all tokens are taken
+    # As many wait as take part, but worker 1 does not, and may still push.
+    assert steps.members(dict([replica(0), replica(1)]), [], 0.0) == []
 
 
 def test_fencing_who_is_not_here_changes_nothing() -> None:
@@ -367,6 +379,7 @@ def test_what_does_not_exist_is_a_bug() -> None:
     steps = SyncSteps()
     assert not steps.knows(GROUP)
     assert steps.step(GROUP) == -1
+    assert steps.first_step(GROUP) == -1
     with pytest.raises(LocalProtocolError):
         steps.closed(GROUP, 0)
     with pytest.raises(LocalProtocolError, match="not being closed"):
