@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from psync.cluster import ClusterSpec, task_name
 from psync.endpoint import Endpoint
@@ -33,13 +33,15 @@ from psync.errors import (
 )
 from psync.platform import Platform
 from psync.processes import watch_lifeline
-from psync.ps_task import PsTask
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.task_output import configure_logging, write_whole_lines
 from psync.wire.messages import Shutdown
-from psync.worker_task import WorkerTask
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
+    from psync.worker_task import WorkerTask
 
 T = TypeVar("T")
 
@@ -222,7 +224,7 @@ async def _serve(
         await task.stopped.wait()
     finally:
         await task.close()
-    if isinstance(task, PsTask) and task.is_torn:
+    if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
 
 
@@ -230,8 +232,13 @@ def make_task(
     platform: Platform, job: str, index: int, address: str, *, main_by_name: bool = False
 ) -> PsTask | WorkerTask:
     """Return a ps or worker task, not started."""
+    # Imported here: the chief needs neither, and each of them only one.
     if job == "ps":
+        from psync.ps_task import PsTask
+
         return PsTask(platform, index, address)
+    from psync.worker_task import WorkerTask
+
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
