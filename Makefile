@@ -10,15 +10,22 @@ EXTRAS_lint := test,lint
 EXTRAS_coverage := test
 
 # What decides, and what reads bytes, is tested without an event loop, every branch of it.
-RULES := errors specs cluster partitioners placement sums accumulators sparse_accumulators schedules \
-	update_rules blocks shards means store ledger closure_states dispatching closures membership \
+RULES := errors specs cluster cluster_roles partitioners placement placement_report row_sets sums accumulators sparse_accumulators scatter_ops \
+	indexed_slices indexing await_first fitting embedding_rules schedule_base schedules \
+	rule_options gradient_clipping update_rules moment_rules adaptive_rules layerwise_rules rule_configs \
+	blocks row_blocks shards row_checks row_store lock_table means gradient_accumulation shard_updates gradient_store store ledger step_norms closure_states dispatching closure_waits closure_errors closures gangs membership \
 	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks session_members \
-	pulled_steps
+	pulled_steps metric_rules visitation element_specs checkpoint_manifest \
+	replica_sums distributed_values variable_copies
 WIRE := limits tensors frames codec messages handshake protocol remote_errors
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 
-.PHONY: help demo demo-short examples test coverage lint bench clean
+# Run an example, which checks its own numbers; show what it prints, and look for a line in it.
+printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
+	test $$code = 0 && grep -q $(1) out/examples/printed.txt
+
+.PHONY: help demo demo-short examples test test-processes test-others coverage lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,10 +45,24 @@ demo-short: $(VENV)/.installed-demo
 	$(DEMO) -- --epochs 3 --short
 
 examples: $(VENV)/.installed-demo
-	$(BIN)/psync run examples/sync_replicas.py --ps 2 --workers 3
+	@rm -rf out/examples && mkdir -p out/examples
+	$(call printing,'^step 300: loss 0.01',sync_replicas.py --ps 2 --workers 3)
+	$(call printing,'^epoch 1: \([0-9]*\) of \1 shards done$$',embeddings.py --ps 2 --workers 2 -- --quick)
+	$(call printing,'^error of ratings never seen: 0.1',matrix_factorization.py --ps 2 --workers 2)
+	$(call printing,'^epoch 1/3: ',fit.py --ps 2 --workers 2 -- --epochs 3 --out out/examples/fit)
+	$(call printing,'^epoch 4/5: ',fit.py --ps 2 --workers 2 -- --epochs 5 --out out/examples/fit)
+	@! grep '^epoch 1/5: ' out/examples/printed.txt
 
+# Tests that start processes wait for these most of the time, so the others run beside them. Each of the two shows what
+# it printed when it ends.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q
+	@$(MAKE) -j2 --output-sync=target test-processes test-others
+
+test-processes: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q tests/processes
+
+test-others: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q --ignore=tests/processes
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -56,6 +77,7 @@ coverage: $(VENV)/.installed-coverage
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/embeddings.py
 	$(BIN)/psync bench sync-async --out out
 
 clean:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from psync.access import Secret
 from psync.endpoint import Endpoint
@@ -18,7 +20,7 @@ from psync.testing import MemoryNetwork
 from psync.transport import Network, SocketNetwork
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done, Hello, Refused
+from psync.wire.messages import Done, Hello, Push, Refused
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 SECRET = Secret(b"a secret of the whole cluster")
@@ -29,6 +31,45 @@ Handlers = dict[type[Message], Handler]
 def done(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
     """A handler that has nothing to do."""
     return Reply(Done())
+
+
+def push(sequence: int = 1) -> Push:
+    return Push(sequence, 0, -1, 0, 0, None, 0, None, 0)
+
+
+def pattern(nbytes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class Gate:
+    """A handler that waits until it is told to answer, and counts who waits."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.begun = 0
+        self.cancelled = 0
+
+    async def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        self.begun += 1
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return Reply(Done())
+
+
+def raising(error: Exception, *, slowly: bool = False) -> Handler:
+    async def later() -> Reply:
+        await asyncio.sleep(0)
+        raise error
+
+    def run(peer: Peer, message: Any, segments: list[memoryview]) -> Awaitable[Reply]:
+        if slowly:
+            return later()
+        raise error
+
+    return Handler(run)
 
 
 def new_endpoint(

@@ -13,6 +13,7 @@ from psync.all_ps import AllPs
 from psync.errors import ClosedError, ConfigurationError, FencedError, PsyncError
 from psync.failpoints import Failpoints
 from psync.sync_config import SyncConfig
+from psync.whole_sets import Values
 from psync.wire.messages import AskStatistics, AttachPs, CloseStep, Statistics
 from tests.ps_cluster import CHIEF, hold, until
 from tests.sync_cluster import GROUP, SyncCluster
@@ -37,6 +38,20 @@ def close_step(cluster: SyncCluster, step: int) -> CloseStep:
     return CloseStep(GROUP, cluster.config, step, [])
 
 
+async def closed(all_ps: AllPs, message: CloseStep) -> Values:
+    """Let every ps close a step; return what was brought, raise what went wrong."""
+    ended: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+
+    def then(values: Values, failed: Exception | None) -> None:
+        if failed is None:
+            ended.set_result(values)
+        else:
+            ended.set_exception(failed)
+
+    all_ps.close_step(message, [], (), then)
+    return await ended
+
+
 async def test_all_others_are_asked_at_once() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         calls = all_ps.ask_others(AskStatistics())
@@ -49,8 +64,7 @@ async def test_all_others_are_asked_at_once() -> None:
 
 async def test_a_step_is_applied_everywhere() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        message = close_step(cluster, 0)
-        await all_ps.apply(message, all_ps.ask_others(message))
+        await closed(all_ps, close_step(cluster, 0))
         assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
@@ -58,9 +72,8 @@ async def test_a_step_is_applied_everywhere() -> None:
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         cluster.ps[broken]._sync._failpoints = Failpoints("ps.step.applied=error")
-        message = close_step(cluster, 0)
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
-            await all_ps.apply(message, all_ps.ask_others(message))
+            await closed(all_ps, close_step(cluster, 0))
         assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
@@ -133,3 +146,5 @@ async def test_closed_links_stay_closed() -> None:
         await all_ps.close()
         with pytest.raises(ClosedError, match="has closed its links"):
             all_ps.ask_others(AskStatistics())
+        with pytest.raises(ClosedError, match="has closed its links"):
+            await closed(all_ps, close_step(cluster, 0))

@@ -229,6 +229,31 @@ class TestBlockArray:
         assert array._blocks == [None, None]
         assert np.array_equal(joined(array), np.full(300_000, fill, np.float32))
 
+    def test_reading_a_fill_makes_no_blocks_and_is_not_changed_by_updates(self) -> None:
+        pool = BlockPool()
+        array = BlockArray(600_000, F32, 0.5)
+        views = array.export()
+        assert array._blocks == [None, None, None]
+        target = array.writable(1, pool)
+        target.array[:] = 7
+        assert not array.commit(1, target, pool)  # nobody has read this one
+        assert np.array_equal(np.frombuffer(b"".join(views), F32), np.full(600_000, 0.5, F32))
+        now = joined(array)
+        assert (now == 7).sum() == 262_144
+        assert (now == 0.5).sum() == 600_000 - 262_144
+
+    @pytest.mark.parametrize(
+        ("dtype", "fill"),
+        [("float32", -0.0), ("float64", np.nan), ("int64", 2**63 - 1), ("uint64", 2**64 - 1),
+         ("bool", True)],
+    )  # fmt: skip
+    def test_fill_is_exact(self, dtype: str, fill: object) -> None:
+        element = np.array(fill, dtype)
+        array = BlockArray(3, np.dtype(dtype), element)
+        expected = np.full(3, element).tobytes()
+        assert b"".join(array.export()) == expected
+        assert array.block(0).array.tobytes() == expected
+
     def test_fill_of_bfloat16(self) -> None:
         array = BlockArray(3, np.dtype(ml_dtypes.bfloat16), 0.5)
         assert array.block(0).array.astype(np.float32).tolist() == [0.5, 0.5, 0.5]

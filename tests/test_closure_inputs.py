@@ -11,13 +11,17 @@ import pytest
 from psync.closure_inputs import ClosureInputs, HeldClosure
 from psync.closure_messages import ScheduledCall, arguments_reply, function_reply, run_closures
 from psync.closure_states import Closure
-from psync.datasets import PerWorkerDataset
+from psync.datasets import PerWorkerDataset, PerWorkerIterator
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.functions import FunctionTable
 from psync.iterators import IteratorTable
 from psync.payloads import EMPTY, pack_arguments
 from psync.rpc import Received
 from psync.wire.messages import Done, FetchArguments, FetchFunction, Message
+
+
+async def positions_of(iterator: PerWorkerIterator) -> dict[int, int]:
+    raise AssertionError("there is nobody to ask")
 
 
 class World:
@@ -54,7 +58,9 @@ class World:
         return HeldClosure(closure_id, key, count, counts, [memoryview(s) for s in segments])
 
     def dataset(self, fn: Any) -> PerWorkerDataset:
-        return PerWorkerDataset(self.functions.register_dataset(fn), 2, lambda uid: None)
+        return PerWorkerDataset(
+            fn, self.functions.register_dataset(fn), 2, lambda uid: None, positions_of
+        )
 
     async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
         step = await self.inputs.step(closure.key)
@@ -101,6 +107,16 @@ async def test_iterators_are_built_where_they_arrive_captured_or_passed():
     await world.of(closure)
     await world.of(closure)
     assert len(world.iterators) == 2
+
+
+async def test_an_iterator_begins_at_the_position_of_its_worker():
+    world = World()
+    dataset = world.dataset(lambda: range(10))
+    iterator = dataset.iterator({0: 2, 1: 5})
+    await world.of(world.held(lambda it: 0, iterator))
+    built = world.iterators.get(iterator.uid)
+    assert built is not None
+    assert (next(built), built.position) == (5, 6)  # this is worker 1
 
 
 async def test_a_dataset_that_cannot_be_built_is_an_input_error():

@@ -8,10 +8,12 @@ import pytest
 from psync.closure_inputs import _unpack
 from psync.closure_messages import (
     INLINE_BYTES,
+    ReplicaCall,
     ScheduledCall,
     arguments_reply,
     function_reply,
     run_closures,
+    run_replica,
 )
 from psync.closure_states import Closure
 from psync.errors import LocalProtocolError
@@ -52,6 +54,14 @@ def test_small_arguments_travel_with_the_closure():
     assert unpacked(segments[:1], [], 1) == ((5,), {"x": "y"})
     (array,), _ = unpacked(segments[1:], [], 2)
     assert (array == np.zeros(1000)).all()
+
+
+def test_a_replica_travels_like_a_closure_and_says_which_it_is():
+    call = ReplicaCall(TABLE.register(step), pack_arguments("step", (5,), {}), 1, 3)
+    message, segments = run_replica(Closure(7, call))
+    assert message.closure == (7, TABLE.register(step).key, 1, [])
+    assert (message.replica_id, message.num_replicas) == (1, 3)
+    assert unpacked(segments, [], 1) == ((5,), {})
 
 
 def test_large_arguments_are_fetched():

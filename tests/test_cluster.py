@@ -1,4 +1,4 @@
-"""The cluster: jobs, addresses, names, and what training needs of it."""
+"""The cluster: jobs, addresses, names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from psync.cluster import (
     parse_task_name,
     split_address,
     task_name,
-    validate_for_training,
-    with_chief,
 )
 from psync.errors import ConfigurationError
 
@@ -109,7 +107,7 @@ def test_addresses_that_others_reach(address: str) -> None:
     assert not is_loopback(address)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=30) | st.from_regex(r"(unix:/|\[[0-9:]*\]|[a-z.]*):?[0-9]{0,6}"))
 def test_any_text_is_an_address_or_a_configuration_error(text: str) -> None:
     try:
@@ -289,131 +287,3 @@ def test_unknown_task_is_an_error_that_lists_the_known(job: str, index: Any, mes
     with pytest.raises(ConfigurationError) as caught:
         spec.task_address(job, index)
     assert str(caught.value) == message
-
-
-# --- what training needs -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task_type", "task_id"),
-    [("chief", 0), ("worker", 2), ("ps", 1), (None, None), (None, 3)],
-)
-def test_complete_cluster_suits_every_task(task_type: str | None, task_id: int | None) -> None:
-    spec = ClusterSpec(FULL)
-    assert validate_for_training(spec, task_type, task_id) == (spec, task_type, task_id)
-
-
-def test_cluster_without_chief_suits_a_program_that_is_no_task() -> None:
-    spec = ClusterSpec({"ps": ["p:1"], "worker": ["w:1"]})
-    assert validate_for_training(spec, None, None) == (spec, None, None)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "task_type", "task_id"),
-    [
-        ({"ps": ["p0:1"], "worker": {3: "w3:1"}}, "worker", 3),
-        ({"worker": {3: "w3:1"}}, "worker", 3),
-        ({"ps": {1: "p1:1"}}, "ps", 1),
-    ],
-)
-def test_worker_and_ps_may_know_only_themselves(
-    cluster: dict[str, Any], task_type: str, task_id: int
-) -> None:
-    spec = ClusterSpec(cluster)
-    assert validate_for_training(spec, task_type, task_id) == (spec, task_type, task_id)
-
-
-def test_index_may_be_left_out_where_the_job_has_one_task() -> None:
-    spec = ClusterSpec(FULL)
-    assert validate_for_training(spec, "chief", None) == (spec, "chief", 0)
-
-
-def test_master_is_accepted_for_chief() -> None:
-    master = ClusterSpec({"master" if job == "chief" else job: FULL[job] for job in FULL})
-    chief = ClusterSpec(FULL)
-    assert with_chief(master) == chief
-    assert with_chief(chief) is chief
-    assert validate_for_training(master, "master", 0) == (chief, "chief", 0)
-
-
-def test_evaluator_is_left_out_of_the_training_cluster() -> None:
-    spec = ClusterSpec({**FULL, "evaluator": ["e:1"]})
-    for task_type in ("chief", "evaluator"):
-        assert validate_for_training(spec, task_type, 0) == (ClusterSpec(FULL), task_type, 0)
-
-
-def test_evaluator_need_not_be_listed() -> None:
-    spec = ClusterSpec(FULL)
-    assert validate_for_training(spec, "evaluator", 0) == (spec, "evaluator", 0)
-
-
-@pytest.mark.parametrize(
-    ("cluster", "task_type", "task_id", "message"),
-    [
-        ({}, "worker", 0, "cluster is missing or empty"),
-        (
-            {**FULL, "gpu": []},
-            "worker",
-            0,
-            "cluster.gpu: expected the jobs 'chief', 'worker', 'ps' or 'evaluator', got 'gpu'",
-        ),
-        (
-            {**FULL, "master": ["m:1"]},
-            "chief",
-            0,
-            "cluster: the cluster has a 'chief' and a 'master', which mean the same",
-        ),
-        (
-            {**FULL, "chief": ["c:1", "d:1"]},
-            "chief",
-            0,
-            "cluster.chief: expected at most one chief, got 2",
-        ),
-        (
-            {**FULL, "evaluator": ["c:2", "d:2"]},
-            "chief",
-            0,
-            "cluster.evaluator: expected at most one evaluator, got 2",
-        ),
-        ({"worker": ["w:1"]}, None, None, "cluster.ps: expected at least one ps, got none"),
-        (
-            {"chief": ["c:1"], "ps": ["p:1"], "worker": []},
-            "chief",
-            0,
-            "cluster.worker: expected at least one worker, got none",
-        ),
-        (
-            FULL,
-            "foobar",
-            0,
-            "task.type: expected 'chief', 'worker', 'ps' or 'evaluator', got 'foobar'",
-        ),
-        (SPARSE, "chief", 0, "task.type is 'chief', but the cluster has only 'ps', 'worker'"),
-        (FULL, "ps", 2, "task.index is 2, and the job 'ps' has tasks 0 to 1"),
-        (FULL, "ps", -1, "task.index is -1, and the job 'ps' has tasks 0 to 1"),
-        (FULL, "ps", None, "task.index is missing, and the job 'ps' has tasks 0 to 1"),
-        (SPARSE, "worker", 0, "task.index is 0, and the job 'worker' has tasks 1, 4"),
-        (
-            {**FULL, "evaluator": ["e:1"]},
-            "evaluator",
-            1,
-            "task.index is 1, and the job 'evaluator' has only task 0",
-        ),
-    ],
-)
-def test_unfit_cluster_is_an_error_that_names_the_field(
-    cluster: dict[str, Any], task_type: str | None, task_id: int | None, message: str
-) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        validate_for_training(ClusterSpec(cluster), task_type, task_id, source="TF_CONFIG")
-    assert caught.value.message == f"TF_CONFIG: {message}"
-
-
-@pytest.mark.parametrize(("task_type", "task_id"), [(1, 0), ("ps", "0")])
-def test_task_of_the_wrong_python_type_is_a_type_error(task_type: Any, task_id: Any) -> None:
-    with pytest.raises(TypeError) as caught:
-        validate_for_training(ClusterSpec(FULL), task_type, task_id)
-    assert str(caught.value) == (
-        "cluster: expected a task type (str) and a task index (int), or None, got "
-        f"{task_type!r} and {task_id!r}"
-    )

@@ -784,6 +784,15 @@ async def test_bad_options_are_refused():
             psync.ClusterCoordinator(strategy, closure_timeout=0)
 
 
+def test_an_evaluator_cannot_take_training_away_from_the_chief():
+    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="evaluator", task_id=0)
+    )
+    with pytest.raises(ConfigurationError, match="the evaluator, which takes no part in training"):
+        psync.ClusterCoordinator(strategy)
+
+
 async def test_it_is_used_on_its_own_loop_only():
     async with coordinating() as (_, coordinator):
         found: list[BaseException] = []

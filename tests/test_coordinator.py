@@ -282,6 +282,7 @@ async def test_a_closure_held_behind_one_that_waits_for_it_is_given_back():
             await asyncio.sleep(0.01)
 
         coordinator.schedule(waits)
+        coordinator.schedule(quick)  # for the other worker
         coordinator.schedule(sets)  # sent ahead, behind the one that waits for it
         for _ in range(6):
             coordinator.schedule(quick)

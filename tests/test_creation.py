@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from typing import Any
 
@@ -11,7 +12,7 @@ from psync import creation, declarations
 from psync.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
-from psync.specs import VariableSpec
+from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of
 from psync.wire.messages import CreateShards
 from tests.ps_cluster import PsCluster, assign, hold, pull, until
 
@@ -179,6 +180,53 @@ async def test_what_the_ps_refuses_is_told() -> None:
         cluster.declared.append(Declaration(spec, np.zeros(4, np.float32)))
         with pytest.raises(PartitionError, match=r"exists already as .*shape \(3,\)"):
             await cluster.creation.ensure()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+async def test_of_a_constant_one_element_is_sent_whatever_its_dtype(dtype: str) -> None:
+    async with PsCluster(2) as cluster:
+        element = np.array(1, dtype_of(dtype))
+        spec = split(
+            "table", 0, (1 << 20, 3), dtype, trainable=True, partitioner=FixedShardsPartitioner(4),
+            place=lambda nbytes: next(cluster.places), where="train.py:3",
+        )  # fmt: skip
+        cluster.declared.append(Declaration(spec, np.broadcast_to(element, spec.shape)))
+        await cluster.creation.ensure()
+        assert bytes_received(cluster) < 3000
+        shard = dataclasses.replace(spec.shards[1], index=1)
+        assert cluster.ps[1]._store.spec(shard.key) == shard
+        first = bytes(cluster.ps[1]._store.read(shard.key)[0][: element.itemsize])
+        assert first == element.tobytes()
+
+
+async def test_constants_of_a_callable_and_of_one_row_are_created_among_others() -> None:
+    async with PsCluster(2) as cluster:
+
+        def by_shard(shape: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
+            return np.broadcast_to(np.float32(offset[0]), shape)
+
+        a = declare(cluster, "a", by_shard, (5, 2), shards=2)
+        b = declare(cluster, "b", np.arange(4, dtype=np.float32), (4,), shards=2)
+        c = declare(cluster, "c", lambda: np.broadcast_to(np.float32(9), (2, 1)), (2, 1), shards=2)
+        await cluster.creation.ensure()
+        values = await pull(cluster.chief, a, b, c)
+        assert values[0].tolist() == [[0, 0], [0, 0], [0, 0], [3, 3], [3, 3]]
+        assert [value.ravel().tolist() for value in values[1:]] == [[0, 1, 2, 3], [9, 9]]
+
+
+async def test_a_constant_that_was_updated_is_not_created_anew_by_a_repetition() -> None:
+    async with PsCluster() as cluster:
+        task = cluster.ps[0]
+
+        def cut() -> None:
+            for _ in task._store.assign((0, 0), "add", np.ones(6, np.float32)):
+                pass
+            cluster.network.cut(task._address)
+
+        task._platform.failpoints.arm("ps.create.done", cut)
+        v = declare(cluster, "v", np.broadcast_to(np.float32(0.5), (6,)), (6,))
+        await cluster.creation.ensure()
+        assert (await pull(cluster.chief, v))[0].tolist() == [1.5] * 6
 
 
 def declare_copy(cluster: PsCluster, name: str, original: VariableSpec) -> VariableSpec:

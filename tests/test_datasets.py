@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
+from collections import Counter
 
 import memory_cluster
+import numpy as np
 import pytest
 from memory_cluster import coordinating
 
 import psync
-from psync.errors import CaptureError, ClosureInputError, EndOfData, UsageError
+from psync.errors import (
+    CaptureError,
+    ClosureInputError,
+    ConfigurationError,
+    EndOfData,
+    UsageError,
+)
 from psync.worker_task import WorkerTask
 
 
@@ -253,7 +262,209 @@ async def test_under_a_virtual_clock_batches_are_loaded_when_they_are_asked_for(
 
 async def test_what_is_no_dataset_function_is_refused():
     async with coordinating(num_workers=1) as (_, coordinator):
-        with pytest.raises(UsageError, match="dataset_fn: expected a function, got int"):
+        with pytest.raises(
+            UsageError, match="expected a dataset function or an iterable of batches, got int"
+        ):
             coordinator.create_per_worker_dataset(3)
         with pytest.raises(UsageError, match="needs the arguments a, b"):
             coordinator.create_per_worker_dataset(lambda a, b: [])
+
+
+# --- iterables --------------------------------------------------------------------------------
+
+
+class Loader:
+    """As data loaders are: it has a length, and can be iterated over again and again."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+async def take(batches):
+    return next(batches)
+
+
+async def test_an_iterable_is_captured_when_the_dataset_is_created():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        batches = [np.zeros(3), np.ones(3)]
+        per_worker = coordinator.create_per_worker_dataset(Loader(batches))
+        assert per_worker.element_spec == psync.TensorSpec((3,), "float64")
+        batches[0] += 7
+        batches.clear()
+        iterator = iter(per_worker)
+        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
+        assert [value.tolist() for value in await coordinator.fetch(values)] == [[0] * 3, [1] * 3]
+        coordinator.schedule(take, args=(iterator,))
+        with pytest.raises(EndOfData, match="has no further batch"):
+            await coordinator.join()
+
+
+async def test_every_worker_gets_the_whole_of_an_iterable():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(["a", "b"]))
+
+        async def both(batches):
+            await memory_cluster.note(str(psync.get_worker_index()))
+            for worker in "01":
+                await memory_cluster.event_of(worker).wait()
+            return next(batches) + next(batches)
+
+        values = [coordinator.schedule(both, args=(iterator,)) for _ in range(2)]
+        assert await coordinator.fetch(values) == ["ab", "ab"]
+
+
+async def test_arrays_are_cut_into_batches_on_the_worker():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        arrays = psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3)
+        iterator = iter(coordinator.create_per_worker_dataset(arrays))
+        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
+        (x, y), (x_rest, _) = await coordinator.fetch(values)
+        assert (x.tolist(), y.tolist(), x_rest.tolist()) == ([0, 1, 2], [0, 2, 4], [3, 4])
+
+
+async def test_a_torch_data_loader_is_a_dataset():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    async with coordinating(num_workers=1) as (_, coordinator):
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6)), batch_size=4
+        )
+        per_worker = coordinator.create_per_worker_dataset(loader)
+        assert per_worker.element_spec == [
+            psync.TensorSpec((None,), "float32"), psync.TensorSpec((None,), "int64"),
+        ]  # fmt: skip
+        iterator = iter(per_worker)
+
+        async def step(batches):
+            x, y = next(batches)
+            return x.numpy().tolist(), len(y)
+
+        assert await coordinator.schedule(step, args=(iterator,)) == ([0, 1, 2, 3], 4)
+        assert await coordinator.schedule(step, args=(iterator,)) == ([4, 5], 2)
+
+
+async def test_what_is_no_dataset_is_refused_where_it_is_given():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        create = coordinator.create_per_worker_dataset
+        with pytest.raises(UsageError, match="a generator can be iterated over only once"):
+            create(n for n in [1, 2])
+        with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
+            create((np.zeros(3), np.zeros(3)))
+        for source in (create([1]), iter(create([1]))):
+            with pytest.raises(UsageError, match="which is per worker already"):
+                create(source)
+        with pytest.raises(CaptureError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"):
+            create([threading.Lock()])
+        with pytest.raises(CaptureError, match=r'^dataset function "<lambda>" captures "create"'):
+            create(lambda: create)
+
+
+async def test_a_variable_cannot_be_declared_in_dataset_code():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def dataset():
+            psync.Variable(1.0)
+            return []
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        coordinator.schedule(take, args=(iterator,))
+        with pytest.raises(ClosureInputError, match="could not be built: UsageError"):
+            await coordinator.join()
+
+
+async def test_what_elements_look_like_is_found_out_in_this_process():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: [np.zeros((2, 3)), np.zeros(3)])
+        assert per_worker.element_spec == psync.TensorSpec(None, "float64")
+
+
+async def test_a_dataset_without_iterators_is_iterated_over_by_steps():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        built = coordinator.create_per_worker_dataset(dataset_fn=lambda: [1, 2, 3]).build()
+        assert await coordinator.schedule(lambda data: list(data), args=(built,)) == [1, 2, 3]
+        with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
+            list(built)
+
+
+# --- positions --------------------------------------------------------------------------------
+
+
+async def test_the_position_is_what_steps_were_handed():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
+        assert await iterator.positions() == {0: 0, 1: 0}
+
+        async def step(batches):
+            await asyncio.sleep(0.001)
+            return psync.get_worker_index(), next(batches)
+
+        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(10)]
+        await coordinator.join()
+        counts = Counter(worker for worker, _ in await coordinator.fetch(values))
+        assert await iterator.positions() == {0: counts[0], 1: counts[1]}
+
+
+async def test_an_iterator_goes_on_from_the_positions_of_another_one():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        first = iter(per_worker)
+        for _ in range(3):
+            await coordinator.schedule(take, args=(first,))
+        kept = json.loads(json.dumps(await first.positions()))
+        assert kept == {"0": 3}
+        again = per_worker.iterator(kept)
+        assert await again.positions() == {0: 3}
+        assert await coordinator.schedule(take, args=(again,)) == 3
+        assert await again.positions() == {0: 4}
+        captured = per_worker.iterator(7)
+        assert await coordinator.schedule(lambda: next(captured)) == 7
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        iterator = per_worker.iterator(5)
+        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        await cluster.stop("worker-0")
+        assert await iterator.positions() == {0: 5}
+        await cluster.start("worker-0")
+        assert await coordinator.schedule(take, args=(iterator,)) == 5
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_is_lost_while_it_is_asked_is_where_it_began():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
+        await coordinator.schedule(take, args=(iterator,))
+        cluster.network.partition("chief-0", "worker-0")
+        asked = asyncio.create_task(iterator.positions())
+        await asyncio.sleep(1)
+        assert not asked.done()
+        cluster.network.cut("worker-0")
+        assert await asked == {0: 0}
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (-1, r"^position: expected a number of batches of at least 0, got -1$"),
+        (1.5, r"^position: expected a number of batches of at least 0, got 1.5$"),
+        ({0: None}, r"^position: expected a number of batches of at least 0, got None$"),
+        (
+            {2: 1},
+            r"^position: expected workers 0 to 0, got 2\nhint: shards of",
+        ),
+        ({"zero": 1}, r"got 'zero'"),
+    ],
+)
+async def test_what_is_no_position_is_refused(position, message):
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        with pytest.raises(ConfigurationError, match=message):
+            per_worker.iterator(position)

@@ -16,6 +16,7 @@ from psync.declarations import (
     beside,
     describe,
     initial_shards,
+    is_constant,
     split,
     takes_shard,
 )
@@ -273,6 +274,56 @@ class TestInitialShards:
         with pytest.raises(ZeroDivisionError) as caught:
             made(lambda: 1 / 0, (5, 2))
         assert caught.value.__notes__ == [f"while making the initial value of {SUBJECT}"]
+
+
+class TestConstants:
+    """An array whose elements are one in memory stays one."""
+
+    @pytest.mark.parametrize(
+        ("element", "dtype", "made_dtype"),
+        [
+            (np.float32(0.1), None, "float32"),
+            (np.float64(0.1), "bfloat16", "bfloat16"),
+            (np.int64(-1), "int8", "int8"),
+            (np.array(1, ">i4"), None, "int32"),
+            (np.True_, None, "bool"),
+            (0.5, None, "float64"),
+        ],
+    )
+    def test_of_any_dtype(self, element: Any, dtype: object, made_dtype: str) -> None:
+        array, shape, name = declared(np.broadcast_to(element, (10**6, 10**4)), dtype)
+        assert (shape, name) == ((10**6, 10**4), made_dtype)
+        assert is_constant(array)
+        assert array[0, 0] == np.asarray(element).astype(array.dtype)
+        assert array.dtype.isnative
+
+    def test_shards_of_one_are_constants_also_if_a_callable_makes_it(self) -> None:
+        whole = np.broadcast_to(np.float32(2), (7, 3))
+        for value in (whole, lambda: whole, lambda shape, offset: np.broadcast_to(2.0, shape)):
+            shards = made(value, (7, 3))
+            assert [shard.shape for shard in shards] == [(3, 3), (2, 3), (2, 3)]
+            assert all(is_constant(shard) for shard in shards)
+
+    def test_it_does_not_change_with_the_array_that_was_given(self) -> None:
+        element = np.array(1.0)
+        array, _, _ = declared(np.broadcast_to(element, (3, 3)))
+        element[()] = 2
+        assert array.tolist() == [[1, 1, 1]] * 3
+
+    def test_a_value_that_would_change_by_its_dtype_is_an_error(self) -> None:
+        with pytest.raises(PartitionError, match="float64 values would change by becoming int32"):
+            declared(np.broadcast_to(0.5, (3, 3)), "int32")
+
+    @pytest.mark.parametrize(
+        "value",
+        [np.zeros((3, 3)), np.broadcast_to(np.arange(3), (3, 3)), np.broadcast_to(1.0, (0, 3)),
+         np.float32(3), np.ones((1, 1))],
+    )  # fmt: skip
+    def test_what_has_elements_of_its_own_or_only_one_is_made_as_ever(self, value: Any) -> None:
+        array, shape, _ = declared(value)
+        assert not is_constant(array)
+        assert array.flags.c_contiguous
+        assert array.shape == shape
 
 
 class TestSplit:

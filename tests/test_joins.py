@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from psync.closures import Closure, ClosureQueue, Settle
-from psync.errors import EndOfData
+from psync.errors import DeadlineExceeded, EndOfData
 from psync.joins import Joins, describe_waiting
 
 WORKERS = ("w0", "w1")
@@ -18,7 +18,7 @@ class World:
 
     def __init__(self, num_closures: int = 2) -> None:
         self.queue = ClosureQueue()
-        self.joins = Joins(self.queue)
+        self.joins = Joins(self.queue, lambda: "closure 0 on w0")
         for i in range(num_closures):
             self.queue.worker_joined(f"w{i}")
             self.queue.schedule(Closure(i, name="step"))
@@ -131,6 +131,36 @@ async def test_failing_ends_all_and_an_error_that_nobody_reads_is_no_noise():
     assert isinstance(join.exception(), ValueError)
 
 
+async def test_who_waits_until_the_deadline_is_told_on_whom():
+    world = World(1)
+    join = world.joins.add(1)
+    now = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
+        await world.joins.wait(join, now, 5.0)
+    assert info.value.hint == "what was scheduled goes on; join again, or cancel RemoteValues"
+    assert not join.done()
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    await world.joins.wait(join, now, 5.0)
+
+
+@pytest.mark.virtual_time
+async def test_a_long_wait_is_logged_unless_there_was_news(caplog):
+    world = World(1)
+    loop = asyncio.get_running_loop()
+    join = world.joins.add(1)
+
+    async def live() -> None:
+        await asyncio.sleep(15)
+        world.joins.heard_at = loop.time()
+        await asyncio.sleep(10)
+        world.tell(world.queue.finished("w0", [0], 0.0))
+
+    living = loop.create_task(live())
+    await world.joins.wait(join, None, None)
+    await living
+    assert caplog.messages == ["join waits: closure 0 on w0"]  # after 10 s, and not after 20
+
+
 async def test_what_is_waited_for_is_said():
     queue = ClosureQueue()
     assert "no worker is connected (waiting for w0 at a:1, w1 at b:2)" in describe_waiting(
@@ -152,7 +182,7 @@ async def test_what_is_waited_for_is_said():
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (6, "; and 1 more"), (100, "; and 95 more")])
-def test_a_description_names_a_few_of_many(count, more):
+async def test_a_description_names_a_few_of_many(count, more):
     running = "; ".join(f"closure {i} (step) on w{i}" for i in range(5)) + more
     assert describe_waiting(World(count).queue, [], []) == running
     others = ["variables are being created"]

@@ -16,11 +16,14 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.gradient_clipping import scaled, sum_of_squares
+from psync.layerwise_rules import Lamb
 from psync.means import MeanGradient, growing_decay, move_average
+from psync.moment_rules import Adam
 from psync.specs import ShardSpec, dtype_of
 from psync.store import ShardStore, Work
 from psync.sums import Reduction, sum_dtype
-from psync.update_rules import SGD, Adam, Scratch, UpdateRule
+from psync.update_rules import SGD, Scratch, UpdateRule
 
 TASK = "/job:ps/task:1"
 KEY = (0, 0)
@@ -420,3 +423,53 @@ def test_every_snapshot_stays_what_it_was(size: int, steps: list[tuple[str, int]
 @pytest.mark.parametrize(("step", "decay"), [(0, 0.1), (8, 0.5), (80, 0.9), (10**9, 0.9)])
 def test_a_decay_that_follows_the_step_grows_to_its_limit(step: int, decay: float) -> None:
     assert growing_decay(0.9, step) == decay
+
+
+@each_dtype
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("scale", [0.3, 1.0, 0.0, float("nan")])
+def test_a_scaled_mean_is_the_mean_as_a_worker_shortens_it(
+    dtype: str, count: int, scale: float
+) -> None:
+    gradients = [numbers(1000, dtype, seed) for seed in range(count)]
+    gradients[0][5] = np.inf
+    plain = MeanGradient(gradients, [1.0] * count, "mean", Scratch(1000))
+    expected = scaled(plain[0:1000].copy(), scale).tobytes()
+    mean = MeanGradient(gradients, [1.0] * count, "mean", Scratch(1000), scale)
+    assert b"".join(mean[i : i + 250].tobytes() for i in range(0, 1000, 250)) == expected
+
+
+@each_dtype
+@each_size
+def test_the_squares_of_a_mean_are_those_of_what_is_applied_whatever_the_blocks(
+    dtype: str, size: int
+) -> None:
+    store = store_of(np.zeros(size, dtype_of(dtype)))
+    gradients = [numbers(size, dtype, seed) for seed in range(2)]
+    whole = MeanGradient(gradients, [1.0, 3.0], "mean", Scratch(size))[0:size]
+    applying = store.assign(KEY, "add", np.zeros(size, dtype_of(dtype)))  # it may be busy
+    sums: list[tuple[float, float]] = []
+    for _ in store.square_mean(KEY, gradients, [1.0, 3.0], sums, reduction="mean"):
+        pass
+    assert sums == [(sum_of_squares(whole), 0.0)]
+    for _ in applying:
+        pass
+    assert store.version(KEY) == 1
+
+
+def test_the_norms_of_a_mean_are_measured_like_those_of_a_gradient() -> None:
+    store = store_of(np.ones(4, np.float32), Lamb(0.5))
+    gradients = [np.full(4, value, np.float32) for value in (1.0, 3.0)]
+    sums: list[tuple[float, float]] = []
+    for scale in (1.0, 0.5):
+        work = store.measure_mean(
+            0, KEY, gradients, [1.0, 1.0], 0, sums, reduction="mean", scale=scale
+        )
+        for _ in work:
+            pass
+        for _ in store.measure(0, KEY, np.full(4, 2 * scale, np.float32), 0, sums):
+            pass
+    assert sums[::2] == sums[1::2]
+    for _ in store.apply_mean(0, KEY, gradients, [1.0, 1.0], 0, scale=0.5, ratio=2.0):
+        pass
+    np.testing.assert_allclose(np.frombuffer(store.read(KEY)[0], np.float32), 0, atol=1e-6)

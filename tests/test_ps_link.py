@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from psync.errors import (
     ParameterServerLost,
     TransportError,
 )
+from psync.ps_link import knows_set
 from psync.ps_task import PsTask
-from psync.wire.messages import AskStatistics, Pull
+from psync.rpc import Handler
+from psync.wire.messages import AskStatistics, Pull, Statistics
 from tests.ps_cluster import OTHER, PsCluster, hold, pull, push, until
 
 pytestmark = pytest.mark.asyncio
@@ -262,3 +265,32 @@ async def test_acknowledged_are_the_answers_below_the_oldest_open_one() -> None:
         link.answered(third)
         assert link.acked_below == 4
         gc.collect()
+
+
+async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> None:
+    async with PsCluster() as cluster:
+        client = cluster.client(host="w")
+        link = client.links[0]
+        got: list[Any] = []
+        link.ask(lambda peer: AskStatistics(), (), got.append)  # there is no connection yet
+        await until(lambda: len(got) == 1)
+        link.ask(lambda peer: AskStatistics(), (), got.append, set_ids=(5,))
+        await until(lambda: len(got) == 2)
+        assert knows_set(await link.peer("control"), 5)
+        handlers = cluster.ps[0]._endpoint.handlers
+        answer = handlers[AskStatistics]
+        cuts = iter([True])
+
+        def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:
+            if next(cuts, False):
+                cluster.network.cut("w")
+            return answer.run(peer, message, segments)
+
+        handlers[AskStatistics] = Handler(run)
+        link.ask(lambda peer: AskStatistics(), (), got.append)
+        await until(lambda: len(got) == 3)
+        assert [type(each.message) for each in got] == [Statistics] * 3
+        await link.close()
+        link.ask(lambda peer: AskStatistics(), (), got.append)
+        await until(lambda: len(got) == 4)
+        assert isinstance(got[3], ClosedError)

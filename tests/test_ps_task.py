@@ -21,8 +21,9 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.moment_rules import Adam
 from psync.ps_client import PsClient
-from psync.update_rules import SGD, Adam
+from psync.update_rules import SGD
 from psync.wire.messages import (
     AskStatistics,
     Assign,
@@ -413,10 +414,14 @@ class TestCreation:
                 await ask(cluster.chief, self.message([3]))
             with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
                 await ask(cluster.chief, self.message([-3]), [body])
-            for copies in ([], [None, None]):
-                uneven = CreateShards(self.message([3]).shards, copies)
-                with pytest.raises(RemoteProtocolError, match=f"{len(copies)} copies for 1 sh"):
+            for sources in ([], [None, None]):
+                uneven = CreateShards(self.message([3]).shards, sources)
+                with pytest.raises(RemoteProtocolError, match=f"{len(sources)} sources for 1 s"):
                     await ask(cluster.chief, uneven, [body])
+            for dtype, element in (("float32", b"123"), ("bool", b"\2"), ("int8", b"")):
+                constant = CreateShards([("v", 0, 0, 0, [3], dtype)], [element])
+                with pytest.raises(GradientError, match=f"expected an element of {dtype}, got b"):
+                    await ask(cluster.chief, constant)
             copied = CreateShards(self.message([3]).shards, [(0, 1)])
             with pytest.raises(GradientError, match="do not have the shards' sizes"):
                 await ask(cluster.chief, copied, [body])

@@ -140,3 +140,4 @@ class TestIteratorHandle:
         assert noted == [handle]
         assert (handle.uid, handle.key, handle.num_pipelines) == ("it", b"key", 2)
         assert unnoted is not handle
+        assert handle.starts == {}

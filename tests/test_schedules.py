@@ -13,6 +13,7 @@ from psync.errors import ConfigurationError
 from psync.schedules import (
     Constant,
     CosineDecay,
+    CosineDecayRestarts,
     ExponentialDecay,
     InverseTimeDecay,
     PiecewiseConstantDecay,
@@ -27,6 +28,8 @@ ONE_OF_EACH = [
     Constant(0.1),
     CosineDecay(0.1, 100, alpha=0.01),
     CosineDecay(0.0, 100, warmup_target=0.5, warmup_steps=10),
+    CosineDecayRestarts(0.1, 10, 1.5, 0.5, alpha=0.1),
+    CosineDecayRestarts(0.1, 10, t_mul=1),
     ExponentialDecay(0.1, 10, 0.5, staircase=True),
     InverseTimeDecay(0.1, 10, 0.5),
     PiecewiseConstantDecay((10, 20), (1.0, 0.5, 0.1)),
@@ -66,6 +69,13 @@ class TestFormulas:
             (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 4, 1.0),
             (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 9, 0.5),
             (CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=4), 50, 0.0),
+            (CosineDecayRestarts(1.0, 10), 0, 1.0),
+            (CosineDecayRestarts(1.0, 10), 5, 0.5),
+            (CosineDecayRestarts(1.0, 10, m_mul=0.5), 10, 0.5),
+            (CosineDecayRestarts(1.0, 10, m_mul=0.5), 20, 0.25),
+            (CosineDecayRestarts(1.0, 10, m_mul=0.5), 30, 0.25),
+            (CosineDecayRestarts(1.0, 10, 1.0, 0.5), 25, 0.125),
+            (CosineDecayRestarts(1.0, 10, alpha=0.2), 20, 0.6),
             (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 10, 1.0),
             (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 11, 0.5),
             (PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.1]), 20, 0.5),
@@ -86,6 +96,15 @@ class TestFormulas:
         inside = CosineDecay(0.1, decay_steps, 0.2, warmup_target=0.7, warmup_steps=warmup_steps)
         before = Warmup(CosineDecay(0.7, decay_steps, 0.2), warmup_steps, 0.1)
         assert inside(step) == pytest.approx(before(step))
+
+    @given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 12))
+    def test_every_period_begins_at_its_full_height(
+        self, first: int, ratio: int, period: int
+    ) -> None:
+        """However the logarithm that finds it is rounded."""
+        begins = sum(first * ratio**i for i in range(period))
+        schedule = CosineDecayRestarts(1.0, first, ratio, 0.5)
+        assert schedule(begins) == pytest.approx(0.5**period)
 
     @of_each
     @given(step=st.integers(0, 2**63))
@@ -186,6 +205,9 @@ class TestArguments:
                 "expected staircase to be True or False, got 1",
             ),
             (lambda: PolynomialDecay(0.1, 1, power=-1), "PolynomialDecay: expected power >= 0"),
+            (lambda: CosineDecayRestarts(0.1, 0), "expected first_decay_steps > 0, got 0"),
+            (lambda: CosineDecayRestarts(0.1, 1, 0.5), "expected t_mul >= 1, got 0.5"),
+            (lambda: CosineDecayRestarts(0.1, 1, 1, -1), "expected m_mul >= 0, got -1"),
             (lambda: CosineDecay(0.1, 1, warmup_steps=-1), "expected warmup_steps >= 0, got -1"),
             (
                 lambda: PiecewiseConstantDecay(3, [1]),

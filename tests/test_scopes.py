@@ -6,7 +6,16 @@ from typing import Any, ClassVar
 import pytest
 
 from psync.placement import Pinned
-from psync.scopes import Scope, add_strategy, current_scope, open_scope, running_scopes
+from psync.scopes import (
+    Elsewhere,
+    Scope,
+    add_strategy,
+    current_elsewhere,
+    current_scope,
+    elsewhere,
+    open_scope,
+    running_scopes,
+)
 
 
 class AScope:
@@ -46,6 +55,18 @@ def test_strategies_run_as_long_as_there_is_a_way_to_their_variables() -> None:
     assert running_scopes() == [two]
     del two
     assert running_scopes() == []
+
+
+def test_the_innermost_place_is_in_force_until_it_is_left() -> None:
+    outer, inner = Elsewhere(AScope(), Pinned(0)), Elsewhere(AScope(), Pinned(1))
+    assert current_elsewhere() is None
+    with elsewhere(outer):
+        with elsewhere(inner):
+            assert current_elsewhere() is inner
+        assert current_elsewhere() is outer
+        with elsewhere(None):
+            assert current_elsewhere() is None
+    assert current_elsewhere() is None
 
 
 @pytest.mark.asyncio

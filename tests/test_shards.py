@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 
 from psync.blocks import BLOCK_ELEMENTS, BlockPool
-from psync.errors import BusyError, ConfigurationError, PartitionError, UnknownVariableError
+from psync.errors import (
+    BusyError,
+    ConfigurationError,
+    GradientError,
+    PartitionError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.moment_rules import Adam
+from psync.rule_options import RuleOptions
+from psync.schedules import Constant
 from psync.shards import Key, Shard, ShardTable, Work, started
 from psync.specs import ShardSpec
-from psync.update_rules import SGD, Adam
+from psync.update_rules import ACCUMULATOR, SGD
 
 TASK = "/job:ps/task:1"
 KEY: Key = (0, 0)
@@ -125,3 +135,43 @@ class TestTable:
         values[:] = 2
         assert pool.statistics().misses == 1
         assert (np.frombuffer(table.read(KEY)[0], np.float32) == 1).all()
+
+
+class TestOptimizers:
+    CONFIG = SGD(0.5, momentum=0.5).to_config()
+
+    def test_a_step_is_set_and_never_negative(self, table: ShardTable) -> None:
+        table.define_optimizer(1, self.CONFIG)
+        table.set_optimizer_step(1, 7)
+        assert table.optimizer_step(1) == 7
+        with pytest.raises(UsageError, match="expected a step from 0, got -1"):
+            table.set_optimizer_step(1, -1)
+
+    def test_a_learning_rate_is_set_and_the_definition_stays(self, table: ShardTable) -> None:
+        table.define_optimizer(1, self.CONFIG)
+        table.set_learning_rate(1, Constant(0.25).to_config())
+        table.define_optimizer(1, self.CONFIG)  # what other users know
+        assert table._optimizer(1).rule.learning_rate(0) == 0.25
+
+    def test_a_slot_is_loaded_block_by_block(self, table: ShardTable) -> None:
+        table.define_optimizer(1, self.CONFIG)
+        value = np.arange(NUM_BLOCKS * BLOCK_ELEMENTS, dtype=np.float32)
+        for _ in table.load_slot(KEY, 1, "momentum", value):
+            assert table.busy(KEY)
+        read = np.concatenate(
+            [np.frombuffer(view, np.float32) for view in table.read_slot(KEY, 1, "momentum")]
+        )
+        np.testing.assert_array_equal(read, value)
+        with pytest.raises(GradientError, match="expected 3145728 bytes for slot 'momentum', got"):
+            table.load_slot(KEY, 1, "momentum", value[1:])
+
+    def test_a_sum_of_gradients_begins_anew(self, table: ShardTable) -> None:
+        config = SGD(0.5).with_options(RuleOptions(gradient_accumulation_steps=2)).to_config()
+        table.define_optimizer(1, config)
+        table._shards[KEY].pushes[1] = 1
+        ones = np.ones(NUM_BLOCKS * BLOCK_ELEMENTS, np.float32)
+        for _ in table.load_slot(KEY, 1, ACCUMULATOR, ones):
+            pass
+        assert not table._shards[KEY].pushes
+        views = table.read_slot(KEY, 1, ACCUMULATOR)
+        assert not any(np.frombuffer(view, np.uint8).any() for view in views)

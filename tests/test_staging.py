@@ -74,6 +74,19 @@ class TestAStep:
         assert (statistics.parts, statistics.bytes, statistics.peak_bytes) == (0, 0, 20)
         assert (statistics.staged, statistics.stale, statistics.budget_bytes) == (2, 0, BUDGET)
 
+    def test_a_part_may_be_looked_at_before(self, staging: Staging) -> None:
+        put(staging, A, 1)
+        assert staging.staged(7, A, 1) == (A, 1)
+        assert staging.staged(7, A, 2) is None
+        assert staging.staged(8, A, 1) is None
+
+    def test_parts_that_come_with_the_closing_need_no_staging(self, staging: Staging) -> None:
+        put(staging, B, 4)
+        pushes = [(*A, 1, 2.0), (*B, 4, 0.5)]
+        assert staging.take(7, 0, pushes, ["came along", None]) == [
+            ("came along", 2.0), ((B, 4), 0.5),
+        ]  # fmt: skip
+
     def test_what_belongs_to_a_later_step_stays(self, staging: Staging) -> None:
         put(staging, A, 1, local_step=5)  # its values are of a ps that has closed step 4
         staging.closed(7, 4)

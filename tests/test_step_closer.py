@@ -302,8 +302,9 @@ class TestWaiting:
             assert await waits(first)
             other = await replica.client.links[0].peer("bulk")
             message = Contribute(
-                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0, -1, None
-            )
+                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0, -1, None, -1,
+                None,
+            )  # fmt: skip
             again = asyncio.create_task(other.call(message))
             assert await waits(again)
             first.cancel()  # ps 0 may hear of a new connection before it hears of the old one's end
@@ -340,7 +341,7 @@ class TestWaiting:
             assert (got == 1 - RATE * 2).all()
             closer = cluster.ps[0]._closer
             assert closer is not None
-            assert closer._waiting == {}
+            assert len(closer._waits) == 0
 
     async def test_a_replica_whose_connection_goes_waits_no_more(self) -> None:
         async with SyncCluster() as cluster:
@@ -369,6 +370,7 @@ class TestWaiting:
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE).all()
             cluster.chief.links[0].notify(FinalBelow(6))
+            await settle()
             late = asyncio.create_task(second.push((w,), (7.0,), 1, closure=5, ordinal=2))
             again = asyncio.create_task(first.push((w,), (1.0,), 1, closure=6))
             assert (await late).outcome == "duplicate"

@@ -15,9 +15,10 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.moment_rules import Adam
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
 from psync.store import ShardStore, Work
-from psync.update_rules import SGD, Adam
+from psync.update_rules import SGD
 
 TASK = "/job:ps/task:1"
 
@@ -528,7 +529,7 @@ class TestSnapshots:
             _snapshot = store.read((0, 0))
             run(store.apply(0, (0, 0), bytes(spec.nbytes), 0))
         statistics = store.statistics()
-        assert statistics.copies == 40
+        assert statistics.copies == 38  # what was read first was no block of its own
         assert statistics.pool.misses <= 4
         assert statistics.pool.bytes <= 2 * spec.nbytes
 

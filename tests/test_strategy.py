@@ -32,6 +32,16 @@ def test_an_evaluator_is_no_part_of_the_training_cluster() -> None:
     assert strategy.cluster_resolver.cluster_spec().num_tasks("evaluator") == 1
 
 
+@pytest.mark.parametrize(("jobs", "missing"), [((), "ps"), (("ps",), "worker")])
+def test_an_evaluator_needs_the_training_cluster_to_declare_variables(
+    jobs: tuple[str, ...], missing: str
+) -> None:
+    resolver = resolver_of("evaluator", *jobs)
+    resolver.task_type = "evaluator"
+    with pytest.raises(ConfigurationError, match=rf"cluster\.{missing}: expected at least one"):
+        psync.ParameterServerStrategy(resolver)
+
+
 def test_a_scope_gives_the_strategy_and_may_be_nested_in_itself() -> None:
     strategy = strategy_of()
     with strategy.scope() as given, strategy.scope():

@@ -24,6 +24,7 @@ from psync.sums import (
     cuts,
     finish,
     sum_dtype,
+    sum_into,
 )
 
 F16, F32, F64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
@@ -86,6 +87,18 @@ class TestArithmetic:
         begin(total, np.array([60000.0], F16), 3.0)  # no float16 is as large
         accumulate(total, np.array([60000.0], F16), 2.0)
         assert total.tolist() == [300000.0]
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_several_are_summed_as_one_by_one(self, reduction: sums.Reduction) -> None:
+        gradients = [np.array([-0.0, 1e20, 3.0], F32) * factor for factor in (1, 3, 1e18)]
+        for weights in ([1.0, 1.0, 1.0], [2.0, 1.0, 0.5]):
+            expected, total = np.empty(3, F32), np.empty(3, F32)
+            begin(expected, gradients[0], weights[0])
+            for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+                accumulate(expected, gradient, weight)
+            finish(expected, sum(weights), reduction)
+            sum_into(total, iter(gradients), weights, sum(weights), reduction)
+            assert total.tobytes() == expected.tobytes()
 
     def test_the_result_of_a_sum_is_the_total_itself(self) -> None:
         total = np.array([1.0, 2.0], F32)

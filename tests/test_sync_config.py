@@ -27,6 +27,7 @@ from psync.sync_config import MAX_TOKENS, SyncConfig
         ({"needed": 2, "patience_s": float("nan")}, "patience_s above 0 s"),
         ({"needed": 2, "patience_s": float("inf")}, "patience_s above 0 s"),
         ({"needed": 2, "reduction": "MEAN"}, 'expected reduction "mean" or "sum"'),
+        ({"needed": 2, "sparse_divisor": "all"}, 'expected sparse_divisor "per_index" or "total"'),
         ({"needed": 2, "decay": 1.0}, "decay in"),
         ({"needed": 2, "total": 3, "deterministic": True}, "every replica in every step"),
         ({"needed": 2, "strict": True, "tensorflow_compat": True}, "free tokens"),

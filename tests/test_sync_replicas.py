@@ -527,6 +527,51 @@ def test_what_waits_for_others_itself_is_not_wrapped() -> None:
         SyncReplicasOptimizer(bounded, 2)
 
 
+def fours_in_halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2] if shape == (4,) else [1] * len(shape)
+
+
+async def test_norms_of_the_mean_are_of_whole_variables_wherever_they_lie() -> None:
+    async with training(2, 1, fours_in_halves) as (strategy, coordinator):
+        with strategy.scope():
+            whole = psync.Variable(np.full(3, 2, np.float32), name="whole")
+            cut = psync.Variable(np.ones(4, np.float32), name="cut")
+            global_step = psync.get_or_create_global_step()
+        lamb = SyncReplicasOptimizer(optimizers.Lamb(0.5), 1, name="lamb")
+        clipping = SyncReplicasOptimizer(optimizers.SGD(1.0, clipnorm=1.0), 1, name="clipping")
+
+        async def step(optimizer: SyncReplicasOptimizer, variable: Any) -> PushResult:
+            gradient = np.ones(variable.shape, np.float32)
+            return await optimizer.apply_gradients([(gradient, variable)], global_step)
+
+        await in_step(coordinator, lambda: step(lamb, whole))
+        np.testing.assert_allclose(await whole.read(), [2 - 0.5 * 2] * 3, atol=1e-5)
+        await in_step(coordinator, lambda: step(lamb, cut))
+        np.testing.assert_allclose(await cut.read(), [1 - 0.5] * 4, atol=1e-5)
+        await in_step(coordinator, lambda: step(clipping, cut))
+        np.testing.assert_allclose(await cut.read(), [0.5 - 1 / 2] * 4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}])
+async def test_the_norm_of_the_mean_is_limited_and_not_that_of_each_gradient(
+    norm: dict[str, float],
+) -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, **norm), 2)  # type: ignore[arg-type]
+        await m.run(m.pushing(optimizer), 10.0, -9.5)
+        assert await m.value() == -0.25  # the mean's norm is 0.35
+        await m.run(m.pushing(optimizer), 10.0, 9.0)
+        assert await m.value() == pytest.approx(-0.25 - 1 / np.sqrt(2))
+
+
+def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
+    inner = optimizers.SGD(0.1, weight_decay=0.1)
+    wrapped = SyncReplicasOptimizer(inner, 2)
+    for optimizer in (inner, wrapped):
+        with pytest.raises(UsageError, match="is in use already"):
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
 async def test_one_that_is_made_in_a_step_is_an_error() -> None:
     inner = sgd()
 

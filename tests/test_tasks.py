@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -13,8 +12,7 @@ import pytest
 import uvloop
 
 import psync
-from psync import tasks
-from psync.environment import training_over
+from psync.environment import run_over, training_over
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,
@@ -23,7 +21,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.ps_task import PsTask
-from psync.tasks import loop_factory, make_task, run, serve
+from psync.tasks import make_task, run, serve
 from psync.worker_task import WorkerTask
 
 
@@ -71,10 +69,6 @@ def test_the_loop_is_the_one_that_was_asked_for(
 
     monkeypatch.setenv("PSYNC_LOOP", name)
     assert run(main, resolver()) is is_uvloop
-
-
-def test_without_a_name_the_loop_is_uvloops() -> None:
-    assert loop_factory() is uvloop.new_event_loop
 
 
 def test_an_error_of_main_is_raised_as_it_is() -> None:
@@ -144,17 +138,81 @@ def test_a_process_has_to_know_which_task_it_is(
     assert "psync: error: " in capsys.readouterr().err
 
 
-def test_an_evaluator_does_not_take_part(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+# --- run on an evaluator -----------------------------------------------------------------------
+
+
+def test_an_evaluator_runs_what_is_meant_for_it_and_exits() -> None:
+    ran: list[str] = []
+
+    async def evaluate() -> None:
+        assert run_over.get() is None
+        ran.append("evaluate")
+
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator"), evaluator=evaluate)
+    assert caught.value.code == 0
+    assert ran == ["evaluate"]
+
+
+def test_an_evaluator_that_no_launcher_has_counted_needs_no_index() -> None:
+    async def evaluate() -> None: ...
+
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator", None), evaluator=evaluate)
+    assert caught.value.code == 0
+
+
+def test_it_hears_of_the_end_of_the_run_from_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    monkeypatch.setenv("PSYNC_RUN_FD", str(read_end))
+
+    async def evaluate() -> None:
+        over = run_over.get()
+        assert over is not None
+        os.close(write_end)
+        await over.wait()
+
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator"), evaluator=evaluate)
+    assert caught.value.code == 0
+
+
+def test_sigterm_is_its_orderly_end() -> None:
+    async def evaluate() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator"), evaluator=evaluate)
+    assert caught.value.code == 0
+
+
+def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
+    async def evaluate() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(nothing, resolver("evaluator"), evaluator=evaluate)
+
+
+def test_an_evaluator_without_a_program_is_said_to_have_none(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = {
-        "cluster": {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]},
-        "task": {"type": "evaluator", "index": 0},
-    }
-    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
-    with pytest.raises(SystemExit):
-        run(nothing)
-    assert "an evaluator takes no part in the training cluster" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator"))
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert "this process is the evaluator, and the program has none" in text
+    assert "hint: psync.run(main, evaluator=evaluate)" in text
+
+
+def test_everybody_else_has_no_use_of_the_evaluator() -> None:
+    async def evaluate() -> None:
+        raise AssertionError
+
+    assert run(nothing, resolver(), evaluator=evaluate) == 7
+    with pytest.raises(UsageError, match="expected a coroutine function, got int"):
+        run(nothing, resolver(), evaluator=7)  # type: ignore[arg-type]
 
 
 # --- run on workers ----------------------------------------------------------------------------
@@ -200,26 +258,14 @@ def test_a_worker_that_is_told_to_exit_after_its_training_may_say_its_last_words
     assert run(main, resolver("worker"), on_workers=True) == "last words"
 
 
-def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        over = training_over.get()
-        assert over is not None
-        over.set()
-        signal.raise_signal(signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(tasks, "LAST_WORDS_S", 0.01)
-    with pytest.raises(SystemExit) as caught:
-        run(main, resolver("worker"), on_workers=True)
-    assert caught.value.code == 143
-
-
 # --- serve -------------------------------------------------------------------------------------
 
 
 async def test_serve_refuses_to_be_the_chief() -> None:
     with pytest.raises(ConfigurationError, match="only ps and worker tasks serve, this process is"):
         await serve(resolver(), insecure=True)
+    with pytest.raises(ConfigurationError, match="this process is /job:evaluator/task:0"):
+        await serve(resolver("evaluator"), insecure=True)
 
 
 async def test_serve_serves_until_it_is_cancelled() -> None:

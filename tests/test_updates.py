@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from psync.errors import FencedError, GradientError, UnknownVariableError, UsageError
+from psync.layerwise_rules import Lamb
 from psync.ledger import Duplicate, Fresh, Ledger
 from psync.specs import ShardSpec
 from psync.store import ShardStore
@@ -121,3 +122,26 @@ def test_nothing_has_begun_where_a_part_does_not_fit(store: ShardStore) -> None:
     with pytest.raises(UsageError, match="optimizer 2 is not defined"):
         update(store, a_push(optimizer=2)).begin()
     assert values(store)[0] == [1, 1]
+
+
+def test_a_push_may_bring_the_ratios_of_whole_variables(store: ShardStore) -> None:
+    store.define_optimizer(2, Lamb(0.5).to_config())
+    made = update(store, a_push(optimizer=2, ratios=[1.0, 1.0, 0.5]))
+    made.begin()
+    made.at_once()
+    # the first update of Adam is the sign of the gradient
+    first, _, last = values(store)
+    np.testing.assert_allclose(first, [0.5, 0.5], atol=1e-5)
+    np.testing.assert_allclose(last, [0.75] * 3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ratios": [1.0, 1.0, 1.0]}, {"optimizer": 2, "ratios": [1.0]}]
+)
+def test_ratios_that_fit_nothing_are_refused_before_anything_changes(
+    store: ShardStore, changes: dict[str, object]
+) -> None:
+    store.define_optimizer(2, Lamb(0.5).to_config())
+    with pytest.raises(UsageError, match="trust ratios for 3 shards and optimizer"):
+        update(store, a_push(**changes)).begin()
+    assert store.optimizer_step(2) == 0

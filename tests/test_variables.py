@@ -394,10 +394,10 @@ def test_a_handle_is_not_an_array() -> None:
     with pytest.raises(UsageError) as caught:
         np.ones(2) @ v
     assert str(caught.value) == (
-        'variable "v" is not an array here: its value lives on ps tasks\n'
+        'numpy.matmul: variable "v" is not an array here: its value lives on ps tasks\n'
         "hint: await its value first: `value = await v.read()`, or `await psync.pull((v, w))`"
     )
-    with pytest.raises(UsageError, match='the truth of variable "v" is not known here'):
+    with pytest.raises(UsageError, match='truth: variable "v" is not an array here'):
         bool(v)
 
 

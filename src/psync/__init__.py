@@ -13,11 +13,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from psync import callbacks as callbacks
+    from psync import data as data
+    from psync import gradients as gradients
+    from psync import metrics as metrics
     from psync import optimizers as optimizers
+    from psync import partitioners as partitioners
     from psync import schedules as schedules
     from psync import testing as testing
+    from psync.checkpoint import Checkpoint as Checkpoint
+    from psync.checkpoint import CheckpointManager as CheckpointManager
+    from psync.checkpoint import latest_checkpoint as latest_checkpoint
+    from psync.checkpoint_objects import SavedState as SavedState
     from psync.cluster import ClusterSpec as ClusterSpec
     from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from psync.cluster_roles import id_in_cluster as id_in_cluster
+    from psync.cluster_roles import is_chief as is_chief
+    from psync.cluster_roles import worker_count as worker_count
     from psync.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
     from psync.conditional_accumulators import GradientResult as GradientResult
     from psync.conditional_accumulators import (
@@ -25,11 +37,25 @@ if TYPE_CHECKING:
     )
     from psync.context import get_worker_index as get_worker_index
     from psync.context import wait as wait
+    from psync.dataset_functions import InputContext as InputContext
+    from psync.dataset_functions import ValueContext as ValueContext
     from psync.datasets import PerWorkerDataset as PerWorkerDataset
     from psync.datasets import PerWorkerIterator as PerWorkerIterator
+    from psync.distributed_datasets import DistributedDataset as DistributedDataset
+    from psync.distributed_datasets import InputOptions as InputOptions
+    from psync.distributed_values import Mirrored as Mirrored
+    from psync.distributed_values import PerReplica as PerReplica
+    from psync.element_specs import TensorSpec as TensorSpec
+    from psync.embeddings import embedding_lookup as embedding_lookup
+    from psync.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
+    from psync.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
     from psync.errors import AuthenticationError as AuthenticationError
     from psync.errors import BusyError as BusyError
     from psync.errors import CaptureError as CaptureError
+    from psync.errors import CheckpointCorrupt as CheckpointCorrupt
+    from psync.errors import CheckpointError as CheckpointError
+    from psync.errors import CheckpointMismatch as CheckpointMismatch
+    from psync.errors import CheckpointNotFound as CheckpointNotFound
     from psync.errors import ClosedError as ClosedError
     from psync.errors import ClosureCancelled as ClosureCancelled
     from psync.errors import ClosureError as ClosureError
@@ -42,7 +68,10 @@ if TYPE_CHECKING:
     from psync.errors import FencedError as FencedError
     from psync.errors import FrameTooLarge as FrameTooLarge
     from psync.errors import GradientError as GradientError
+    from psync.errors import IndexTypeError as IndexTypeError
+    from psync.errors import IndexValueError as IndexValueError
     from psync.errors import LocalProtocolError as LocalProtocolError
+    from psync.errors import LockLost as LockLost
     from psync.errors import NotEnoughReplicas as NotEnoughReplicas
     from psync.errors import ParameterServerLost as ParameterServerLost
     from psync.errors import PartitionError as PartitionError
@@ -50,40 +79,63 @@ if TYPE_CHECKING:
     from psync.errors import PsyncError as PsyncError
     from psync.errors import RemoteError as RemoteError
     from psync.errors import RemoteProtocolError as RemoteProtocolError
+    from psync.errors import ReplicaValueError as ReplicaValueError
     from psync.errors import TaskLost as TaskLost
     from psync.errors import TrainingEnded as TrainingEnded
     from psync.errors import TransportError as TransportError
     from psync.errors import UnknownVariableError as UnknownVariableError
     from psync.errors import UsageError as UsageError
+    from psync.errors import VariableIndexError as VariableIndexError
     from psync.errors import VersionMismatch as VersionMismatch
     from psync.errors import WorkerLost as WorkerLost
     from psync.functions import StaleCaptureWarning as StaleCaptureWarning
     from psync.global_step import get_global_step as get_global_step
     from psync.global_step import get_or_create_global_step as get_or_create_global_step
-    from psync.iterators import InputContext as InputContext
+    from psync.indexed_slices import IndexedSlices as IndexedSlices
+    from psync.kubernetes_resolver import ExecutableLocation as ExecutableLocation
+    from psync.kubernetes_resolver import KubernetesClusterResolver as KubernetesClusterResolver
     from psync.local import LocalCluster as LocalCluster
+    from psync.losses import compute_average_loss as compute_average_loss
+    from psync.losses import scale_regularization_loss as scale_regularization_loss
+    from psync.modules import Module as Module
     from psync.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
-    from psync.optimizers import PushResult as PushResult
+    from psync.optimizer_state import PushResult as PushResult
     from psync.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
     from psync.partitioners import MaxSizePartitioner as MaxSizePartitioner
     from psync.partitioners import MinSizePartitioner as MinSizePartitioner
     from psync.partitioners import Partitioner as Partitioner
     from psync.pulls import pull as pull
+    from psync.reads import cache_variable_reads as cache_variable_reads
     from psync.remote_value import RemoteValue as RemoteValue
     from psync.remote_value import RemoteValueStatus as RemoteValueStatus
+    from psync.replica_context import ReplicaContext as ReplicaContext
+    from psync.replica_context import experimental_set_strategy as experimental_set_strategy
+    from psync.replica_context import get_replica_context as get_replica_context
+    from psync.replica_context import get_strategy as get_strategy
+    from psync.replica_context import has_strategy as has_strategy
+    from psync.replica_context import in_cross_replica_context as in_cross_replica_context
+    from psync.replica_sums import ReduceOp as ReduceOp
     from psync.resolvers import ClusterResolver as ClusterResolver
     from psync.resolvers import SimpleClusterResolver as SimpleClusterResolver
     from psync.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
     from psync.session_hooks import SessionHook as SessionHook
     from psync.session_hooks import SyncReplicasHook as SyncReplicasHook
+    from psync.sidecar_evaluator import Evaluation as Evaluation
+    from psync.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
+    from psync.slurm_resolver import SlurmClusterResolver as SlurmClusterResolver
     from psync.specs import Outcome as Outcome
     from psync.staleness_bound import StalenessBound as StalenessBound
     from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
+    from psync.strategy_extended import StrategyExtended as StrategyExtended
     from psync.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
     from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.tasks import run as run
     from psync.tasks import serve as serve
+    from psync.trainer import History as History
+    from psync.trainer import Trainer as Trainer
     from psync.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
+    from psync.union_resolver import UnionClusterResolver as UnionClusterResolver
+    from psync.variable_creators import variable_creator_scope as variable_creator_scope
     from psync.variables import ShardedVariable as ShardedVariable
     from psync.variables import Variable as Variable
     from psync.variables import VariableAggregation as VariableAggregation
@@ -91,43 +143,80 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("optimizers", "schedules", "testing")
+_MODULES = (
+    "callbacks",
+    "data",
+    "gradients",
+    "metrics",
+    "optimizers",
+    "partitioners",
+    "schedules",
+    "testing",
+)
 _HOMES = {
+    "checkpoint": ("Checkpoint", "CheckpointManager", "latest_checkpoint"),
+    "checkpoint_objects": ("SavedState",),
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),
+    "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
     "conditional_accumulators": (
         "ConditionalAccumulator", "GradientResult", "SparseConditionalAccumulator",
     ),
     "context": ("get_worker_index", "wait"),
+    "dataset_functions": ("InputContext", "ValueContext"),
     "datasets": ("PerWorkerDataset", "PerWorkerIterator"),
+    "distributed_datasets": ("DistributedDataset", "InputOptions"),
+    "distributed_values": ("Mirrored", "PerReplica"),
+    "element_specs": ("TensorSpec",),
+    "embeddings": (
+        "embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse",
+    ),
     "errors": (
-        "AuthenticationError", "BusyError", "CaptureError", "ClosedError", "ClosureCancelled",
+        "AuthenticationError", "BusyError", "CaptureError", "CheckpointCorrupt",
+        "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
+        "ClosureCancelled",
         "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",
         "ConnectionLost", "DeadlineExceeded", "EndOfData", "FencedError", "FrameTooLarge",
-        "GradientError", "LocalProtocolError", "NotEnoughReplicas", "ParameterServerLost",
-        "PartitionError", "ProtocolError", "PsyncError", "RemoteError", "RemoteProtocolError",
-        "TaskLost", "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError",
-        "VersionMismatch", "WorkerLost",
+        "GradientError", "IndexTypeError", "IndexValueError", "LocalProtocolError", "LockLost",
+        "NotEnoughReplicas", "ParameterServerLost", "PartitionError", "ProtocolError",
+        "PsyncError", "RemoteError", "RemoteProtocolError", "ReplicaValueError", "TaskLost",
+        "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError",
+        "VariableIndexError", "VersionMismatch", "WorkerLost",
     ),
     "functions": ("StaleCaptureWarning",),
     "global_step": ("get_global_step", "get_or_create_global_step"),
-    "iterators": ("InputContext",),
+    "indexed_slices": ("IndexedSlices",),
+    "kubernetes_resolver": ("ExecutableLocation", "KubernetesClusterResolver"),
     "local": ("LocalCluster",),
+    "losses": ("compute_average_loss", "scale_regularization_loss"),
+    "modules": ("Module",),
     "moving_averages": ("ExponentialMovingAverage",),
-    "optimizers": ("PushResult",),
+    "optimizer_state": ("PushResult",),
     "partitioners": (
         "FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner",
     ),
     "pulls": ("pull",),
+    "reads": ("cache_variable_reads",),
     "remote_value": ("RemoteValue", "RemoteValueStatus"),
+    "replica_sums": ("ReduceOp",),
+    "replica_context": (
+        "ReplicaContext", "experimental_set_strategy", "get_replica_context", "get_strategy",
+        "has_strategy", "in_cross_replica_context",
+    ),
     "resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
     "session_hooks": ("SessionHook", "SyncReplicasHook"),
+    "sidecar_evaluator": ("Evaluation", "SidecarEvaluator"),
+    "slurm_resolver": ("SlurmClusterResolver",),
     "specs": ("Outcome",),
     "staleness_bound": ("StalenessBound",),
     "strategy": ("ParameterServerStrategy",),
+    "strategy_extended": ("StrategyExtended",),
     "sync_replicas": ("ChiefQueueRunner", "SyncReplicasOptimizer"),
     "tasks": ("run", "serve"),
+    "trainer": ("History", "Trainer"),
     "training_sessions": ("MonitoredTrainingSession",),
+    "union_resolver": ("UnionClusterResolver",),
+    "variable_creators": ("variable_creator_scope",),
     "variables": (
         "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
     ),

@@ -1,7 +1,7 @@
 """All ps tasks as ps 0 sees them: itself, and the others over the network.
 
-Layer: L3. Imports: errors, specs, blocks, sync_config, platform, endpoint, rpc, ps_client,
-long_work, ps_sync, wire.
+Layer: L3. Imports: errors, specs, blocks, step_norms, store, sync_config, platform, endpoint, rpc,
+ps_link, ps_client, long_work, whole_sets, ps_sync, wire.
 
 ``StepCloser`` says which step is to be closed; this carries it to every ps, and keeps the
 global step, wherever that is.
@@ -10,23 +10,41 @@ global step, wherever that is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from psync.blocks import BlockPool, bytes_of
 from psync.endpoint import Endpoint
-from psync.errors import ClosedError, ConfigurationError
+from psync.errors import ClosedError, ConfigurationError, RemoteProtocolError
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_client import PsClient
+from psync.ps_link import PsLink
 from psync.ps_sync import CLOSER, PsSync
-from psync.rpc import Received
+from psync.rpc import Peer, Received
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.step_norms import ShardSums
+from psync.store import Key
 from psync.sync_config import SyncConfig
-from psync.wire.messages import AttachPs, CloseStep, Message
+from psync.whole_sets import Along, Share, ShareNumbers, Values, WholeSet
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import (
+    AttachPs,
+    CloseStep,
+    DescribeSet,
+    MeasureStep,
+    Message,
+    SetSizes,
+    StepMeasured,
+)
 
 GLOBAL_STEP_DTYPE = "int64"
+
+_ONE: np.ndarray = np.ones((), dtype_of(GLOBAL_STEP_DTYPE))
 
 
 class AllPs:
@@ -51,6 +69,13 @@ class AllPs:
         self._endpoint: Endpoint | None = None  # made when another ps is first needed
         self._client: PsClient | None = None
         self._closed = False
+        self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
+        self.shares = ShareNumbers(len(attach.ps_addresses), CLOSER)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one ps."""
+        return len(self._attach.ps_addresses) > 1
 
     def ask_others(self, message: Message) -> list[asyncio.Task[Received]]:
         """Begin to ask all other ps tasks the same; all at once.
@@ -58,36 +83,195 @@ class AllPs:
         Returns:
             One task each, which raises what ``PsLink.call`` does.
         """
-        if len(self._attach.ps_addresses) == 1:
-            return []
-        loop = asyncio.get_running_loop()
-        return [
-            loop.create_task(link.call(lambda peer: message)) for link in self._links().links[1:]
-        ]
+        create_task = asyncio.get_running_loop().create_task
+        return [create_task(link.call(_always(message))) for link in self._others()]
 
-    async def apply(self, message: CloseStep, calls: Sequence[asyncio.Task[Received]]) -> None:
-        """Apply a step here, and wait for the others, of whom ``ask_others`` has asked it.
+    async def describe(self, known: WholeSet, group: int, config: dict[str, Any] | None) -> None:
+        """Let each other ps say whether its share of a set fits.
+
+        Args:
+            known: The set.
+            group: That pushes to it; -1: its values are wanted, and no more.
+            config: Of the group.
 
         Raises:
+            GradientError: It does not fit.
+            PsyncError: What a ps has against it.
             ParameterServerLost: A ps is gone.
-            PsyncError: The step cannot be applied.
 
-        Cancellation: What was begun is carried to its end.
+        Cancellation: Safe.
         """
-        failed: Exception | None = None
+        sizes = 0
+        for share in known.shares:
+            message = DescribeSet(share.number, share.members, group, config)
+            received = (
+                await self._links().links[share.ps].call(_always(message), set_ids=(share.number,))
+            )
+            answer = received.message
+            if not isinstance(answer, SetSizes):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{share.ps} described a set with {type(answer).__name__}"
+                )
+            if group >= 0:
+                known.check_share(share, answer.sizes, CLOSER)
+            sizes += sum(answer.sizes)
+        if group < 0 and sizes + known.own.look_up(self._sync.store).nbytes > SMALL_BODY_BYTES:
+            raise RemoteProtocolError(
+                f"{CLOSER}: the values of a set of more than {SMALL_BODY_BYTES} bytes are wanted"
+            )
+        known.checked_for.add(group)
+
+    def close_step(
+        self,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        then: Callable[[Values, Exception | None], None],
+    ) -> None:
+        """Let every ps close a step, all at once. It is carried as far as it goes.
+
+        Args:
+            message: What all are told.
+            along: What belongs to others of each push.
+            wanted: Whose values are wanted afterwards.
+            then: Called once, when all have answered, with the values that were wanted and the
+                first error. Must not raise.
+        """
+        values: Values = {}
+
+        def brought(ps: int, received: Received) -> None:
+            ahead = [share for share in wanted if share.ps == ps]
+            came = iter(received.segments)
+            if received.segments:
+                values.update(
+                    (share.number, list(islice(came, len(share.members)))) for share in ahead
+                )
+
+        self._to_all(
+            message, along, wanted, lambda: self._sync.close_step(message), brought,
+            lambda failed: then(values, failed),
+        )  # fmt: skip
+
+    def measure_step(
+        self,
+        message: MeasureStep,
+        along: Sequence[Sequence[Along]],
+        then: Callable[[Sequence[ShardSums], Exception | None], None],
+    ) -> None:
+        """Let every ps measure a step, all at once. It is carried as far as it goes.
+
+        Args:
+            message: What all are told.
+            along: As for ``close_step``.
+            then: Called once, when all have answered, with the sums of all shards and the first
+                error. Must not raise.
+        """
+        sums: list[ShardSums] = []
+
+        def measured(ps: int, received: Received) -> None:
+            if not isinstance(received.message, StepMeasured):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{ps} measured a step with {type(received.message).__name__}"
+                )
+            for variable, index, first, second in received.message.sums:
+                sums.append((variable, index, first, second))
+
+        def own() -> Awaitable[None] | None:
+            mine = self._sync.measure_step(message)
+            if not isinstance(mine, list):
+                return _add(mine, sums)
+            sums.extend(mine)
+            return None
+
+        self._to_all(message, along, (), own, measured, lambda failed: then(sums, failed))
+
+    def _to_all(
+        self,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        own: Callable[[], Awaitable[None] | None],
+        heard: Callable[[int, Received], None],
+        then: Callable[[Exception | None], None],
+    ) -> None:
+        """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there."""
         try:
-            under_way = self._sync.close_step(message)
-            if under_way is not None:
-                await under_way
+            others = self._others()
+        except ClosedError as exc:
+            then(exc)
+            return
+        missing = 1 + len(others)
+        failed: Exception | None = None
+
+        def done(error: Exception | None) -> None:
+            nonlocal missing, failed
+            missing -= 1
+            failed = failed or error
+            if not missing:
+                then(failed)
+
+        for link in others:  # first: they work while ps 0 does its own part
+            self._tell(link, message, along, wanted, heard, done)
+        try:
+            under_way = own()
         except Exception as exc:
-            failed = exc
-        for call in calls:  # all are waited for: the step is carried as far as it goes
+            done(exc)
+        else:
+            if under_way is None:
+                done(None)
+            else:
+                self._work.to_the_end(_say_how_it_ended(under_way, done))
+
+    def _tell(
+        self,
+        link: PsLink,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        heard: Callable[[int, Received], None],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        ps, group = link.index, message.group
+        ahead = [share for share in wanted if share.ps == ps]
+        sets = {share.number: share.members for share in ahead}
+        numbers: list[int] = []
+        segments: list[memoryview] = []
+        for shares in along:
+            number = -1
+            for share, body in shares:
+                if share.ps == ps:
+                    number = share.number
+                    sets[number] = share.members
+                    segments.append(body)
+            numbers.append(number)
+
+        def build(peer: Peer) -> CloseStep:
+            known: Container[int] = peer.state.get("sets", ())
+            return replace(
+                message,
+                config=None if (ps, group) in self._told else message.config,
+                along=numbers if segments else [],
+                sets=[item for item in sets.items() if item[0] not in known],
+                ahead=[share.number for share in ahead],
+            )
+
+        def answered(outcome: Received | Exception) -> None:
+            if isinstance(outcome, Exception):
+                done(outcome)
+                return
+            self._told.add((ps, group))
             try:
-                await call
-            except Exception as exc:
-                failed = failed or exc
-        if failed is not None:
-            raise failed
+                heard(ps, outcome)
+            except RemoteProtocolError as exc:
+                done(exc)
+            else:
+                done(None)
+
+        bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
+        link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+
+    def _others(self) -> Sequence[PsLink]:
+        return self._links().links[1:] if self.has_others else ()
 
     async def read_global_step(self, config: SyncConfig) -> int:
         """Return the present value of a group's global step.
@@ -127,15 +311,32 @@ class AllPs:
         Cancellation: It may have been raised, or be raised later.
         """
         ps, variable, index = config.global_step
-        one: np.ndarray = np.ones((), dtype_of(GLOBAL_STEP_DTYPE))
         if ps:
             client = self._links()
             plan = client.plan((_step_variable(config),))
-            await client.assign(plan, [one], op="add", closure=-1, ordinal=0)
+            await client.assign(plan, [_ONE], op="add", closure=-1, ordinal=0)
             return
-        store, key = self._sync.store, (variable, index)
-        operand = store.check_assign(key, "add", one.reshape(store.spec(key).shape))
-        self._work.finish_now(await self._work.when_idle(store.assign_checked, key, "add", operand))
+        key = (variable, index)
+        claim = self._sync.locks.claim([key])
+        try:
+            await self._sync.locks.turn(claim)
+            await self._work.when_idle(self._raise_here, key)
+        finally:
+            self._sync.locks.end(claim)
+
+    def raise_at_once(self, config: SyncConfig) -> bool:
+        """Add one to a group's global step; False: nothing was done, since that takes longer."""
+        ps, variable, index = config.global_step
+        key = (variable, index)
+        if ps or self._sync.store.busy(key) or self._sync.locks.blocks([key]):
+            return False
+        self._raise_here(key)
+        return True
+
+    def _raise_here(self, key: Key) -> None:
+        store = self._sync.store
+        operand = store.check_assign(key, "add", _ONE.reshape(store.spec(key).shape))
+        self._work.finish_now(store.assign_checked(key, "add", operand))
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
@@ -158,6 +359,25 @@ class AllPs:
                 self._endpoint, attach.ps_addresses, self._pool, attach.ps_timeout_s
             )
         return self._client
+
+
+async def _say_how_it_ended(
+    under_way: Awaitable[None], done: Callable[[Exception | None], None]
+) -> None:
+    try:
+        await under_way
+    except Exception as exc:
+        done(exc)
+    else:
+        done(None)
+
+
+async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
+    sums += await measured
+
+
+def _always(message: Message) -> Callable[[Peer], Message]:
+    return lambda peer: message
 
 
 def _step_variable(config: SyncConfig) -> VariableSpec:

@@ -65,6 +65,17 @@ def bytes_of(data: object) -> np.ndarray:
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
+def roomy(nbytes: int) -> int:
+    """Return a size of at least ``nbytes``, and at most a quarter more, that is one of few.
+
+    For memory whose size is another one each time: a pool hands out sizes that come again.
+    """
+    if nbytes <= _MIN_POOLED_BYTES:
+        return nbytes
+    quarter = 1 << (nbytes - 1).bit_length() - 3
+    return -(-nbytes // quarter) * quarter
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
     """A snapshot of a pool."""
@@ -212,7 +223,9 @@ class BlockArray:
     """A 1-D array of ``size`` elements as a list of blocks. Single owner.
 
     A block comes into being when it is first used, filled with ``fill``: declaring a large
-    array costs nothing, and filling it is spread over the first walk through it.
+    array costs nothing, and filling it is spread over the first walk through it. To read is no
+    use in this sense, except of zeros, which cost nothing then either: until the first update one
+    block is read in place of all, and never changes.
 
     To update block ``i``: write ``writable(i, pool)`` completely, from ``block(i)``, then
     ``commit`` it. Source and target are the same block unless a reader holds the source.
@@ -220,15 +233,16 @@ class BlockArray:
     Args:
         size: Number of elements; 0 is legal and has no blocks.
         dtype: Of the elements.
-        fill: Value of all elements.
+        fill: Value of all elements: a number, or an array of one element.
     """
 
-    __slots__ = ("_blocks", "_fill", "_per_block", "dtype", "size")
+    __slots__ = ("_blocks", "_fill", "_per_block", "_unmade", "dtype", "size")
 
-    def __init__(self, size: int, dtype: np.dtype, fill: float = 0) -> None:
+    def __init__(self, size: int, dtype: np.dtype, fill: float | np.ndarray = 0) -> None:
         self.size = size
         self.dtype = dtype
         self._fill = fill
+        self._unmade: Block | None = None  # read in place of all None below; None before that
         # elements in every block but the last
         self._per_block = min(BLOCK_ELEMENTS, BLOCK_BYTES // dtype.itemsize)
         count = -(-size // self._per_block)
@@ -260,20 +274,33 @@ class BlockArray:
         """Size in bytes."""
         return self.size * self.dtype.itemsize
 
+    @property
+    def num_made(self) -> int:
+        """Number of blocks that have come into being."""
+        return len(self._blocks) - self._blocks.count(None)
+
+    @property
+    def fill(self) -> float | np.ndarray:
+        """Value of all elements of blocks that have not come into being."""
+        return self._fill
+
     def bounds(self, i: int) -> tuple[int, int]:
         """Return the first element of block ``i`` and the one after its last."""
         start = i * self._per_block
         return start, min(start + self._per_block, self.size)
 
+    def blocks_between(self, start: int, stop: int) -> int:
+        """Return the number of blocks that hold elements ``start`` to ``stop``."""
+        return 0 if start >= stop else (stop - 1) // self._per_block - start // self._per_block + 1
+
     def block(self, i: int) -> Block:
         """Return block ``i``."""
         block = self._blocks[i]
         if block is None:
-            if self._fill:
-                block = Block(np.empty(self._nbytes(i), np.uint8), self.dtype)
-                block.array[:] = self._fill
-            else:  # zeros come from the kernel, page by page as they are touched
-                block = Block(np.zeros(self._nbytes(i), np.uint8), self.dtype)
+            # zeros come from the kernel, page by page as they are touched
+            block = self._filled(self._nbytes(i)) or Block(
+                np.zeros(self._nbytes(i), np.uint8), self.dtype
+            )
             self._blocks[i] = block
         return block
 
@@ -310,11 +337,32 @@ class BlockArray:
             i = start // self._per_block
             first, last = self.bounds(i)
             last = min(last, stop)
-            views.append(
-                self.block(i).export((start - first) * itemsize, (last - first) * itemsize)
-            )
+            block = self._readable(i)
+            views.append(block.export((start - first) * itemsize, (last - first) * itemsize))
             start = last
         return views
+
+    def release(self, i: int) -> Block | None:
+        """Return block ``i`` if it has come into being, and forget it; for whoever takes over."""
+        block, self._blocks[i] = self._blocks[i], None
+        return block
+
+    def _readable(self, i: int) -> Block:
+        """Return a block with the contents of block ``i``, to be read."""
+        return self._blocks[i] or self._untouched() or self.block(i)
+
+    def _untouched(self) -> Block | None:
+        if self._unmade is None:
+            self._unmade = self._filled(min(self._per_block, self.size) * self.dtype.itemsize)
+        return self._unmade
+
+    def _filled(self, nbytes: int) -> Block | None:
+        """Return a new block, or None if it would hold zeros."""
+        if not bytes_of(np.asarray(self._fill, self.dtype)).any():  # of -0.0 one bit is set
+            return None
+        block = Block(np.empty(nbytes, np.uint8), self.dtype)
+        block.array[:] = self._fill
+        return block
 
     def _nbytes(self, i: int) -> int:
         start, stop = self.bounds(i)

@@ -1,6 +1,7 @@
-"""The command line: ``psync run``, ``psync serve`` and ``psync bench``.
+"""The command line: ``psync run``, ``psync serve``, ``psync bench`` and ``psync checkpoint``.
 
-Layer: L5. Imports: errors, task_output; launcher, tasks and bench when their command runs.
+Layer: L5. Imports: errors, checkpoint_cli, task_output; launcher, tasks and bench when their
+command runs.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import click
 
+from psync.checkpoint_cli import checkpoint
 from psync.errors import ConfigurationError
 from psync.task_output import configure_logging
 
@@ -91,6 +93,7 @@ def psync(context: click.Context) -> int:
     show_default=True,
     help="Number of workers.",
 )
+@click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -106,6 +109,7 @@ def run(
     args: tuple[str, ...],
     ps: int,
     workers: int,
+    evaluator: bool,
     max_restarts: int,
     quiet: bool,
     log_level: str,
@@ -128,6 +132,7 @@ def run(
         args,
         num_ps=ps,
         num_workers=workers,
+        evaluator=evaluator,
         max_restarts=max_restarts,
         quiet=quiet,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level},
@@ -230,6 +235,9 @@ def serve(insecure: bool, log_level: str) -> int:
     configure_logging(log_level)
     tasks.serve_forever(insecure=insecure)
     return 0
+
+
+psync.add_command(checkpoint)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """What a closure needs before it can run on a worker: function, arguments, iterators.
 
-Layer: L3. Imports: errors, functions, iterators, payloads, rpc, runtime, wire.
+Layer: L3. Imports: errors, functions, iterators, payloads, pulled_ahead, rpc, runtime, wire.
 
 Functions are fetched once and kept, small arguments come with the closure, large ones are
 fetched when its turn has come. A per-worker iterator is built where it is first needed.
@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from psync.context import ClosureContext
+from psync.dataset_functions import InputContext
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.functions import FunctionCache, is_coroutine_step, load_function
-from psync.iterators import BATCHES_AHEAD, InputContext, IteratorTable, WorkerIterator
+from psync.iterators import BATCHES_AHEAD, IteratorTable, WorkerIterator
 from psync.payloads import Payload, unpack_arguments
+from psync.pulled_ahead import NEVER
 from psync.rpc import Received
 from psync.runtime import IteratorHandle, arriving
 from psync.wire.messages import Arguments, FetchArguments, FetchFunction, Function, Message
@@ -24,7 +26,9 @@ from psync.wire.messages import Arguments, FetchArguments, FetchFunction, Functi
 class HeldClosure:
     """A closure that this worker holds."""
 
-    __slots__ = ("context", "counts", "id", "key", "num_segments", "segments")
+    __slots__ = (
+        "arrival", "context", "counts", "id", "key", "num_segments", "replica", "segments",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -33,12 +37,17 @@ class HeldClosure:
         num_segments: int,
         counts: Sequence[int],
         segments: Sequence[memoryview],
+        replica: tuple[int, int] | None = None,
+        *,
+        arrival: int = NEVER,
     ) -> None:
+        self.arrival = arrival  # see ``pulled_ahead``; NEVER: of a gang, whose replicas meet
         self.id = closure_id
         self.key = key  # of its function
         self.num_segments = num_segments  # of its arguments; -1: they have to be fetched
         self.counts = counts  # segments of each RemoteValue input
         self.segments = segments
+        self.replica = replica  # which one of how many, if it is of a gang
         self.context: ClosureContext | None = None  # once it runs
 
 
@@ -159,7 +168,8 @@ class ClosureInputs:
                 error = ClosureInputError(f"a dataset could not be built: {exc.message}")
                 raise error from exc
             context = InputContext(handle.num_pipelines, self._worker_index, 1)
-            iterator = WorkerIterator(dataset_fn, context, ahead=self._ahead)
+            position = handle.starts.get(self._worker_index, 0)
+            iterator = WorkerIterator(dataset_fn, context, ahead=self._ahead, position=position)
             self._iterators.add(handle.uid, iterator)
         await iterator.ready()
 

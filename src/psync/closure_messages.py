@@ -76,6 +76,26 @@ def run_closures(closures: Sequence[Closure]) -> tuple[messages.RunClosures, lis
     return messages.RunClosures(items), segments
 
 
+class ReplicaCall(ScheduledCall):
+    """That of one replica of a gang."""
+
+    __slots__ = ("num_replicas", "replica_id")
+
+    def __init__(
+        self, function: Function, arguments: Payload, replica_id: int, num_replicas: int
+    ) -> None:
+        super().__init__(function, arguments)
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+
+
+def run_replica(closure: Closure) -> tuple[messages.RunReplica, list[Any]]:
+    """Return the message that starts a replica, and its segments."""
+    call: ReplicaCall = closure.payload
+    message, segments = run_closures([closure])
+    return messages.RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
+
+
 def arguments_reply(call: ScheduledCall) -> Reply:
     """Return the answer to FetchArguments."""
     segments, counts = call.segments()

@@ -20,7 +20,7 @@ class State(Enum):
     """Where a closure is. The states without moves are final."""
 
     NEW = "new"  # not scheduled yet
-    WAITING = "waiting"  # for the value of an earlier closure
+    WAITING = "waiting"  # for the value of an earlier closure, or for a gang to end
     QUEUED = "queued"  # for a worker
     HELD = "held"  # sent to a worker, which has started it or not
     CANCELLING = "cancelling"  # held, and the worker was asked to stop it
@@ -94,6 +94,9 @@ MOVES: dict[State, dict[Event, State]] = {
 class Closure:
     """One scheduled call of a step function. Only the queue changes it; others read it.
 
+    ``is_replica``: whether it is one of a gang, see ``Replica``. ``in_collective``: whether it
+    runs and waits for other closures of its gang.
+
     Args:
         id: Number of the closure; grows in the order of ``schedule``.
         payload: Whatever the coordinator needs to send it and to settle it. The queue never looks.
@@ -116,6 +119,8 @@ class Closure:
         "state",
         "worker",
     )
+    is_replica = False
+    in_collective = False
 
     def __init__(
         self,
@@ -155,6 +160,20 @@ class Closure:
     def __repr__(self) -> str:
         where = f" on {self.worker}" if self.worker else ""
         return f"<{self}, {self.state.value}{where}>"
+
+
+class Replica(Closure):
+    """One of a gang: sent to a certain worker, run once at most, and its end concerns no other.
+
+    Its error is not one of the queue: it does not end what else is scheduled.
+    """
+
+    __slots__ = ("in_collective",)
+    is_replica = True
+
+    def __init__(self, id: int, payload: Any = None, *, name: str = "") -> None:
+        super().__init__(id, payload, name=name)
+        self.in_collective = False
 
 
 def move(closure: Closure, event: Event) -> None:

@@ -36,7 +36,8 @@ async def watch(
         await asyncio.sleep(timeout_s / LOOKS)
         oldest: dict[str, Closure] = {}
         for worker, closure in queue.in_flight():
-            oldest.setdefault(worker, closure)
+            if not closure.in_collective:  # or it would be given up for another one that is slow
+                oldest.setdefault(worker, closure)
         now = loop.time()
         since = {
             worker: since[worker] if worker in since and since[worker][0] is closure

@@ -1,22 +1,19 @@
-"""The closure queue: what becomes of every closure, what an error ends, when a join is over.
+"""The closure queue: what becomes of every closure, and when a join is over.
 
-Layer: L1. Imports: errors, closure_states, dispatching.
+Layer: L1. Imports: errors, closure_errors, closure_states, closure_waits, dispatching.
 
 ``ClosureQueue`` is told what happened and returns what to do, as a list of actions. It knows no
-clock, no network and no function to call. Who runs a closure is decided in ``dispatching``.
+clock, no network and no function to call. Who runs a closure is decided in ``dispatching``; what
+it waits for before that, in ``closure_waits``; which errors a join raises, in ``closure_errors``.
 
-**Errors.** The first error ends everything at once: what is queued is cancelled, what is in flight
-is asked to stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What
-cannot be stopped stays in flight until its worker answers (``in_flight`` names it). When nothing
-is in flight any more the error may be raised, and ``collect_error`` makes the queue good again.
+**An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
+stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
+stopped stays in flight until its worker answers (``in_flight`` names it). When nothing is in flight
+any more the error may be raised, and ``collect_error`` makes the queue good again.
 
-**Inputs.** A closure waits for the values of its dependencies. If one of them ends without a value,
-it fails with ClosureInputError, whose cause is the first error of the chain. That is an error like
-any other; but where the input's own error has just ended everything, it is not listed once more.
-
-**End of data.** EndOfData ends the closure that met it, and those that needed its value, and
-nothing else: other workers may have data left. The first one is kept and comes out of
-``collect_error``, so that a join raises it once, when all is done and there was no error.
+**The replicas of a gang** are closures with identities of their own, sent to certain workers; none
+runs twice. How they end concerns the gang alone (``gangs``), but an error that ends everything
+stops them too.
 
 Source: TensorFlow's ``_CoordinatedClosureQueue``. Its guarantees hold: at least once; the first
 error wins, and is raised once; when it is raised, nothing runs any more. Different: closures come
@@ -31,7 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from psync.closure_states import Closure, Event, State, move
+from psync.closure_errors import QueueErrors, error_of, input_error, loss_error
+from psync.closure_states import Closure, Event, Replica, State, move
+from psync.closure_waits import Barrier, Waits
 from psync.dispatching import (
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
@@ -41,23 +40,18 @@ from psync.dispatching import (
     GiveBack,
     WorkerStatistics,
 )
-from psync.errors import (
-    ClosureCancelled,
-    ClosureError,
-    ClosureInputError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    WorkerLost,
-)
+from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
 
 __all__ = [
     "Action",
+    "Barrier",
     "Cancel",
     "Closure",
     "ClosureQueue",
     "Dispatch",
     "GiveBack",
     "QueueStatistics",
+    "Replica",
     "Settle",
     "State",
     "WorkerStatistics",
@@ -136,11 +130,9 @@ class ClosureQueue:
         self._last_id = -1  # of the latest closure scheduled
         self._open: dict[int, Closure] = {}  # all that are not final, by id
         self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
+        self._waits = Waits()
+        self._errors = QueueErrors()
         self._pauses = 0
-        self._stopped = False
-        self._ending: str | None = None  # why everything is being cancelled; None if it is not
-        self._errors: list[BaseException] = []  # in order, until they are collected
-        self._end_of_data: BaseException | None = None  # the first, until it is collected
         self._settled: list[Closure] = []  # for the next list of actions
         self._cancels: list[Cancel] = []  # for the next list of actions
         self._totals: Counter[State] = Counter()  # of final closures
@@ -153,7 +145,7 @@ class ClosureQueue:
             f"{counts.waiting} waiting, {counts.queued} queued, {counts.in_flight} in flight, "
             f"{counts.finished} finished, {len(counts.workers)} workers"
         )
-        return f"<ClosureQueue: {text}{f'; {self._ending}' if self._ending else ''}>"
+        return f"<ClosureQueue: {text}{f'; {self.ending}' if self.ending else ''}>"
 
     # --- what the user does ---
 
@@ -171,7 +163,7 @@ class ClosureQueue:
             raise LocalProtocolError(
                 f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
             )
-        if closure.dependencies or self._ending is not None:
+        if closure.dependencies or self._errors.ending is not None or self._waits.barriers:
             return self._schedule_unusual(closure)
         move(closure, Event.QUEUE)
         self._last_id = closure_id
@@ -181,30 +173,24 @@ class ClosureQueue:
         return []
 
     def _schedule_unusual(self, closure: Closure) -> list[Action]:
-        """Schedule a closure with dependencies, or while everything is being cancelled."""
-        inputs = dict.fromkeys(closure.dependencies)
+        """Schedule a closure with dependencies, behind a barrier, or after an error."""
+        inputs = closure.dependencies
         for dependency in inputs:
             if dependency.state is State.NEW:
                 raise LocalProtocolError(
                     f"{closure} takes the value of {dependency}, which was not scheduled"
                 )
-        if self._ending is not None:
-            self._settle(closure, Event.CANCEL, self._cancelled(closure))
+        if self._errors.ending is not None:
+            self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
             self._settle_without_input(closure, failed[0])
             self._ended_without_value(closure)
         else:
-            unfinished = [c for c in inputs if c.state is not State.FINISHED]
-            move(closure, Event.WAIT if unfinished else Event.QUEUE)
+            waits = self._waits.begin(closure)
+            move(closure, Event.WAIT if waits else Event.QUEUE)
             self._open[closure.id] = closure
             self._unsettled.append(closure.id)
-            for dependency in unfinished:
-                if dependency.dependents is None:
-                    dependency.dependents = []
-                dependency.dependents.append(closure)
-            closure.num_missing = len(unfinished)
-            if not unfinished:
-                closure.dependencies = ()
+            if not waits:
                 self._dispatcher.add(closure)
         self._last_id = closure.id
         return self._actions(dispatch=False)
@@ -226,7 +212,7 @@ class ClosureQueue:
             move(closure, Event.ASK_TO_STOP)
             self._cancels.append(Cancel(closure.worker, (closure_id,)))
         else:
-            self._settle(closure, Event.CANCEL, self._cancelled(closure))
+            self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
             self._ended_without_value(closure)
         return self._actions()
 
@@ -247,15 +233,50 @@ class ClosureQueue:
 
     def fail(self, error: BaseException) -> list[Action]:
         """End everything with an error that is no closure's own, such as the loss of a ps."""
-        self._errors.append(error)
+        self._errors.pending.append(error)
         self._end(str(error))
         return self._actions()
 
     def stop(self) -> list[Action]:
         """Cancel everything, now and from now on."""
-        self._stopped = True
+        self._errors.stopped = True
         self._end("the coordinator was closed")
         return self._actions()
+
+    # --- gangs ---
+
+    def add_barrier(self) -> Barrier:
+        """Let what is scheduled from now on wait until the barrier is opened."""
+        return self._waits.add_barrier(self.next_id)
+
+    def may_begin(self, barrier: Barrier) -> bool:
+        """Whether the gang of this barrier, which is the first, may begin.
+
+        All that comes before is final then, so every worker is idle.
+        """
+        return not self._pauses and self.ending is None and self.low_water() >= barrier.cutoff
+
+    def open_barrier(self, barrier: Barrier) -> list[Action]:
+        """Queue what waited for nothing but this barrier: its gang has ended, or will never be."""
+        self._queue_late(self._waits.open(barrier))
+        return self._actions()
+
+    def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
+        """Send each replica to its worker.
+
+        Raises:
+            LocalProtocolError: If an id is not above all earlier ones, or a worker is not idle.
+        """
+        sent: list[Dispatch] = []
+        for worker, replica in replicas:
+            if replica.id <= self._last_id:
+                raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
+            self._last_id = replica.id
+            move(replica, Event.QUEUE)
+            sent.append(self._dispatcher.give(worker, replica))
+            self._open[replica.id] = replica
+            self._unsettled.append(replica.id)
+        return [*self._actions(dispatch=False), *sent]
 
     # --- what workers do ---
 
@@ -276,12 +297,15 @@ class ClosureQueue:
         """
         closures = self._dispatcher.leave(worker)
         for closure in closures:
+            if closure.is_replica:  # none other is held beside it
+                return self._lost_replica(worker, closure)
             closure.lost_on += (worker,)
         self._num_put_back += self._come_back(closures, Event.LOSE)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and closure.attempts >= self._max_losses:
-                self._give_up(closure)
+                self._settle(closure, Event.FAIL, loss_error(closure))
+                self._ended_without_value(closure)
         return self._actions()
 
     def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
@@ -302,7 +326,7 @@ class ClosureQueue:
             move(closure, Event.FINISH)
             del still_open[closure.id]
             if closure.dependents is not None:
-                self._has_value(closure)
+                self._queue_late(self._waits.has_value(closure))
         self._settled += closures
         self._totals[State.FINISHED] += len(closures)
         return self._actions(worker)
@@ -315,7 +339,8 @@ class ClosureQueue:
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
         (closure,) = self._dispatcher.take(worker, (closure_id,), "met the end of data in")
-        return self._ended(worker, closure, Event.END_OF_DATA, error)
+        event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
+        return self._ended(worker, closure, event, error)
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
         """A worker stopped a closure, or did not start it, because it was asked to.
@@ -328,7 +353,7 @@ class ClosureQueue:
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self._dispatcher.take(worker, (closure_id,), "cancelled")
-        return self._ended(worker, closure, Event.CANCEL, self._cancelled(closure))
+        return self._ended(worker, closure, Event.CANCEL, self._errors.cancelled(closure))
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
         """A worker returns closures that it has not started: the answer to a GiveBack, or unasked.
@@ -339,6 +364,10 @@ class ClosureQueue:
             LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them.
         """
+        for closure_id in ids:
+            closure = self._open.get(closure_id)
+            if closure is not None and closure.is_replica:
+                raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self._dispatcher.take_back(worker, ids)
         self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
         return self._actions()
@@ -363,17 +392,17 @@ class ClosureQueue:
         That is when all closures with lower ids are final, or, if there is an error, when nothing
         runs any more.
         """
-        return self.ready_to_raise if self._errors else self.low_water() >= cutoff
+        return self.ready_to_raise if self._errors.pending else self.low_water() >= cutoff
 
     @property
     def has_failed(self) -> bool:
         """Whether there is an error that was not collected."""
-        return bool(self._errors)
+        return bool(self._errors.pending)
 
     @property
     def ready_to_raise(self) -> bool:
         """Whether there is an error that was not collected, and nothing runs any more."""
-        return bool(self._errors) and not self._dispatcher.num_in_flight
+        return bool(self._errors.pending) and not self._dispatcher.num_in_flight
 
     def collect_error(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
         """Take what join is to raise, (first, further), or None. The queue is good again then.
@@ -384,18 +413,17 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If there is an error and closures are still in flight.
         """
-        if self._errors and self._dispatcher.num_in_flight:
+        if self._errors.pending and self._dispatcher.num_in_flight:
             raise LocalProtocolError(
                 f"the error was collected while {self._dispatcher.num_in_flight} closures "
                 "were in flight"
             )
-        errors = self._errors
-        if self._end_of_data is not None:
-            errors.append(self._end_of_data)
-        self._errors, self._end_of_data = [], None
-        if not self._stopped:
-            self._ending = None
-        return (errors[0], tuple(errors[1:])) if errors else None
+        return self._errors.collect()
+
+    @property
+    def ending(self) -> str | None:
+        """Why everything is being cancelled, and what is scheduled too; None if it is not."""
+        return self._errors.ending
 
     @property
     def num_queued(self) -> int:
@@ -445,46 +473,43 @@ class ClosureQueue:
     ) -> list[Action]:
         """A closure that a worker held ended without a value."""
         self._settle(closure, event, error)
-        self._ended_without_value(closure)
+        if not closure.is_replica:
+            self._ended_without_value(closure)
         return self._actions(worker)
 
-    def _has_value(self, closure: Closure) -> None:
-        """Queue those that waited for nothing but this closure."""
-        for dependent in closure.dependents or ():
-            dependent.num_missing -= 1
-            if dependent.num_missing == 0 and dependent.state is State.WAITING:
-                move(dependent, Event.QUEUE)
-                dependent.dependencies = ()
-                self._dispatcher.add_late(dependent)
-        closure.dependents = None
+    def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
+        """A worker was lost with a replica, which is not run again: its gang is over."""
+        event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+        error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
+        self._settle(closure, event, error)
+        return self._actions()
+
+    def _queue_late(self, closures: Sequence[Closure]) -> None:
+        """Queue, at their places, those that wait for nothing any more."""
+        for closure in closures:
+            move(closure, Event.QUEUE)
+            self._dispatcher.add_late(closure)
 
     def _ended_without_value(self, closure: Closure) -> None:
         """Settle all that needed this closure's value, and end everything if this is an error."""
         chain = [closure]
         for source in chain:  # which grows
-            for dependent in source.dependents or ():
-                if dependent.state is State.WAITING:
-                    self._settle_without_input(dependent, source)
-                    chain.append(dependent)
-            source.dependents = None
+            for dependent in self._waits.has_no_value(source):
+                self._settle_without_input(dependent, source)
+                chain.append(dependent)
         # One error for the whole chain: the others have the same cause.
         failed = next((c for c in chain if c.state is State.FAILED), None)
         if failed is not None:
-            self._errors.append(_error_of(failed))
+            self._errors.pending.append(error_of(failed))
             self._end(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
-        if closure.state is State.EXHAUSTED and self._end_of_data is None:
-            self._end_of_data = _root_of(closure)
+        if closure.state is State.EXHAUSTED:
+            self._errors.note_end_of_data(closure)
 
     def _settle_without_input(self, closure: Closure, source: Closure) -> None:
         """End a closure because its input ``source`` ended without a value."""
-        cause = _root_of(source)
-        error = ClosureInputError(
-            f"{closure} was not run: its input, {source}, ended with "
-            f"{type(cause).__name__}: {cause.args[0] if cause.args else cause}"
-        )
-        error.__cause__ = cause
         at_end = source.state is State.EXHAUSTED
-        self._settle(closure, Event.END_OF_DATA if at_end else Event.FAIL, error)
+        event = Event.END_OF_DATA if at_end else Event.FAIL
+        self._settle(closure, event, input_error(closure, source))
 
     def _come_back(self, closures: list[Closure], event: Event) -> int:
         """Queue again what no worker holds any more, or end it cancelled; return how many queued.
@@ -497,43 +522,24 @@ class ClosureQueue:
                 move(closure, event)
                 self._dispatcher.add_late(closure)
         for closure in stopped:
-            self._settle(closure, event, self._cancelled(closure))
+            self._settle(closure, event, self._errors.cancelled(closure))
             self._ended_without_value(closure)
         return len(closures) - len(stopped)
 
-    def _give_up(self, closure: Closure) -> None:
-        """Fail a closure that was lost with too many workers."""
-        error = ClosureError(
-            f"{closure} was lost with its worker {closure.attempts} times: "
-            f"{', '.join(closure.lost_on)}",
-            hint="it seems to kill its process: look for a crash or lack of memory in their logs",
-        )
-        error.__cause__ = WorkerLost(closure.worker, f"was lost while it held {closure}")
-        self._settle(closure, Event.FAIL, error)
-        self._ended_without_value(closure)
-
     def _end(self, reason: str) -> None:
         """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
-        if self._ending is not None:
+        if self._errors.ending is not None:
             return
-        self._ending = reason
+        self._errors.ending = reason
         for closure in list(self._open.values()):
             if closure.state is State.WAITING or closure.state is State.QUEUED:
-                self._settle(closure, Event.CANCEL, self._cancelled(closure))
+                self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
         for worker, closures in self._dispatcher.held():
             running = [closure for closure in closures if closure.state is State.HELD]
             for closure in running:
                 move(closure, Event.ASK_TO_STOP)
             if running:
                 self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
-
-    def _cancelled(self, closure: Closure) -> ClosureCancelled:
-        if self._ending is None:
-            return ClosureCancelled(f"{closure} was cancelled")
-        return ClosureCancelled(
-            f"{closure} was cancelled: {self._ending}",
-            hint=None if self._stopped else "schedule it again after join has raised the error",
-        )
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
@@ -544,19 +550,6 @@ class ClosureQueue:
         if self._cancels:
             actions += self._cancels
             self._cancels = []
-        if dispatch and self._ending is None and not self._pauses:
+        if dispatch and self._errors.ending is None and not self._pauses:
             actions += self._dispatcher.decide(reporter)
         return actions
-
-
-def _error_of(closure: Closure) -> BaseException:
-    assert closure.error is not None, f"{closure} ended without a value and without an error"
-    return closure.error
-
-
-def _root_of(closure: Closure) -> BaseException:
-    """Return the error behind the error of a closure, so that those of inputs are never nested."""
-    error = _error_of(closure)
-    while isinstance(error, ClosureInputError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error

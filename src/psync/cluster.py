@@ -23,8 +23,6 @@ MAX_TASKS = 1 << 20
 MAX_UNIX_PATH_BYTES = 107
 """What a Unix socket's address holds on Linux, without the closing zero."""
 
-TRAINING_JOBS = ("chief", "worker", "ps")
-
 _JOB = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _TASK_NAME = re.compile(rf"/job:({_JOB.pattern})/task:([0-9]{{1,7}})")
 _HOST = re.compile(r"[^\s:/\[\]\x00-\x1f]*")
@@ -222,7 +220,7 @@ class ClusterSpec:
         if task_index not in tasks:
             raise ConfigurationError(
                 f"no task with index {task_index!r} in job {job_name!r}, which has "
-                f"{_known_indices(list(tasks))}"
+                f"{known_indices(list(tasks))}"
             )
         return tasks[task_index]
 
@@ -240,7 +238,7 @@ class ClusterSpec:
             return self._jobs[job_name]
         except (KeyError, TypeError):
             raise ConfigurationError(
-                f"no job {job_name!r} in the cluster, which has {_listed(self._jobs)}"
+                f"no job {job_name!r} in the cluster, which has {listed(self._jobs)}"
             ) from None
 
     def __eq__(self, other: object) -> bool:
@@ -315,131 +313,14 @@ def _checked_address(name: str, address: object) -> str:
     return address
 
 
-def _listed(names: Mapping[str, object] | list[str]) -> str:
+def listed(names: Mapping[str, object] | list[str]) -> str:
     return ", ".join(repr(name) for name in names) or "no jobs"
 
 
-def _known_indices(indices: list[int]) -> str:
+def known_indices(indices: list[int]) -> str:
     """Say which tasks there are: "no tasks", "task 0", "tasks 0 to 3", "tasks 1, 4"."""
     if len(indices) < 2:
         return f"only task {indices[0]}" if indices else "no tasks"
     if indices[-1] - indices[0] + 1 == len(indices):
         return f"tasks {indices[0]} to {indices[-1]}"
     return f"tasks {', '.join(map(str, indices))}"
-
-
-# --- what training needs -----------------------------------------------------------------------
-
-
-def with_chief(spec: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the job ``master``, the chief's older name, called ``chief``.
-
-    Raises:
-        ConfigurationError: If it has both.
-    """
-    jobs = spec.as_dict()
-    if "master" not in jobs:
-        return spec
-    if "chief" in jobs:
-        raise ConfigurationError("the cluster has a 'chief' and a 'master', which mean the same")
-    return ClusterSpec({"chief" if job == "master" else job: jobs[job] for job in jobs})
-
-
-def validate_for_training(
-    spec: ClusterSpec,
-    task_type: str | None,
-    task_id: int | None,
-    *,
-    source: str = "cluster",
-) -> tuple[ClusterSpec, str | None, int | None]:
-    """Check that a parameter-server job can run on the cluster, and return what is used of it.
-
-    Only the chief, and a program that is no task of the cluster (``task_type`` None), need the
-    whole cluster; a ps, or a worker that joins late, may know only itself. ``master`` is accepted
-    for ``chief``. An evaluator is not part of the training cluster: it is left out.
-
-    Args:
-        spec: The cluster, as configured.
-        task_type: Job of this process, or None if it is not one of the tasks.
-        task_id: Its index; may be None where the job has one task only.
-        source: Where this came from, for messages: ``TF_CONFIG``.
-
-    Returns:
-        (cluster without evaluators, task type, task index).
-
-    Raises:
-        TypeError: If ``task_type`` is not a str or ``task_id`` not an int.
-        ConfigurationError: If the cluster is empty, has an unknown job, more than one chief or
-            evaluator, no ps or no worker; or if the own task is not in it.
-
-    Source: TensorFlow ``ParameterServerStrategyV2`` and ``multi_worker_util``; there a listed
-    evaluator is connected to like a worker, and training hangs.
-    """
-    if not isinstance(task_type, str | None) or not isinstance(task_id, int | None):
-        raise TypeError(
-            f"{source}: expected a task type (str) and a task index (int), or None, got "
-            f"{task_type!r} and {task_id!r}"
-        )
-    try:
-        jobs = with_chief(spec).as_dict()
-    except ConfigurationError as exc:
-        raise ConfigurationError(f"{source}: cluster: {exc.message}") from None
-    task_type = "chief" if task_type == "master" else task_type
-    _check_jobs(jobs, source)
-    evaluators = jobs.pop("evaluator", [])
-    training = ClusterSpec(jobs)
-    if task_type in (None, "chief"):
-        _check_complete(jobs, source)
-    if task_type is not None and (task_type != "evaluator" or evaluators):
-        own = ClusterSpec({"evaluator": evaluators}) if task_type == "evaluator" else training
-        task_id = _checked_task(own, task_type, task_id, source)
-    return training, task_type, task_id
-
-
-def _check_jobs(jobs: dict[str, list[str] | dict[int, str]], source: str) -> None:
-    if not jobs:
-        raise ConfigurationError(
-            f"{source}: cluster is missing or empty",
-            hint="on one machine, start the program with: psync run SCRIPT --ps 2 --workers 2",
-        )
-    for job in jobs:
-        if job not in (*TRAINING_JOBS, "evaluator"):
-            raise ConfigurationError(
-                f"{source}: cluster.{job}: expected the jobs 'chief', 'worker', 'ps' or "
-                f"'evaluator', got {job!r}"
-            )
-    for job in ("chief", "evaluator"):
-        if len(jobs.get(job, [])) > 1:
-            raise ConfigurationError(
-                f"{source}: cluster.{job}: expected at most one {job}, got {len(jobs[job])}"
-            )
-
-
-def _check_complete(jobs: dict[str, list[str] | dict[int, str]], source: str) -> None:
-    for job in ("ps", "worker"):
-        if not jobs.get(job):
-            raise ConfigurationError(
-                f"{source}: cluster.{job}: expected at least one {job}, got none"
-            )
-
-
-def _checked_task(spec: ClusterSpec, task_type: str, task_id: int | None, source: str) -> int:
-    """Return the index of the own task."""
-    if task_type not in (*TRAINING_JOBS, "evaluator"):
-        raise ConfigurationError(
-            f"{source}: task.type: expected 'chief', 'worker', 'ps' or 'evaluator', "
-            f"got {task_type!r}"
-        )
-    if task_type not in spec.jobs:
-        raise ConfigurationError(
-            f"{source}: task.type is {task_type!r}, but the cluster has only {_listed(spec.jobs)}"
-        )
-    indices = spec.task_indices(task_type)
-    if task_id is None and len(indices) == 1:
-        return indices[0]
-    if task_id not in indices:
-        what = "is missing" if task_id is None else f"is {task_id}"
-        raise ConfigurationError(
-            f"{source}: task.index {what}, and the job {task_type!r} has {_known_indices(indices)}"
-        )
-    return task_id

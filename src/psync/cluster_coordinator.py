@@ -1,29 +1,29 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
-Layer: L4. Imports: errors, context, coordinator, datasets, environment, functions, iterators,
-optimizers, remote_value, strategy, wire.
+Layer: L4. Imports: errors, cluster, context, coordinator, datasets, environment,
+optimizer_handles, remote_value, strategy, visits, wire.
 """
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from psync.closures import MAX_LOSSES
+from psync.cluster import task_name
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
-from psync.datasets import PerWorkerDataset
+from psync.datasets import PerWorkerDataset, PerWorkerIterator, capture_dataset
 from psync.environment import platform_of, script_is_shared
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
-from psync.functions import Function
-from psync.iterators import takes_context
-from psync.optimizers import PROCESS, any_synchronous
+from psync.optimizer_handles import PROCESS, any_synchronous
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
-from psync.wire.messages import ReleaseIterators
+from psync.visits import Visits
+from psync.wire.messages import AskPosition, IteratorPosition, ReleaseIterators
 
 _of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
@@ -82,6 +82,11 @@ class ClusterCoordinator:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
         forbid_in_step("making a ClusterCoordinator")
+        if strategy.task[0] == "evaluator":  # it would take training away from the chief
+            raise ConfigurationError(
+                "this process is the evaluator, which takes no part in training",
+                hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
+            )
         num_workers = strategy.cluster.num_tasks("worker")
         if min_workers is not None and not 1 <= min_workers <= num_workers:
             raise ConfigurationError(f"min_workers: expected 1 to {num_workers}, got {min_workers}")
@@ -163,6 +168,7 @@ class ClusterCoordinator:
             self._starting = False
         self._coordinator = coordinator
         self.strategy.runtime = coordinator.runtime
+        self.strategy.gangs = coordinator.gangs
         self.strategy.created = True
 
     async def close(self) -> None:
@@ -171,7 +177,7 @@ class ClusterCoordinator:
         Cancellation: Connections may still be closing.
         """
         coordinator, self._coordinator = self._coordinator, None
-        self.strategy.runtime = None
+        self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
             await coordinator.close()
 
@@ -265,25 +271,55 @@ class ClusterCoordinator:
             return type(structure)([await self.fetch(item) for item in structure])
         return structure
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Return a dataset of which every worker reads its own.
 
+        A worker that is lost and comes back starts its iterators from the beginning.
+
         Args:
-            dataset_fn: Called on each worker, in a thread, with no argument or with an
-                ``InputContext`` (which pipeline of how many this worker is); returns an
-                iterable of batches. Batches are loaded ahead. It must not call psync.
+            dataset_fn: A function that each worker calls, in a thread, with no argument or with an
+                ``InputContext`` (which pipeline of how many this worker is), and that returns
+                an iterable of batches; it must not call psync. Or an iterable that can be iterated
+                over more than once, captured by value now: each worker reads the whole of it.
+                Or a distributed dataset: each worker reads its share. Batches are loaded ahead.
 
         Raises:
-            UsageError: It is no plain function of at most one argument.
-            CaptureError: It captures something that cannot be sent.
+            UsageError: It is none of these; says what to give instead.
+            CaptureError: It captures or holds something that cannot be sent.
             ClosedError: The coordinator is not running.
 
-        A worker that is lost and comes back starts its iterators from the beginning.
+        Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
         coordinator = self._running("create_per_worker_dataset")
-        takes_context(dataset_fn)  # what is no dataset function is refused here, not on a worker
-        function: Function = coordinator.functions.register_dataset(dataset_fn)
-        return PerWorkerDataset(function, self._num_workers, self._release_iterator)
+        captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        return PerWorkerDataset(
+            captured, function, self._num_workers, self._release_iterator, self._positions
+        )
+
+    def distribute_once(
+        self,
+        shards: Sequence[Any],
+        num_epochs: int = 1,
+        *,
+        shuffle_seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Visits:
+        """Return visits of data shards, of which each is done exactly once in each epoch.
+
+        Args:
+            shards: What names the data: file names, ranges, anything that can be sent.
+            num_epochs: How often every shard is to be done.
+            shuffle_seed: Orders the shards of each epoch anew; None: as they are given.
+            state: What ``Visits.state`` returned, in this program or an earlier one.
+
+        Raises:
+            UsageError: The shards are no list, or none are given.
+            ConfigurationError: A number is out of range, or the state is of other shards.
+            CaptureError: A shard cannot be sent to a worker.
+            ClosedError: The coordinator is not running.
+        """
+        self._running("distribute_once")
+        return Visits(self, shards, num_epochs, shuffle_seed, state)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
@@ -292,6 +328,17 @@ class ClusterCoordinator:
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         return await self._running("ps_statistics").links.ps_statistics()
+
+    async def _positions(self, iterator: PerWorkerIterator) -> dict[int, int]:
+        coordinator = self._running("positions")
+        answers = await coordinator.ask_workers(AskPosition(iterator.uid))
+        positions = {}
+        for place, index in enumerate(self.strategy.cluster.task_indices("worker")):
+            positions[place] = iterator.starts.get(place, 0)
+            answer = answers.get(task_name("worker", index))
+            if isinstance(answer, IteratorPosition) and answer.position >= 0:
+                positions[place] = answer.position
+        return positions
 
     def _release_iterator(self, uid: str) -> None:
         # The garbage collector may call this, in any thread and in the middle of anything.

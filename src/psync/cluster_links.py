@@ -91,6 +91,7 @@ class ClusterLinks:
         )
         self.ps = PsClient(self._endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
         self.membership = Membership(self._workers, self._ps, ps_timeout_s=ps_timeout_s)
+        self._attached: set[str] = set()  # workers that have joined, not only connected
         self._supervisors: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
@@ -115,7 +116,9 @@ class ClusterLinks:
             self._supervise(self._keep_worker(index, worker, address))
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.membership.ready(min_workers):
+                while not (
+                    self.membership.ready(min_workers) and len(self._attached) >= min_workers
+                ):
                     self._changed.clear()
                     await self._changed.wait()
                     if self._failure is not None:
@@ -217,6 +220,7 @@ class ClusterLinks:
                 logger.warning("%s takes part again", worker)
             first = False
             control, bulk = lanes
+            self._attached.add(worker)
             self._owner.worker_joined(worker, control, bulk)
             self._changed.set()
             await _closed(control, bulk)
@@ -227,6 +231,7 @@ class ClusterLinks:
             control.abort()
             bulk.abort()
             self._lost(worker)
+            self._attached.discard(worker)
             self._owner.worker_lost(worker)
 
     async def _attach_worker(

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from psync.errors import ClosureCancelled, UsageError
 from psync.pulled_steps import PulledSteps
@@ -40,9 +40,11 @@ class ClosureContext:
     __slots__ = (
         "_ordinals",
         "_waiting",
+        "arrival",
         "cancelled",
         "closed",
         "closure_id",
+        "gang",
         "loop",
         "pulled",
         "runtime",
@@ -56,11 +58,15 @@ class ClosureContext:
         closure_id: int,
         runtime: Any = None,
         loop: asyncio.AbstractEventLoop | None = None,
+        gang: Any = None,
+        arrival: int = 0,
     ) -> None:
+        self.arrival = arrival  # when it came to this worker, see ``pulled_ahead``
         self.worker_index = worker_index
         self.closure_id = closure_id
         self.runtime = runtime  # through which variables talk to ps tasks; opaque here
         self.loop = loop  # the worker's; None where no plain step can call `wait`
+        self.gang = gang  # through which a replica meets the others; opaque here, None: no gang
         self.closed = False  # the step has returned or raised
         self.cancelled = False  # another closure failed, or this one was cancelled
         self.pulled = PulledSteps()  # what its pulls have seen of synchronous groups
@@ -145,9 +151,10 @@ class DatasetContext:
     worker_index: int
 
 
-_here: contextvars.ContextVar[ClosureContext | DatasetContext | None] = contextvars.ContextVar(
-    "psync_here", default=None
-)
+Running: TypeAlias = ClosureContext | DatasetContext | None
+"""Who is running: a step, dataset code, or, as None, the program itself."""
+
+_here: contextvars.ContextVar[Running] = contextvars.ContextVar("psync_here", default=None)
 
 
 class _Entered:
@@ -157,7 +164,7 @@ class _Entered:
 
     def __init__(self, who: ClosureContext | DatasetContext) -> None:
         self._who = who
-        self._token: contextvars.Token[ClosureContext | DatasetContext | None]
+        self._token: contextvars.Token[Running]
 
     def __enter__(self) -> None:
         self._token = _here.set(self._who)
@@ -179,6 +186,11 @@ def enter_closure(closure: ClosureContext) -> _Entered:
 def enter_dataset(worker_index: int) -> _Entered:
     """Return a context manager inside which dataset code of that worker is running."""
     return _Entered(DatasetContext(worker_index))
+
+
+def running() -> Running:
+    """Return who is running here."""
+    return _here.get()
 
 
 def current_closure() -> ClosureContext | None:

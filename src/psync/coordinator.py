@@ -1,11 +1,13 @@
-"""The coordinator: closures out, results in, errors to join.
+"""The coordinator: takes closures, sends them, settles them, and knows who is there.
 
-Layer: L3. Imports: errors, closure_messages, closure_timeout, closures, cluster, cluster_links,
-creation, declarations, dispatching, failures, functions, joins, payloads, platform, remote_value,
-rpc, runtime, schedule_report, schedule_reporter, wire.
+Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
+cluster_links, creation, declarations, dispatching, failures, functions, gang_runner, joins,
+payloads, platform, remote_value, replica_context, rpc, runtime, schedule_report,
+schedule_reporter, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
-sent at its end, in one message per worker.
+sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
+``joins`` knows who waits for what.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync import closure_timeout
-from psync.closure_messages import ScheduledCall, arguments_reply, function_reply, run_closures
+from psync.closure_messages import ScheduledCall, run_closures, run_replica
+from psync.closure_service import ClosureService
 from psync.closures import MAX_LOSSES, Cancel, Closure, ClosureQueue, GiveBack, Settle
 from psync.closures import Action as QueueAction
-from psync.cluster import ClusterSpec, task_name
+from psync.cluster import ClusterSpec, parse_task_name, task_name
 from psync.cluster_links import ClusterLinks
 from psync.creation import Creation
 from psync.declarations import Declaration
@@ -31,32 +34,25 @@ from psync.errors import (
     DeadlineExceeded,
     FencedError,
     ParameterServerLost,
-    RemoteProtocolError,
+    TransportError,
     UsageError,
 )
-from psync.failures import rebuild_exception, text_of
+from psync.failures import text_of
 from psync.functions import FunctionTable
+from psync.gang_runner import GangRunner
 from psync.joins import Joins, describe_waiting
-from psync.payloads import EMPTY, Payload, check_size, pack_arguments
+from psync.payloads import EMPTY, check_size, pack_arguments
 from psync.platform import Platform
 from psync.remote_value import RemoteValue
-from psync.rpc import Handler, Peer, Reply
+from psync.replica_context import forbid_in_merge
+from psync.rpc import Handler, Peer
 from psync.runtime import Runtime
 from psync.schedule_report import ScheduleReports
 from psync.schedule_reporter import ScheduleReporter
 from psync.wire import messages
-from psync.wire.messages import (
-    CancelClosures,
-    ClosureResults,
-    FetchArguments,
-    FetchFunction,
-    GivenBack,
-)
+from psync.wire.messages import CancelClosures, ReachCollective
 
 logger = logging.getLogger(__name__)
-
-REPORT_EVERY_S = 10.0
-"""A join that has heard of nothing for so long says on whom it waits."""
 
 FINAL_EVERY = 1024
 """ps tasks are told that closures are final whenever this many more are."""
@@ -93,20 +89,27 @@ class Coordinator:
     ) -> None:
         self._failpoints = platform.failpoints
         self._limits = platform.limits
+        self._main_by_name = main_by_name
+        self._queue = ClosureQueue(max_losses=max_losses)
+        self._closures: dict[int, Closure] = {}  # not final
+        self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
+        self._joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
+        self.gangs = GangRunner(
+            self._queue, self.functions, self, platform.limits, main_by_name=main_by_name
+        )
+        workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
+        self._reports = ScheduleReports(workers, self._queue)
+        service = ClosureService(
+            self._queue, self._closures, self.functions, self._reports, self, platform.failpoints
+        )
+        handlers = {**service.handlers(), ReachCollective: Handler(self.gangs.reached)}
         self.links = ClusterLinks(
-            platform, cluster, self, self._handlers(),
+            platform, cluster, self, handlers,
             origin=origin, program=program, ps_timeout_s=ps_timeout_s,
         )  # fmt: skip
         self._creation = Creation(declared, self.links.ps)
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
-        self._queue = ClosureQueue(max_losses=max_losses)
-        self._main_by_name = main_by_name
-        self._closures: dict[int, Closure] = {}  # not final
-        self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
-        self._joins = Joins(self._queue)
-        workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
-        self._reports = ScheduleReports(workers, self._queue)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._told_final = 0
         self._dispatch_due = False
@@ -118,7 +121,6 @@ class Coordinator:
         self._replaced: FencedError | None = None  # once a newer coordinator has taken over
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._last_news = self._loop.time()
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
@@ -137,13 +139,16 @@ class Coordinator:
         self._closed = True
         error = ClosedError("the coordinator was closed")
         self._joins.fail(error)
-        self._perform(self._queue.stop())
+        actions = self._queue.stop()
+        self.gangs.fail(error)
+        self.perform(actions)
         try:
             helpers = [t for t in (self._watch, self._creating, self._reporting) if t is not None]
             for task in helpers:
                 task.cancel()
             if helpers:
                 await asyncio.wait(helpers)
+            await self.gangs.close()
             await self.links.ps.drain()
         finally:
             try:
@@ -169,6 +174,7 @@ class Coordinator:
         """Queue a closure; see ``ClusterCoordinator.schedule``."""
         if self._closed:
             raise ClosedError("schedule on a closed coordinator")
+        forbid_in_merge("schedule")
         function = self.functions.register(fn, stacklevel=4)
         arguments = EMPTY
         if args or kwargs:
@@ -190,7 +196,7 @@ class Coordinator:
             self._start_creating()
         actions = self._queue.schedule(closure)
         if actions:
-            self._perform(actions)
+            self.perform(actions)
         if not self._dispatch_due:
             self._dispatch_due = True
             self._loop.call_soon(self._dispatch)
@@ -210,18 +216,18 @@ class Coordinator:
         """
         if self._closed:
             raise ClosedError("join on a closed coordinator")
+        forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
         if self._replaced is not None and not self._queue.has_failed:
-            self._perform(self._queue.fail(self._replaced))
-        if self._creation.pending and self._creating is None:
-            self._start_creating()
+            self.perform(self._queue.fail(self._replaced))
+        self.prepare()
         if self._creating is not None:
-            await self._wait_reporting(self._creating, deadline, timeout_s)
+            await self._joins.wait(self._creating, deadline, timeout_s)
         future = self._joins.add(cutoff)
         self._joins.settle()
         try:
-            await self._wait_reporting(future, deadline, timeout_s)
+            await self._joins.wait(future, deadline, timeout_s)
         finally:
             self._joins.discard(future)
         future.result()
@@ -234,7 +240,7 @@ class Coordinator:
 
         finishing = self._loop.create_task(finish())
         try:
-            await self._wait_reporting(finishing, deadline, timeout_s)
+            await self._joins.wait(finishing, deadline, timeout_s)
         finally:
             if not finishing.done():
                 finishing.cancel()
@@ -244,6 +250,7 @@ class Coordinator:
     def waits_for(self) -> str:
         """Say what a join waits for."""
         others = ["variables are being created"] if self._creating is not None else []
+        others += self.gangs.describe()
         return describe_waiting(self._queue, self.links.membership.missing(), others)
 
     def statistics(self) -> dict[str, Any]:
@@ -260,8 +267,27 @@ class Coordinator:
         for control, _ in self._peers.values():
             control.notify(message)
 
+    async def ask_workers(self, message: messages.Message) -> dict[str, messages.Message]:
+        """Return what each worker that is there answers, by the worker's name.
+
+        One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
+
+        Cancellation: Safe.
+        """
+
+        async def ask(control: Peer) -> messages.Message | None:
+            try:
+                return (await control.call(message)).message
+            except (TransportError, UsageError):  # lost, or no worker of ours any more
+                return None
+
+        asked = {worker: control for worker, (control, _) in self._peers.items()}
+        answers = await asyncio.gather(*map(ask, asked.values()))
+        pairs = zip(asked, answers, strict=True)
+        return {worker: answer for worker, answer in pairs if answer is not None}
+
     def _cancel(self, closure_id: int) -> None:
-        self._perform(self._queue.cancel(closure_id))
+        self.perform(self._queue.cancel(closure_id))
 
     def _dependencies(self, inputs: Sequence[RemoteValue]) -> list[Closure]:
         for value in inputs:
@@ -271,23 +297,6 @@ class Coordinator:
                     hint="fetch its value there and pass that",
                 )
         return [value.closure for value in inputs]
-
-    async def _wait_reporting(
-        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
-    ) -> None:
-        """Wait until ``deadline`` (loop time) at most; say on whom, if it takes long."""
-        while not future.done():
-            pause = REPORT_EVERY_S
-            if deadline is not None:
-                pause = min(pause, deadline - self._loop.time())
-                if pause <= 0:
-                    raise DeadlineExceeded(
-                        f"join did not end within {timeout_s:g} s: {self.waits_for()}",
-                        hint="what was scheduled goes on; join again, or cancel RemoteValues",
-                    )
-            await asyncio.wait((future,), timeout=pause)
-            if not future.done() and self._loop.time() - self._last_news >= REPORT_EVERY_S:
-                logger.warning("join waits: %s", self.waits_for())
 
     # Variables first.
 
@@ -299,10 +308,10 @@ class Coordinator:
         try:
             await self._creation.ensure()
         except Exception as exc:
-            self._perform(self._queue.fail(exc))
+            self._fail(exc)
         finally:
             self._creating = None
-            self._perform(self._queue.resume())
+            self.perform(self._queue.resume())
 
     # cluster_links.LinksOwner.
 
@@ -310,13 +319,13 @@ class Coordinator:
         """A worker is ready for closures."""
         self._peers[worker] = (control, bulk)
         self._reports.worker_joined(worker, self.links.membership.incarnation(worker))
-        self._perform(self._queue.worker_joined(worker))
+        self.perform(self._queue.worker_joined(worker))
 
     def worker_lost(self, worker: str) -> None:
         """Put back what it held."""
         del self._peers[worker]
         self._reports.worker_lost(worker)
-        self._perform(self._queue.worker_lost(worker))
+        self.perform(self._queue.worker_lost(worker))
 
     def _give_up(self, worker: str, closure: Closure) -> None:
         error = DeadlineExceeded(f"{closure} took longer than {self._closure_timeout_s:g} s")
@@ -326,27 +335,55 @@ class Coordinator:
         """End everything that is scheduled: variables are gone."""
         logger.error("%s", error)
         if not self._closed:
-            self._perform(self._queue.fail(error))
+            self._fail(error)
 
     def replaced(self, error: FencedError) -> None:
         """End everything, now and at every join: workers and ps tasks serve another one."""
         if self._replaced is None and not self._closed:
             logger.error("a newer coordinator has taken over: %s", error)
             self._replaced = error
-            self._perform(self._queue.fail(error))
+            self._fail(error)
 
-    # Performing.
+    def _fail(self, error: Exception) -> None:
+        """End all that is scheduled or runs with an error that is no closure's own."""
+        actions = self._queue.fail(error)
+        self.gangs.fail(error)
+        self.perform(actions)
 
-    def _dispatch(self) -> None:
-        self._dispatch_due = False
-        self._perform(self._queue.dispatch())
+    # gang_runner.GangOwner.
 
-    def _perform(self, actions: Sequence[QueueAction]) -> None:
+    def workers(self) -> list[str]:
+        """Return the workers that are ready for closures, by index."""
+        return sorted(self._peers, key=lambda worker: parse_task_name(worker)[1])
+
+    def prepare(self) -> None:
+        """Create what is declared; the queue is paused meanwhile."""
+        if self._creation.pending and self._creating is None:
+            self._start_creating()
+
+    def adopt(self, closure: Closure) -> RemoteValue:
+        """Take a closure of a gang among those that are not final; return its value to be."""
+        value = RemoteValue(closure, self._cancel)
+        closure.payload.value = weakref.ref(value)
+        self._closures[closure.id] = closure
+        return value
+
+    # closure_service.ClosureServiceOwner, of which gang_runner.GangOwner needs the first two.
+
+    def is_current(self, peer: Peer) -> bool:
+        """Return whether this is a connection of a worker that was not given up."""
+        return peer in self._peers.get(peer.task, ())
+
+    def perform(self, actions: Sequence[QueueAction]) -> None:
+        """Do what the queue decided."""
+        replicas: list[Closure] = []
         for action in actions:
             if isinstance(action, Settle):
                 self._joins.note_final(action.closures)
                 for closure in action.closures:
                     self._settle(closure, closure.error)
+                    if closure.is_replica:
+                        replicas.append(closure)
             elif isinstance(action, Dispatch):
                 self._send(action)
             elif isinstance(action, Cancel):
@@ -359,12 +396,29 @@ class Coordinator:
                 self.links.final_below(self._queue.next_id)
         if self._joins:
             self._joins.settle()
-            self._tell_final(0)
+            if self._queue.low_water() > self._told_final:
+                self._tell_final()
         self._reporter.look()
+        if self.gangs:
+            self.gangs.look(replicas)
+
+    def results_came(self) -> None:
+        """A worker is alive; and where many closures have become final, ps tasks hear of it."""
+        self._joins.heard_at = self._loop.time()
+        if self._queue.low_water() - self._told_final > FINAL_EVERY:
+            self._tell_final()
+
+    def _dispatch(self) -> None:
+        self._dispatch_due = False
+        self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
         self._failpoints.hit("coordinator.dispatch")
-        message, segments = run_closures(action.closures)
+        message: messages.Message
+        if action.closures[0].is_replica:
+            message, segments = run_replica(action.closures[0])
+        else:
+            message, segments = run_closures(action.closures)
         self._peers[action.worker][0].notify(message, segments)
 
     def _settle(self, closure: Closure, error: BaseException | None) -> None:
@@ -375,94 +429,7 @@ class Coordinator:
                 value.set_error(error)
         closure.payload = None
 
-    def _tell_final(self, at_least: int) -> None:
-        """Tell ps tasks what is final, if it is so many closures more."""
-        low_water = self._queue.low_water()
-        if low_water - self._told_final > at_least:
-            self._told_final = low_water
-            self.links.final_below(low_water)
-
-    # What workers say.
-
-    def _handlers(self) -> dict[type[messages.Message], Handler]:
-        return {
-            ClosureResults: Handler(self._results),
-            GivenBack: Handler(self._given_back),
-            FetchFunction: Handler(self._fetch_function),
-            FetchArguments: Handler(self._fetch_arguments),
-        }
-
-    def _is_current(self, peer: Peer) -> bool:
-        return peer in self._peers.get(peer.task, ())
-
-    def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
-        if not self._is_current(peer):
-            return  # of a worker that was given up: its closures run elsewhere
-        self._failpoints.hit("coordinator.result")
-        self._last_news = self._loop.time()
-        finished: list[tuple[int, Payload]] = []
-        at = 0
-        for closure_id, outcome, count, error in message.results:
-            payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
-            at += count
-            if outcome == "ok":
-                finished.append((closure_id, payload))
-                continue
-            self._finished(peer.task, finished, message.mean_seconds)
-            finished = []
-            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
-        self._finished(peer.task, finished, message.mean_seconds)
-        self._tell_final(FINAL_EVERY)
-
-    def _finished(
-        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
-    ) -> None:
-        """Closures ended with values, which are there before anything that needs them is sent."""
-        if not results:
-            return
-        ids = [closure_id for closure_id, _ in results]
-        actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
-        self._reports.has_data(worker)
-        for closure_id, payload in results:
-            value = self._closures[closure_id].payload.value()
-            if value is not None:
-                value.set_payload(payload)
-        self._perform(actions)
-
-    def _ended(
-        self,
-        worker: str,
-        closure_id: int,
-        outcome: str,
-        error: Sequence[str] | None,
-        payload: Payload | None,
-    ) -> None:
-        if outcome == "cancelled":
-            self._perform(self._queue.cancelled(worker, closure_id))
-            return
-        if error is None or outcome not in ("error", "end_of_data"):
-            raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
-        type_name, text, traceback_text = error
-        exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
-        if outcome == "end_of_data":
-            actions = self._queue.end_of_data(worker, closure_id, exc)
-            self._reports.out_of_data(worker)
-            self._perform(actions)
-        else:
-            self._perform(self._queue.failed(worker, closure_id, exc))
-
-    def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
-        if self._is_current(peer):
-            self._perform(self._queue.given_back(peer.task, message.closures))
-
-    def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
-        function = self.functions.lookup(message.key)
-        if function is None:
-            raise UsageError(f"{peer.task} asked for a function that nobody needs any more")
-        return function_reply(function)
-
-    def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:
-        closure = self._closures.get(message.closure)
-        if closure is None:
-            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
-        return arguments_reply(closure.payload)
+    def _tell_final(self) -> None:
+        """Tell ps tasks what is final."""
+        self._told_final = self._queue.low_water()
+        self.links.final_below(self._told_final)

@@ -5,8 +5,8 @@ Layer: L3. Imports: declarations, errors, ps_client, wire.
 Declared variables are created together, before anything needs the first of them. The
 initial values are made on the chief, one shard at a time, and sent in messages of bounded
 size, so that the chief holds no more than a message and a shard for each ps. A variable that
-begins as a copy of another one has no value here: each ps copies its shards itself. Creating
-is idempotent, so a lost connection repeats it.
+begins as a copy of another one has no value here: each ps copies its shards itself. Of a constant
+one element is sent. Creating is idempotent, so a lost connection repeats it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from psync.declarations import Declaration, initial_shards
+from psync.declarations import Declaration, initial_shards, is_constant
 from psync.ps_client import PsClient
 from psync.specs import ShardSpec
 from psync.wire.messages import CreateShards
@@ -93,7 +93,7 @@ class Creation:
                  spec.dtype)
                 for spec in batch.shards
             ],
-            batch.copies,
+            batch.sources,
         )  # fmt: skip
         await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
 
@@ -103,17 +103,19 @@ class _Batch:
     """Shards for one ps, in the order of their declaration: a copy stands after its original."""
 
     shards: list[ShardSpec] = field(default_factory=list)
-    copies: list[tuple[int, int] | None] = field(default_factory=list)
-    values: list[memoryview] = field(default_factory=list)  # of those that are no copies
+    sources: list[tuple[int, int] | bytes | None] = field(default_factory=list)
+    values: list[memoryview] = field(default_factory=list)  # of those whose source is None
     nbytes: int = 0
 
     def add(self, shard: ShardSpec, value: np.ndarray | ShardSpec) -> None:
         """Let the message create one more shard."""
         self.shards.append(shard)
         if isinstance(value, ShardSpec):
-            self.copies.append(value.key)
+            self.sources.append(value.key)
+        elif is_constant(value):
+            self.sources.append(bytes(to_bytes_view(value[(0,) * value.ndim])))
         else:
-            self.copies.append(None)
+            self.sources.append(None)
             self.values.append(to_bytes_view(value))
             self.nbytes += value.nbytes
 

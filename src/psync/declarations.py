@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def describe(
 
     A callable is called only if shape or dtype are not given; its value then is kept.
     Python floats become float32 and Python integers int64, like lists of them; arrays keep
-    their dtype.
+    their dtype. A constant (``np.broadcast_to(np.float32(0.1), shape)``) stays one.
 
     Args:
         initial_value: Array, number, (nested) list, or callable.
@@ -84,7 +84,7 @@ def describe(
         value = _call(initial_value, shape, (0,) * len(shape or ()), subject)
     else:
         value = initial_value
-    array = as_array(value, named, subject)
+    array = _first_value(value, named, subject)
     if shape is not None and shape != array.shape:
         raise PartitionError(
             f"{subject}: expected shape {shape}, the initial value has {array.shape}"
@@ -126,6 +126,22 @@ def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
     return made
 
 
+def is_constant(value: np.ndarray) -> bool:
+    """Return whether all elements are one and the same in memory, as ``np.broadcast_to`` makes it.
+
+    Such a first value costs nothing, whatever its shape: it is made where the shard lies.
+    """
+    return value.size > 1 and not any(value.strides)
+
+
+def _first_value(value: Any, dtype: str | None, subject: str) -> np.ndarray:
+    """Return what ``as_array`` does, a constant without making its elements."""
+    if not isinstance(value, np.ndarray) or not is_constant(value):
+        return as_array(value, dtype, subject)
+    element = value[(0,) * value.ndim + (...,)]
+    return np.broadcast_to(as_array(element, dtype, subject), value.shape)
+
+
 def split(
     name: str,
     variable_id: int,
@@ -164,49 +180,64 @@ def split(
             text = f"{exc.message}; declared at {where}"
             raise PartitionError(text, hint=exc.hint) from None
     rows = div_split(shape[0], num_shards) if num_shards > 1 else [(0, shape[0] if shape else 0)]
-    shards = []
-    for index, (offset, count) in enumerate(rows):
-        extent = (count, *shape[1:]) if shape else ()
-        shard = ShardSpec(name, variable_id, index, offset, extent, dtype, 0)
-        if shard.nbytes > MAX_SHARD_BYTES:
-            raise PartitionError(
-                f"{_subject(name, where)}: a shard of shape {extent} {dtype} has {shard.nbytes} "
-                f"bytes, at most {MAX_SHARD_BYTES} are possible",
-                hint="cut it into more: ParameterServerStrategy(…, variable_partitioner="
-                "psync.MaxSizePartitioner(256 << 20))",
-            )
-        shards.append(dataclasses.replace(shard, ps=place(shard.nbytes)))
-    return VariableSpec(name, variable_id, shape, dtype, trainable, tuple(shards), where)
+    shards = [
+        ShardSpec(name, variable_id, index, offset, (count, *shape[1:]) if shape else (), dtype, 0)
+        for index, (offset, count) in enumerate(rows)
+    ]
+    _check_sizes(shards, where)  # before the first one takes a place
+    placed = tuple(dataclasses.replace(shard, ps=place(shard.nbytes)) for shard in shards)
+    return VariableSpec(name, variable_id, shape, dtype, trainable, placed, where)
 
 
 def beside(
-    original: VariableSpec, name: str, variable_id: int, *, trainable: bool, where: str
+    original: VariableSpec,
+    name: str,
+    variable_id: int,
+    *,
+    trainable: bool,
+    where: str,
+    dtype: str | None = None,
 ) -> VariableSpec:
     """Return the spec of a variable that lies beside another one, shard by shard.
 
     No partitioner is asked, and no place is taken: each shard is on the ps of the other's.
 
     Args:
-        original: The other one, whose shape and dtype it has.
+        original: The other one, whose shape it has.
         name: Unique in the strategy.
         variable_id: Unique in the strategy.
         trainable: Whether optimizers take it by default.
         where: "file:line" of the declaration.
+        dtype: Its name; None: that of the other one.
 
     Raises:
         UsageError: The name is too long.
+        PartitionError: A shard is larger than a message may carry.
 
     Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
     """
     _check_name(name, where)
+    dtype = dtype or original.dtype
     shards = tuple(
-        dataclasses.replace(shard, variable=name, variable_id=variable_id)
+        dataclasses.replace(shard, variable=name, variable_id=variable_id, dtype=dtype)
         for shard in original.shards
     )
+    _check_sizes(shards, where)
     return dataclasses.replace(
-        original, name=name, variable_id=variable_id, trainable=trainable, shards=shards,
-        declared_at=where,
+        original, name=name, variable_id=variable_id, dtype=dtype, trainable=trainable,
+        shards=shards, declared_at=where,
     )  # fmt: skip
+
+
+def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+    for shard in shards:
+        if shard.nbytes > MAX_SHARD_BYTES:
+            raise PartitionError(
+                f"{_subject(shard.variable, where)}: a shard of shape {shard.shape} {shard.dtype} "
+                f"has {shard.nbytes} bytes, at most {MAX_SHARD_BYTES} are possible",
+                hint="cut it into more: ParameterServerStrategy(…, variable_partitioner="
+                "psync.MaxSizePartitioner(256 << 20))",
+            )
 
 
 def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.ndarray]]:
@@ -270,7 +301,7 @@ def _made(
     dtype: str,
     subject: str,
 ) -> np.ndarray:
-    array = as_array(_call(initializer, shape, offset, subject), dtype, subject)
+    array = _first_value(_call(initializer, shape, offset, subject), dtype, subject)
     if array.shape != shape:
         raise PartitionError(
             f"{subject}: expected shape {shape}, its initial_value returned {array.shape}"

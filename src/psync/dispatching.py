@@ -212,6 +212,24 @@ class Dispatcher:
         self.num_in_flight -= len(record.held)
         return list(record.held.values())
 
+    def give(self, worker: str, closure: Closure) -> Dispatch:
+        """Send a closure, which was not added, to a worker that holds nothing.
+
+        Raises:
+            LocalProtocolError: If no such worker is here, or it holds something.
+        """
+        record = self._record(worker)
+        if record.held:
+            raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
+        self._idle.remove(record)
+        move(closure, Event.DISPATCH)
+        closure.worker = worker
+        record.held[closure.id] = closure
+        record.held_bytes += closure.inline_bytes
+        self.num_in_flight += 1
+        self._classify(record)
+        return Dispatch(worker, (closure,))
+
     def take(self, worker: str, ids: Sequence[int], verb: str) -> list[Closure]:
         """Remove from a worker what it says has ended, and return it in the order of ``ids``.
 

@@ -29,6 +29,9 @@ script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", defaul
 training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_over", default=None)
 """Set by a training session that ends: the program now says its last words."""
 
+run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", default=None)
+"""Set when the run ends beside which a launcher has started this evaluator; None: none has."""
+
 
 def platform_of(
     resolver: ClusterResolver,

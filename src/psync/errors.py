@@ -9,7 +9,11 @@ The class answers one question: who must act.
     │   ├── ConfigurationError (ValueError)    cluster spec, options, environment
     │   ├── PartitionError (ValueError)        shape, dtype or shard mismatch
     │   ├── GradientError (ValueError)         a gradient that does not fit its variable
+    │   ├── ReplicaValueError (ValueError)     values of replicas that do not fit each other
     │   ├── UnknownVariableError (LookupError)
+    │   ├── VariableIndexError (IndexError)    an index that the variable does not have
+    │   │   ├── IndexTypeError (TypeError)     it is none, such as a float or another variable
+    │   │   └── IndexValueError (ValueError)   such as a step of 0
     │   ├── CaptureError (TypeError)           a step that cannot be sent to a worker
     │   ├── ClosedError                        you closed it
     │   └── BusyError                          two tasks used what only one may
@@ -31,9 +35,14 @@ The class answers one question: who must act.
     ├── ClosureError
     │   ├── ClosureCancelled                   not run, or stopped; schedule it again
     │   └── ClosureInputError                  an input of the closure had failed
+    ├── LockLost                          a lock on shards ended before its time
     ├── NotEnoughReplicas                 fewer living workers than a synchronous step needs
     ├── TrainingEnded                     the token channel was closed: there is no further step
-    └── EndOfData                         a per-worker dataset is exhausted
+    ├── EndOfData                         a per-worker dataset is exhausted
+    └── CheckpointError
+        ├── CheckpointNotFound                 there is none
+        ├── CheckpointCorrupt                  it is not as it was saved; restore an older one
+        └── CheckpointMismatch                 it fits other variables than those declared
 
 A stale or duplicate push is an outcome, not an error.
 
@@ -90,8 +99,24 @@ class GradientError(UsageError, ValueError):
     """A gradient or value does not fit the variable it is meant for."""
 
 
+class ReplicaValueError(UsageError, ValueError):
+    """Values of replicas do not fit each other, or what is to be done with them."""
+
+
 class UnknownVariableError(UsageError, LookupError):
     """A ps was asked for a variable or shard that it does not hold."""
+
+
+class VariableIndexError(UsageError, IndexError):
+    """An index or row number that a variable does not have."""
+
+
+class IndexTypeError(VariableIndexError, TypeError):
+    """Something that is not an index, such as a float or another variable."""
+
+
+class IndexValueError(VariableIndexError, ValueError):
+    """An index that makes no sense for any array, such as a slice with step 0."""
 
 
 class CaptureError(UsageError, TypeError):
@@ -212,6 +237,10 @@ class ClosureInputError(ClosureError):
     """
 
 
+class LockLost(PsyncError):
+    """A lock on shards ended before that for which it was taken; the message says what was done."""
+
+
 class NotEnoughReplicas(PsyncError):
     """Fewer living workers than ``min_replicas`` for too long; the message names the missing."""
 
@@ -222,3 +251,19 @@ class TrainingEnded(PsyncError):
 
 class EndOfData(PsyncError):
     """A per-worker dataset has no further element."""
+
+
+class CheckpointError(PsyncError):
+    """A checkpoint cannot be saved or restored."""
+
+
+class CheckpointNotFound(CheckpointError, LookupError):
+    """There is no checkpoint where one was expected."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint is not as it was saved; nothing was restored from it."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint does not fit what is declared; the message lists the names."""

@@ -27,8 +27,10 @@ NAMES = frozenset(
         "ps.push.applied",  # applied and recorded, not answered
         "ps.assign.applied",  # likewise
         "ps.create.done",  # shards exist, not answered
+        "ps.step.measured",  # norms of a synchronous step are measured here, ps 0 does not know
         "ps.step.applied",  # a synchronous step is applied here, ps 0 does not know
         "ps0.step.decided",  # a synchronous step is to be closed, no other ps knows
+        "ps0.step.measured",  # ps 0 knows norms of a synchronous step, no ps applies it yet
         "ps0.step.applied",  # on every ps, the global step is not raised
         "coordinator.dispatch",  # closures are about to be sent
         "coordinator.result",  # results came in, nothing is settled

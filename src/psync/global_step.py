@@ -16,7 +16,7 @@ from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import UsageError
 from psync.placement import Pinned
 from psync.scopes import Scope, current_scope
-from psync.variables import Variable, declared_in
+from psync.variables import OnReadVariable, Variable, declared_in
 
 NAME = "global_step"
 
@@ -83,6 +83,11 @@ def check_step(variable: object, purpose: str) -> None:
     """
     if not isinstance(variable, Variable):
         raise UsageError(f"{purpose}: expected a variable, got {type(variable).__name__}")
+    if isinstance(variable, OnReadVariable):
+        raise UsageError(
+            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '
+            "another value"
+        )
     if variable.shape != () or variable.dtype.kind not in "iu":
         raise UsageError(
             f'{purpose}: expected an integer scalar, variable "{variable.name}" declared at '

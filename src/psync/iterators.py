@@ -1,6 +1,6 @@
 """Per-worker dataset iterators: batches are loaded ahead in a thread and handed out in order.
 
-Layer: L3. Imports: errors, captures, context.
+Layer: L3. Imports: errors, captures, context, dataset_functions.
 
 Dataset code is the user's: it may block, raise, or never end. So it runs in a thread of its
 own, a few batches ahead of the steps, and neither the worker's loop nor the end of the process
@@ -12,149 +12,21 @@ The position of an iterator is what steps have been handed, not what was loaded 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from psync.captures import name_of, type_name
+from psync.captures import name_of
 from psync.context import enter_dataset
-from psync.errors import (
-    ClosedError,
-    ClosureInputError,
-    ConfigurationError,
-    EndOfData,
-    UsageError,
-)
+from psync.dataset_functions import InputContext, open_dataset
+from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
 
 logger = logging.getLogger(__name__)
 
 BATCHES_AHEAD = 2  # one is being used up while the other is ready; more only takes memory
-
-
-@dataclass(frozen=True, slots=True)
-class InputContext:
-    """What a dataset function is told about the worker that it runs on.
-
-    Source: ``tf.distribute.InputContext``. There every worker is pipeline 0 of 1 unless the
-    dataset is distributed; here each worker is told its own, so that it can take its shard.
-    """
-
-    num_input_pipelines: int = 1  # workers that read this dataset
-    input_pipeline_id: int = 0  # this one, from 0
-    num_replicas_in_sync: int = 1  # whose gradients are aggregated in one step
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise ConfigurationError(
-                f"input_pipeline_id: expected 0 to {self.num_input_pipelines - 1}, "
-                f"got {self.input_pipeline_id}"
-            )
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return how many examples of a global batch each replica gets.
-
-        Raises:
-            ConfigurationError: (a ValueError) If they cannot be divided evenly.
-        """
-        if global_batch_size % self.num_replicas_in_sync != 0:
-            raise ConfigurationError(
-                f"global batch size {global_batch_size} is not divisible by "
-                f"{self.num_replicas_in_sync} replicas"
-            )
-        return global_batch_size // self.num_replicas_in_sync
-
-    def __str__(self) -> str:
-        # TensorFlow's form: it stands in people's logs, and in what reads them.
-        return (
-            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, "
-            f"total: {self.num_input_pipelines})"
-        )
-
-
-# Datasets.
-
-
-def takes_context(dataset_fn: Callable[..., Any]) -> bool:
-    """Return whether a dataset function wants an InputContext.
-
-    It does if it requires an argument, or its first one is called ``context`` or
-    ``input_context``.
-
-    Raises:
-        UsageError: If it is no function, is asynchronous, or needs more than that one argument.
-    """
-    if not callable(dataset_fn):
-        raise UsageError(f"dataset_fn: expected a function, got {type_name(dataset_fn)}")
-    if inspect.iscoroutinefunction(dataset_fn) or inspect.isasyncgenfunction(dataset_fn):
-        raise _asynchronous(dataset_fn)
-    try:
-        parameters = inspect.signature(dataset_fn).parameters.values()
-    except ValueError:  # some built-in types tell nothing; calling tells
-        return False
-    required = [
-        parameter
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if len(required) > 1 or any(each.kind is each.KEYWORD_ONLY for each in required):
-        names = ", ".join(each.name for each in required)
-        raise UsageError(
-            f"dataset_fn {name_of(dataset_fn)} needs the arguments {names}; expected none, or "
-            "one (an InputContext)",
-            hint="bind the others with functools.partial",
-        )
-    first = next(iter(parameters), None)
-    return bool(required) or (
-        first is not None
-        and first.name in ("context", "input_context")
-        and first.kind is first.POSITIONAL_OR_KEYWORD
-    )
-
-
-def open_dataset(dataset_fn: Callable[..., Any], context: InputContext) -> Iterator[Any]:
-    """Build the dataset and return an iterator over its batches.
-
-    Raises:
-        UsageError: If what ``dataset_fn`` returns cannot be a sequence of batches.
-        Exception: Whatever ``dataset_fn`` raises.
-    """
-    dataset = dataset_fn(context) if takes_context(dataset_fn) else dataset_fn()
-    name = name_of(dataset_fn)
-    if inspect.iscoroutine(dataset) or hasattr(dataset, "__aiter__"):
-        if inspect.iscoroutine(dataset):
-            dataset.close()  # one clear error, not also "was never awaited"
-        raise _asynchronous(dataset_fn)
-    if isinstance(dataset, tuple) and dataset and all(isinstance(x, np.ndarray) for x in dataset):
-        raise UsageError(
-            f"dataset_fn {name} returned a tuple of {len(dataset)} arrays, expected an iterable "
-            "of batches",
-            hint="a list of one batch is [(x, y)]",
-        )
-    if isinstance(dataset, (str, bytes, Mapping)) or not (
-        hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
-    ):
-        raise UsageError(
-            f"dataset_fn {name} returned {type_name(dataset)}, expected an iterable of batches"
-        )
-    return iter(dataset)
-
-
-def _asynchronous(dataset_fn: Callable[..., Any]) -> UsageError:
-    return UsageError(
-        f"dataset_fn {name_of(dataset_fn)} is asynchronous",
-        hint="write a plain function or generator: it runs in a thread, ahead of the steps",
-    )
-
-
-# Iterators.
 
 
 class WorkerIterator:
@@ -171,6 +43,8 @@ class WorkerIterator:
             pipeline's id.
         ahead: How many batches may wait to be handed out. With 0 there is no thread: a batch is
             loaded when it is asked for, which a test under virtual time needs.
+        position: How many batches were handed out before, by an iterator that this one goes on
+            from: they are loaded and thrown away.
     """
 
     def __init__(
@@ -180,8 +54,10 @@ class WorkerIterator:
         *,
         worker_index: int | None = None,
         ahead: int = BATCHES_AHEAD,
+        position: int = 0,
     ) -> None:
-        self.position = 0  # batches handed out
+        self.position = position  # batches handed out
+        self._to_skip = position
         self.name = name_of(dataset_fn)
         self._dataset_fn = dataset_fn
         self._context = context
@@ -312,6 +188,9 @@ class WorkerIterator:
                 self._settle(end=exc, built=False)
                 return
             try:
+                while self._to_skip and not self._closed:
+                    next(self._source)
+                    self._to_skip -= 1
                 batch = next(self._source)
             except StopIteration:
                 self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))

@@ -11,11 +11,18 @@ that it waits for is done.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from psync.closures import Closure, ClosureQueue, State
+from psync.errors import DeadlineExceeded
 from psync.failures import text_of
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""A join that has heard of nothing for so long says on whom it waits."""
 
 
 class _Join:
@@ -34,10 +41,14 @@ class Joins:
 
     Args:
         queue: Says which closures are final, and holds the errors.
+        waits_for: Says on whom everybody waits.
     """
 
-    def __init__(self, queue: ClosureQueue) -> None:
+    def __init__(self, queue: ClosureQueue, waits_for: Callable[[], str]) -> None:
         self._queue = queue
+        self._waits_for = waits_for
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()  # when a worker last reported
         self._joins: dict[asyncio.Future[None], _Join] = {}
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
@@ -49,7 +60,7 @@ class Joins:
 
         Whoever waits for it gives it back with ``discard``.
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[None] = self._loop.create_future()
         self._joins[future] = _Join(cutoff, future)
         return future
 
@@ -58,6 +69,34 @@ class Joins:
         self._joins.pop(future, None)
         if future.done():
             future.exception()  # seen, also where whoever waited was cancelled just now
+
+    async def wait(
+        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Wait for the future, or for what comes before and after it; say on whom, if it is long.
+
+        Args:
+            future: Is not looked at further, nor cancelled.
+            deadline: Loop time (seconds) at which to give up; None: never.
+            timeout_s: The seconds that join was given, for the error.
+
+        Raises:
+            DeadlineExceeded: It is not done by then.
+
+        Cancellation: Safe.
+        """
+        while not future.done():
+            pause = REPORT_EVERY_S
+            if deadline is not None:
+                pause = min(pause, deadline - self._loop.time())
+                if pause <= 0:
+                    raise DeadlineExceeded(
+                        f"join did not end within {timeout_s:g} s: {self._waits_for()}",
+                        hint="what was scheduled goes on; join again, or cancel RemoteValues",
+                    )
+            await asyncio.wait((future,), timeout=pause)
+            if not future.done() and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
+                logger.warning("join waits: %s", self._waits_for())
 
     def note_final(self, closures: Sequence[Closure]) -> None:
         """Look for closures whose data had ended."""

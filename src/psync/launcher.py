@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from psync.access import load_secret, mint_secret
 from psync.errors import ConfigurationError
@@ -60,6 +61,7 @@ def launch(
     *,
     num_ps: int = 1,
     num_workers: int = 1,
+    evaluator: bool = False,
     max_restarts: int = 3,
     quiet: bool = False,
     environ: Mapping[str, str] = os.environ,
@@ -69,14 +71,17 @@ def launch(
 
     The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
     prefix. A worker that dies is started again. A ps is not: its shards are gone, and what follows
-    from that is for the chief to decide. The first SIGINT, SIGTERM or SIGHUP stops all tasks in
-    order, the second kills them.
+    from that is for the chief to decide. An evaluator that is killed is started again; one that
+    fails is not, and training goes on. When the chief has ended well, the evaluator is told, and
+    waited for until it has evaluated the last checkpoint. The first SIGINT, SIGTERM or SIGHUP stops
+    all tasks in order, the second kills them.
 
     Args:
         script: A Python file, or a directory with a ``__main__.py``.
         args: What the script finds in ``sys.argv``.
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
+        evaluator: Whether the script also runs as an evaluator, beside the training cluster.
         max_restarts: How often each worker may be started again within a minute; one
             more death ends the run.
         quiet: Drop what ps tasks and workers print.
@@ -92,8 +97,13 @@ def launch(
     """
     command = script_command(script, args)
     run = _Run(
-        {"chief": command, "ps": ps_command, "worker": command},
-        {"chief": 1, "ps": num_ps, "worker": num_workers},
+        {"chief": command, "ps": ps_command, "worker": command, "evaluator": command},
+        {
+            "chief": 1,
+            "ps": num_ps,
+            "worker": num_workers,
+            **({"evaluator": 1} if evaluator else {}),
+        },
         environ=environ,
         max_restarts=max_restarts,
         quiet=quiet,
@@ -124,14 +134,21 @@ class _Run:
     async def run(self) -> int:
         self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._group = ProcessGroup(self._jobs, secret=self._secret, environ=self._environ)
-        watch = {"chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker}
+        watch = {
+            "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
+            "evaluator": self._watch_evaluator,
+        }  # fmt: skip
         async with self._group:
-            with self._signals():
-                async with asyncio.TaskGroup() as watchers:
-                    for job, count in self._jobs.items():
-                        for index in range(count):
-                            watchers.create_task(watch[job](index))
+            with self._signals(), _Ending() as self._ending:
+                async with asyncio.TaskGroup() as tasks:
+                    watchers = {
+                        (job, index): tasks.create_task(watch[job](index))
+                        for job, count in self._jobs.items()
+                        for index in range(count)
+                    }
                     code = await self._outcome
+                    if code == 0 and ("evaluator", 0) in watchers:
+                        await self._let_evaluator_end(watchers["evaluator", 0])
                     await self._group.stop()
         return code
 
@@ -173,6 +190,36 @@ class _Run:
                 self._give_up(f"{death}, {count}")
                 return
             _say(f"{death} and is started again (at most {limit} times a minute)")
+
+    async def _watch_evaluator(self, index: int) -> None:
+        policy = RestartPolicy(self._max_restarts)
+        told = self._ending.read_end
+        while not self._outcome.done():
+            try:
+                evaluator = self._group.start_task(
+                    "evaluator", index, self._commands["evaluator"],
+                    env={"PSYNC_RUN_FD": str(told)}, pass_fds=(told,),
+                    output="discarded" if self._quiet else "prefixed",
+                )  # fmt: skip
+            except OSError as error:
+                _say(f"evaluator-{index} could not be started: {error}; training goes on")
+                return
+            code = await evaluator.wait()
+            if code == 0 or self._outcome.done():
+                return
+            death = f"{evaluator.name} {describe_exit(code)}"
+            if code > 0 or not policy.allow(asyncio.get_running_loop().time()):
+                _say(f"{death} and is not started again; training goes on")
+                return
+            _say(f"{death} and is started again")
+
+    async def _let_evaluator_end(self, evaluating: asyncio.Task[None]) -> None:
+        """Tell the evaluator that there will be no other checkpoint, and wait for its end."""
+        self._ending.tell()
+        _, pending = await asyncio.wait([evaluating], timeout=ALONE_S)
+        if pending:
+            _say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
+            await asyncio.wait(pending)
 
     def _start(self, job: str, index: int) -> TaskProcess | None:
         """Start a task; None if the run is being stopped, or has to be because it cannot start."""
@@ -220,6 +267,26 @@ class _Run:
         else:
             _say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+class _Ending:
+    """How the evaluator hears that the run ends: by the end of a pipe to which nobody writes."""
+
+    def __enter__(self) -> Self:
+        self.read_end, write_end = os.pipe()
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(os.close, self.read_end)
+        self._told = contextlib.ExitStack()
+        self._told.callback(os.close, write_end)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.tell()
+        self._ends.close()
+
+    def tell(self) -> None:
+        """Say it; the second time nothing happens."""
+        self._told.close()
 
 
 def _say(text: str) -> None:

@@ -10,11 +10,12 @@ do not show in the result, not in a single bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 
 from psync.errors import UsageError
-from psync.sums import Reduction, accumulate, begin, finish, sum_dtype
+from psync.sums import Reduction, sum_dtype, sum_into
 from psync.update_rules import Scratch
 
 
@@ -26,6 +27,7 @@ class MeanGradient:
 
     The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
     ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
+    With a scale that result is multiplied by it, as ``gradient_clipping.scaled`` says.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype. They must not change
@@ -33,12 +35,13 @@ class MeanGradient:
         weights: Of each push, above 0.
         reduction: "mean" or "sum".
         scratch: Memory for the sum; its chunk is the longest possible cut.
+        scale: What limits the norm of the mean of the whole variable.
 
     Raises:
         UsageError: There is no gradient, or not one weight for each.
     """
 
-    __slots__ = ("_gradients", "_reduction", "_scratch", "_weight_sum", "_weights")
+    __slots__ = ("_gradients", "_reduction", "_scale", "_scratch", "_weight_sum", "_weights")
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class MeanGradient:
         weights: Sequence[float],
         reduction: Reduction,
         scratch: Scratch,
+        scale: float = 1.0,
     ) -> None:
         if not gradients or len(gradients) != len(weights):
             raise UsageError(
@@ -57,23 +61,36 @@ class MeanGradient:
         self._weight_sum = sum(weights)
         self._reduction = reduction
         self._scratch = scratch
+        self._scale = scale
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return these elements, in the dtype of the gradients; not to be changed."""
+        mean = self._mean(part)
+        return mean if self._scale == 1.0 else self._scaled(mean)
+
+    def _scaled(self, mean: np.ndarray) -> np.ndarray:
+        work = sum_dtype(mean.dtype)
+        product = self._scratch.arrays(work, 2, mean.size)[1]  # the mean may lie in the first
+        with np.errstate(all="ignore"):  # infinity times 0 is a result
+            np.multiply(mean, self._scale, out=product, dtype=work)
+            if work == mean.dtype:
+                return product
+            rounded = self._scratch.arrays(mean.dtype, 2, mean.size)[1]
+            np.copyto(rounded, product, casting="same_kind")
+        return rounded
+
+    def _mean(self, part: slice) -> np.ndarray:
         first = self._gradients[0][part]
         if len(self._gradients) == 1 and self._weights[0] == 1:
             return first
         work = sum_dtype(first.dtype)
         (total,) = self._scratch.arrays(work, 1, first.size)
-        begin(total, first, self._weights[0])
-        for i in range(1, len(self._gradients)):
-            accumulate(total, self._gradients[i][part], self._weights[i])
-        if work == first.dtype:
-            finish(total, self._weight_sum, self._reduction)
-            return total
-        (rounded,) = self._scratch.arrays(first.dtype, 1, first.size)
-        finish(total, self._weight_sum, self._reduction, rounded)
-        return rounded
+        rounded: np.ndarray | None = None
+        if work != first.dtype:
+            (rounded,) = self._scratch.arrays(first.dtype, 1, first.size)
+        parts = map(itemgetter(part), self._gradients)
+        sum_into(total, parts, self._weights, self._weight_sum, self._reduction, rounded)
+        return total if rounded is None else rounded
 
 
 def growing_decay(limit: float, step: int) -> float:

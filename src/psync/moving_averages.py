@@ -21,7 +21,15 @@ from psync.global_step import check_step, global_step_of
 from psync.means import growing_decay
 from psync.pulls import mapped
 from psync.scopes import Scope, current_scope
-from psync.variables import Handle, ShardedVariable, Variable, declared_in, runtime_of, scope_of
+from psync.variables import (
+    Handle,
+    OnReadVariable,
+    ShardedVariable,
+    Variable,
+    declared_in,
+    runtime_of,
+    scope_of,
+)
 
 AnyVariable = Variable | ShardedVariable
 
@@ -202,6 +210,10 @@ class ExponentialMovingAverage:
         """
         return mapped(tree, self._shadow)
 
+    def items(self) -> list[tuple[AnyVariable, AnyVariable]]:
+        """Return (variable, variable that holds its average), in the order of ``apply``."""
+        return list(self._shadows.items())
+
     def average_name(self, var: AnyVariable) -> str:
         """Return the name of the average of ``var``: the one it would have, if it has none."""
         shadow = self._shadows.get(var)
@@ -290,6 +302,11 @@ def _checked_scope(variable: Any) -> Scope:
     if not isinstance(variable, Variable | ShardedVariable):
         raise UsageError(f"moving average: expected a variable, got {type(variable).__name__}")
     spec = variable.spec
+    if isinstance(variable, OnReadVariable):
+        raise UsageError(
+            f'moving average of "{spec.name}": it is synchronized on read: each worker has another '
+            "value"
+        )
     if spec.dtype not in FLOATS:
         raise GradientError(
             f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'

@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,24 @@ from psync.specs import dtype_name, dtype_of
 
 
 class Partitioner(ABC):
-    """A rule for the number of shards; call it with (shape, dtype)."""
+    """Base of rules for the number of shards; a rule of your own defines ``__call__``.
+
+    Source: ``tf.distribute.experimental.partitioners.Partitioner``; there, ``__call__`` has a third
+    parameter ``axis``, which is always 0.
+    """
+
+    @abstractmethod
+    def __call__(self, shape: Sequence[int], dtype: Any) -> Sequence[int]:
+        """Return the number of parts per axis: all 1 but the first.
+
+        Args:
+            shape: Of the variable, at least one axis.
+            dtype: A numpy dtype.
+        """
+
+
+class _ByRows(Partitioner):
+    """A rule that says how many shards it wants, and gets no more than there are rows."""
 
     def __call__(self, shape: Sequence[int], dtype: object) -> list[int]:
         """Return the number of parts per axis: all 1 but the first.
@@ -41,10 +59,10 @@ class Partitioner(ABC):
 
     @abstractmethod
     def _num_shards(self, shape: tuple[int, ...], dtype: object) -> int:
-        """Return the wanted number of shards; the caller caps it by the number of rows."""
+        """Return the wanted number of shards."""
 
 
-class FixedShardsPartitioner(Partitioner):
+class FixedShardsPartitioner(_ByRows):
     """The same number of shards for every variable, or one per row if it has fewer rows.
 
     Args:
@@ -63,7 +81,7 @@ class FixedShardsPartitioner(Partitioner):
         return self._shards
 
 
-class MinSizePartitioner(Partitioner):
+class MinSizePartitioner(_ByRows):
     """As many shards as ``min_shard_bytes`` goes into the variable, rounded up.
 
     Rounding up is TensorFlow's: a shard may be smaller than the "minimum", but not by more than
@@ -92,7 +110,7 @@ class MinSizePartitioner(Partitioner):
         return min(self._max_shards, -(-nbytes // self._min_shard_bytes))
 
 
-class MaxSizePartitioner(Partitioner):
+class MaxSizePartitioner(_ByRows):
     """As few shards as possible of at most ``max_shard_bytes`` each.
 
     A row is never cut, so a shard of one row may be larger; nor may there be more than

@@ -1,6 +1,6 @@
 """How a set of variables is pulled and pushed: what is asked of which ps, where bytes land.
 
-Layer: L3. Imports: specs, wire.
+Layer: L3. Imports: specs, indexed_slices, wire.
 
 A *plan* is made once for a set of variables and kept. From the second time on a pull costs
 one small request to each ps, and its reply is read straight into the arrays that the caller
@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
+from psync.indexed_slices import IndexedSlices
 from psync.specs import ShardSpec, VariableSpec, dtype_of
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.tensors import to_bytes_view
 
 ARENA_BYTES = 1 << 20
 """Small variables of one pull share memory up to this much: one read instead of many."""
@@ -54,7 +56,9 @@ class Request:
     members: list[tuple[int, int]] = field(default_factory=list)  # shards as the wire calls them
     cuts: list[tuple[int, int, int]] = field(default_factory=list)
     """Of each shard: index of its variable in the plan, first byte in it, end."""
-    lengths: tuple[int, ...] = ()
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """Of each shard: its first row in the variable, end."""
+    lengths: tuple[int, ...] = ()  # of each shard, once all are there
     pieces: list[Piece] = field(default_factory=list)  # adjacent ones are merged
     nbytes: int = 0
 
@@ -62,7 +66,7 @@ class Request:
         """Let the request carry one more shard."""
         self.members.append(shard.key)
         self.cuts.append((variable, start, start + nbytes))
-        self.lengths += (nbytes,)
+        self.spans.append((shard.offset, shard.offset + shard.shape[0] if shard.shape else 0))
         self.nbytes += nbytes
         if not nbytes:
             return
@@ -74,6 +78,17 @@ class Request:
             self.pieces.append(Piece(place.buffer, offset, nbytes))
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A plan, or requests of it, in one message to ps 0, which hands on what belongs to others."""
+
+    set_id: int  # numbered apart from those of requests
+    members: list[tuple[int, int, int]]  # (ps, variable id, index) of each shard, ps by ps
+    cuts: list[tuple[int, int, int]]  # as those of a request
+    lengths: tuple[int, ...]
+    nbytes: int
+
+
 @dataclass(slots=True)
 class Plan:
     """How a fixed set of variables is pulled and pushed."""
@@ -83,6 +98,8 @@ class Plan:
     buffers: list[int]  # bytes of each receive buffer
     places: list[Place]  # of each variable
     digest: bytes  # of the set of shards, in whatever order: the same in every process
+    whole: Whole
+    spread: bool  # whether a variable lies on several ps tasks
 
 
 def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan:
@@ -131,12 +148,28 @@ def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan
             ):
                 mine.append(Request(shard.ps, next(set_ids), len(mine)))
             mine[-1].add(shard, index, shard.offset * row_bytes, nbytes, place)
+    ordered = [request for group in requests.values() for request in group]
+    for request in ordered:
+        request.lengths = tuple([end - start for _, start, end in request.cuts])
     return Plan(
         tuple(variables),
-        [request for group in requests.values() for request in group],
+        ordered,
         buffers,
         [places[index] for index in range(len(variables))],
         _digest_of(variables),
+        whole_of(ordered),
+        any(len({shard.ps for shard in variable.shards}) > 1 for variable in variables),
+    )
+
+
+def whole_of(requests: Sequence[Request]) -> Whole:
+    """Return these requests in one."""
+    return Whole(
+        requests[0].set_id if requests else 0,
+        [(request.ps, *member) for request in requests for member in request.members],
+        [cut for request in requests for cut in request.cuts],
+        tuple(length for request in requests for length in request.lengths),
+        sum(request.nbytes for request in requests),
     )
 
 
@@ -169,3 +202,45 @@ def targets_of(
             buffer, offset, *_ = plan.places[index]
             targets.append(buffers[buffer][offset + start : offset + end])
     return [target for target in targets if len(target)]
+
+
+Given = memoryview | IndexedSlices
+"""What a push or assign has for a variable: all its bytes, or some rows in ascending order."""
+
+
+def body_of(request: Request, given: Sequence[Given]) -> tuple[list[Segment], list[int] | None]:
+    """Return the body of a push or assign, and what the message says of the rows in it.
+
+    Args:
+        request: Whose shards are updated.
+        given: For each variable of the plan. Nothing is copied.
+
+    Returns:
+        A segment for each shard; and the number of rows in each one, -1 for all of it, or None
+        where all of them are whole.
+    """
+    if IndexedSlices not in map(type, given):
+        wholes = cast(Sequence[memoryview], given)
+        return [wholes[index][start:end] for index, start, end in request.cuts], None
+    segments: list[Segment] = []
+    counts: list[int] = []
+    for (variable, start, end), (first, last) in zip(request.cuts, request.spans, strict=True):
+        value = given[variable]
+        if isinstance(value, IndexedSlices):
+            begin, stop = value.indices.searchsorted((first, last)).tolist()
+            counts.append(stop - begin)
+            segments.append(
+                [
+                    to_bytes_view(value.indices[begin:stop] - first),
+                    to_bytes_view(value.values[begin:stop]),
+                ]
+            )
+        else:
+            counts.append(-1)
+            segments.append(value[start:end])
+    return segments, counts if max(counts, default=-1) >= 0 else None
+
+
+def size_of(segment: Segment) -> int:
+    """Return the bytes of one segment."""
+    return sum(map(len, segment)) if isinstance(segment, list) else len(segment)

@@ -295,6 +295,7 @@ class ProcessGroup:
         *,
         env: Mapping[str, str] | None = None,
         output: Output = "prefixed",
+        pass_fds: Sequence[int] = (),
     ) -> TaskProcess:
         """Start a task, or start it again, at the same address, after it has ended.
 
@@ -309,6 +310,7 @@ class ProcessGroup:
             output: ``prefixed`` sends its lines to ``out`` and ``err``. ``inherited`` gives it the
                 stdin, stdout and stderr of this process (not a stdin that is a terminal: tasks
                 are not in its foreground, and would get errors for input).
+            pass_fds: Further descriptors that it inherits, under the same numbers.
 
         Raises:
             ConfigurationError: If the group has no such task.
@@ -325,13 +327,14 @@ class ProcessGroup:
         process = self._processes.get((job, index))
         if process is not None and process.returncode is None:
             raise BusyError(f"cannot start {name}: it is running as process {process.pid}")
-        popen = self._spawn(job, index, command, env or {}, output)
+        popen = self._spawn(job, index, command, env or {}, output, pass_fds)
         process = self._processes[job, index] = TaskProcess(job, name, popen, self)
         return process
 
     def _spawn(
-        self, job: str, index: int, command: Sequence[str], env: Mapping[str, str], output: Output
-    ) -> subprocess.Popen[bytes]:
+        self, job: str, index: int, command: Sequence[str], env: Mapping[str, str],
+        output: Output, pass_fds: Sequence[int],
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
         listener = self._listeners[job, index].fileno()
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
         streams = {"prefixed": subprocess.PIPE, "inherited": None, "discarded": subprocess.DEVNULL}
@@ -350,7 +353,7 @@ class ProcessGroup:
                 "PSYNC_LIFELINE_FD": str(self._lifeline),
                 "PYTHONUNBUFFERED": "1",
             },
-            pass_fds=(listener, self._lifeline),
+            pass_fds=(listener, self._lifeline, *pass_fds),
             start_new_session=True,
         )
 

@@ -1,6 +1,7 @@
 """All ps tasks as one task sees them: pulls, pushes and assigns of whole sets of variables.
 
-Layer: L3. Imports: errors, specs, blocks, endpoint, plans, ps_link, pulled_steps, rpc, wire.
+Layer: L3. Imports: errors, specs, indexed_slices, scatter_ops, blocks, endpoint, plans, ps_link,
+ps_calls, ps_rows, pulled_steps, rpc, wire.
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again
 after a lost connection: the ps answers a repetition from memory.
@@ -8,39 +9,38 @@ after a lost connection: the ps answers a repetition from memory.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from psync.blocks import BlockPool
 from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
-from psync.plans import Plan, Request, make_plan, targets_of
-from psync.ps_link import PsLink, knows_set
+from psync.indexed_slices import IndexedSlices
+from psync.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
+from psync.ps_calls import all_of
+from psync.ps_link import knows_set
+from psync.ps_rows import PsRows, check_exist
 from psync.pulled_steps import PulledSteps
 from psync.rpc import Peer
+from psync.scatter_ops import check_scatter, merged
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import (
     Assign,
+    AssignLocked,
     AverageShards,
-    DefineOptimizer,
     Message,
     Pull,
     Pulled,
+    PullLocked,
     Push,
     Pushed,
 )
 from psync.wire.tensors import to_bytes_view
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
@@ -49,7 +49,7 @@ PART_BITS = 16
 """A call's number and that of its message to one ps share an integer on the wire."""
 
 
-class PsClient:
+class PsClient(PsRows):
     """All ps tasks as seen by one worker or by the coordinator.
 
     Args:
@@ -66,22 +66,17 @@ class PsClient:
         pool: BlockPool,
         lost_after_s: float = 15.0,
     ) -> None:
-        self.links = [
-            PsLink(endpoint, index, address, lost_after_s)
-            for index, address in enumerate(addresses)
-        ]
-        self._pool = pool
-        self.failpoints = endpoint.platform.failpoints
-        # By each variable's id and which shards it stands for; the last used at the end.
-        self._plans: OrderedDict[tuple[tuple[int, int, int], ...], Plan] = OrderedDict()
+        super().__init__(endpoint, addresses, pool, lost_after_s)
+        # By each variable's id, which shards it stands for, dtype; the last used at the end.
+        self._plans: OrderedDict[tuple[tuple[int, int, int, str], ...], Plan] = OrderedDict()
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
-        self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
 
     def plan(self, variables: Sequence[VariableSpec]) -> Plan:
         """Return the plan for these variables, in this order."""
         # A shard that is asked for as a variable of its own bears the whole variable's id.
-        key = tuple([(v.variable_id, v.shards[0].index, len(v.shards)) for v in variables])
+        # One that stands for a slot has the slot's dtype.
+        key = tuple([(v.variable_id, v.shards[0].index, len(v.shards), v.dtype) for v in variables])
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
@@ -100,6 +95,7 @@ class PsClient:
         optimizer: int = -1,
         slot: str = "",
         seen: PulledSteps | None = None,
+        lock: int = 0,
     ) -> list[np.ndarray]:
         """Return the values of a plan's variables, one consistent version of each shard.
 
@@ -111,9 +107,11 @@ class PsClient:
             optimizer: With ``slot``: that optimizer's slot instead of the values.
             slot: Its name.
             seen: Notes which steps of synchronous groups the values are of.
+            lock: Under which this client holds the shards; 0: none.
 
         Raises:
             ParameterServerLost: A ps is gone.
+            LockLost: The lock has ended before all shards were read.
 
         Cancellation: Safe; ``out`` then holds anything.
         """
@@ -141,8 +139,8 @@ class PsClient:
         calls = []
         for request in plan.requests:
             targets = targets_of(plan, request, views, given)
-            calls.append(self._pull_one(request, targets, optimizer, slot, seen))
-        await _all(calls)
+            calls.append(self._pull_one(request, targets, optimizer, slot, seen, lock))
+        await all_of(calls)
         for root in roots.values():
             self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays
@@ -154,6 +152,7 @@ class PsClient:
         optimizer: int,
         slot: str,
         seen: PulledSteps | None,
+        lock: int,
     ) -> None:
         got: tuple[int, ...] = ()
 
@@ -165,11 +164,15 @@ class PsClient:
             return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
 
         def build(peer: Peer) -> Pull:
-            return Pull(request.set_id, members_for(peer, request), optimizer, slot)
+            members = members_for(peer, request)
+            if lock:
+                return PullLocked(request.set_id, members, optimizer, slot, lock)
+            return Pull(request.set_id, members, optimizer, slot)
 
         received = await self.links[request.ps].call(
-            build, bulk=request.nbytes > SMALL_BODY_BYTES, into=into, set_id=request.set_id
-        )
+            build, bulk=request.nbytes > SMALL_BODY_BYTES, into=into, set_id=request.set_id,
+            locked=lock > 0,
+        )  # fmt: skip
         if not isinstance(received.message, Pulled):
             raise RemoteProtocolError(
                 f"/job:ps/task:{request.ps} answered a pull with {type(received.message).__name__}"
@@ -185,24 +188,29 @@ class PsClient:
     async def push(
         self,
         plan: Plan,
-        gradients: Sequence[np.ndarray],
+        gradients: Sequence[np.ndarray | IndexedSlices],
         *,
         optimizer: int,
         config: dict[str, Any],
         step: int,
         closure: int,
         ordinal: int,
+        ratios: Sequence[float] | None = None,
     ) -> list[Pushed]:
         """Push a gradient for each of a plan's variables.
 
         Args:
             plan: From ``plan``.
-            gradients: Of the variables' shapes and dtypes, C-contiguous. Not copied.
+            gradients: Of the variables' shapes and dtypes, C-contiguous. Not copied. Of some rows
+                only: IndexedSlices of the variable's dtype, with int64 as indices; rows that occur
+                more than once are summed.
             optimizer: Id of the optimizer that applies them.
             config: Defines it, for a ps that does not know it yet.
             step: Highest step of it that this client knows.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
+            ratios: Of layerwise optimizers: for each variable what its learning rate is multiplied
+                by. None: each ps takes each of its shards for a whole variable.
 
         Returns:
             Each request's answer.
@@ -213,44 +221,99 @@ class PsClient:
         Cancellation: A push once begun is shielded: it ends in the background.
         """
 
-        def build(peer: Peer, request: Request, sequence: int) -> Push:
+        def build(peer: Peer, request: Request, sequence: int, rows: list[int] | None) -> Push:
             defines = None if optimizer in self._optimizers[request.ps] else config
             return Push(
                 sequence, self.links[request.ps].acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request),
-                optimizer, defines, step,
+                optimizer, defines, step, rows,
+                None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
             )  # fmt: skip
 
+        gradients = [
+            self.in_order(gradient) if isinstance(gradient, IndexedSlices) else gradient
+            for gradient in gradients
+        ]
         answers = await self._mutate(plan, gradients, build)
         for request in plan.requests:
             self._optimizers[request.ps].add(optimizer)
         return answers
 
+    def in_order(self, slices: IndexedSlices) -> IndexedSlices:
+        """Return the same gradient with ascending indices, each once."""
+        rows, values = merged(slices.indices, slices.values, "add", self.empty)
+        return slices if rows is slices.indices else IndexedSlices(values, rows)
+
     async def assign(
-        self, plan: Plan, values: Sequence[np.ndarray], *, op: str, closure: int, ordinal: int
+        self,
+        plan: Plan,
+        values: Sequence[np.ndarray | IndexedSlices],
+        *,
+        op: str,
+        closure: int,
+        ordinal: int,
+        lock: int = 0,
     ) -> list[Pushed]:
         """Assign, add or subtract a value for each of a plan's variables; else as ``push``.
 
         Args:
             plan: From ``plan``.
             values: As ``gradients`` of ``push``.
-            op: "assign", "add" or "sub".
+            op: "assign", "add" or "sub"; where all values are rows, any of ``scatter_ops``.
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
+            lock: Under which this client holds the shards; 0: none.
 
         Raises:
-            ParameterServerLost: A ps is gone.
+            ParameterServerLost, LockLost: A ps is gone; the lock has ended too soon.
 
         Cancellation: As ``push``.
         """
 
-        def build(peer: Peer, request: Request, sequence: int) -> Assign:
-            return Assign(
+        def build(peer: Peer, request: Request, sequence: int, rows: list[int] | None) -> Assign:
+            common = (
                 sequence, self.links[request.ps].acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request), op,
+                rows,
             )  # fmt: skip
+            return AssignLocked(*common, lock) if lock else Assign(*common)
 
-        return await self._mutate(plan, values, build)
+        return await self._mutate(plan, values, build, locked=lock > 0)
+
+    async def scatter(
+        self,
+        spec: VariableSpec,
+        rows: np.ndarray,
+        values: np.ndarray,
+        *,
+        op: str,
+        closure: int,
+        ordinal: int,
+    ) -> list[Pushed]:
+        """Change some rows of a variable; else as ``assign``.
+
+        Args:
+            spec: Of the variable.
+            rows: int64, each in [0, number of rows), in any order.
+            values: A row for each, C-contiguous, of the variable's dtype. Of several for one row
+                all count ("assign": the last), see ``scatter_ops.merged``.
+            op: One of ``scatter_ops.SCATTER_OPS``.
+            closure: Id of the closure, or -1.
+            ordinal: Of the call within the closure.
+
+        Raises:
+            GradientError: The operation is none for the variable's dtype.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: As ``push``.
+        """
+        check_scatter(op, spec.dtype, f'variable "{spec.name}"')
+        check_exist(spec, rows)
+        rows, values = merged(rows, values, op, self.empty)
+        slices = IndexedSlices(values, rows)
+        return await self.assign(
+            self.plan((spec,)), [slices], op=op, closure=closure, ordinal=ordinal
+        )
 
     async def average(
         self,
@@ -292,165 +355,46 @@ class PsClient:
 
         return await self.shielded(lambda: [average(request) for request in plan.requests])
 
-    async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
-        """Make an optimizer known to all ps tasks, so that its slots can be read.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-
-        Cancellation: Safe.
-        """
-        message = DefineOptimizer(optimizer, config)
-        await _all([link.call(lambda peer: message) for link in self.links])
-
     async def _mutate(
         self,
         plan: Plan,
-        arrays: Sequence[np.ndarray],
-        build: Callable[[Peer, Request, int], Message],
+        arrays: Sequence[np.ndarray | IndexedSlices],
+        build: Callable[[Peer, Request, int, list[int] | None], Message],
+        *,
+        locked: bool = False,
     ) -> list[Pushed]:
+        for spec, array in zip(plan.variables, arrays, strict=True):
+            if isinstance(array, IndexedSlices):
+                check_exist(spec, array.indices[[0, -1]] if len(array.indices) else array.indices)
         self.failpoints.hit("worker.push.begun")
-        views = [to_bytes_view(array) for array in arrays]
-
+        given = [
+            array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
+        ]
         answers = await self.shielded(
-            lambda: [self._mutate_one(request, views, build) for request in plan.requests]
+            lambda: [self._mutate_one(request, given, build, locked) for request in plan.requests]
         )
         self.failpoints.hit("worker.push.answered")
-        return answers
-
-    async def shielded(self, calls: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
-        """Make all ``calls`` at once and return what they return.
-
-        Raises:
-            Exception: The first error, once all have ended.
-
-        Cancellation: They go on in the background, see ``drain``; an error is logged then.
-        """
-
-        async def send() -> list[T]:
-            return await self.together(calls())
-
-        work = asyncio.ensure_future(send())
-        self._pushes.add(work)
-        work.add_done_callback(self._pushes.discard)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.add_done_callback(_note_result)
-            raise
-
-    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Make all ``calls`` at once and return what they return.
-
-        Raises:
-            Exception: The first error, once all have ended.
-
-        Cancellation: All are cancelled.
-        """
-        if self.failpoints.armed("worker.push.between_ps"):
-            return await self._one_by_one(calls)
-        return await _all(calls)
-
-    async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        answers: list[T] = []
-        try:
-            for call in calls:
-                if answers:
-                    self.failpoints.hit("worker.push.between_ps")
-                answers.append(await call)
-        finally:
-            for call in calls:
-                call.close()
         return answers
 
     async def _mutate_one(
         self,
         request: Request,
-        views: Sequence[memoryview],
-        build: Callable[[Peer, Request, int], Message],
+        given: Sequence[Given],
+        build: Callable[[Peer, Request, int, list[int] | None], Message],
+        locked: bool,
     ) -> Pushed:
+        segments, rows = body_of(request, given)
+        nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
         return await self._update_one(
             self.links[request.ps],
-            lambda peer, sequence: build(peer, request, sequence),
-            [views[index][start:end] for index, start, end in request.cuts],
-            bulk=request.nbytes > SMALL_BODY_BYTES,
+            lambda peer, sequence: build(peer, request, sequence, rows),
+            segments,
+            bulk=nbytes > SMALL_BODY_BYTES,
             set_id=request.set_id,
+            locked=locked,
         )
-
-    async def _update_one(
-        self,
-        link: PsLink,
-        build: Callable[[Peer, int], Message],
-        segments: Sequence[memoryview] = (),
-        *,
-        bulk: bool = False,
-        set_id: int | None = None,
-    ) -> Pushed:
-        """Send what changes shards under a sequence of its own; return the answer to it."""
-        sequence = link.draw_sequence()
-        try:
-            received = await link.call(
-                lambda peer: build(peer, sequence), segments, bulk=bulk, set_id=set_id
-            )
-        finally:
-            link.answered(sequence)
-        if not isinstance(received.message, Pushed):
-            raise RemoteProtocolError(
-                f"{link.task} answered an update with {type(received.message).__name__}"
-            )
-        return received.message
-
-    async def drain(self) -> None:
-        """Wait for pushes that were begun and whose callers were cancelled.
-
-        Cancellation: Safe.
-        """
-        while self._pushes:
-            await asyncio.wait(list(self._pushes))
-
-    async def close(self) -> None:
-        """Stop pushes that were begun, close all links. Cancellation: safe."""
-        for work in self._pushes:
-            work.cancel()
-        await asyncio.gather(*self._pushes, return_exceptions=True)
-        for link in self.links:
-            await link.close()
 
 
 def members_for(peer: Peer, request: Request) -> list[tuple[int, int]] | None:
     """Return the shards of a request's set, or None where the ps knows them by its number."""
     return None if knows_set(peer, request.set_id) else request.members
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all; the first error wins once all have ended, so nothing is left running.
-
-    Like ``asyncio.gather``, but the last one needs no task: every pull and push comes through here.
-    """
-    others = [asyncio.ensure_future(call) for call in calls[:-1]]
-    try:
-        outcomes = [await _outcome(call) for call in (calls[-1], *reversed(others))]
-    except BaseException:
-        for other in others:
-            other.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        raise
-    results: list[T] = []
-    for outcome in reversed(outcomes):
-        if isinstance(outcome, Exception):
-            raise outcome
-        results.append(outcome)
-    return results
-
-
-async def _outcome(call: Awaitable[T]) -> T | Exception:
-    try:
-        return await call
-    except Exception as exc:
-        return exc
-
-
-def _note_result(work: asyncio.Future[Any]) -> None:
-    """Log how a push ended whose caller was cancelled."""
-    if not work.cancelled() and (error := work.exception()) is not None:
-        logger.info("a push whose step was cancelled failed: %s", error)

@@ -10,9 +10,11 @@ request is sent again, until the ps has answered or is lost.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from psync.endpoint import Endpoint
 from psync.errors import (
@@ -24,6 +26,7 @@ from psync.errors import (
 )
 from psync.membership import backoff
 from psync.rpc import Into, Peer, Received
+from psync.wire.frames import Segment
 from psync.wire.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ MAX_LOSSES = 16
 
 
 class PsLink:
-    """The way to one ps task: a control and a bulk connection, made again when they go.
+    """The way to one ps task: a connection for each lane that is used, made again when it goes.
 
     Invariant: one incarnation of the ps is talked to. Another one has lost the shards, and
     from then on every call raises ParameterServerLost.
@@ -63,11 +66,14 @@ class PsLink:
         self._connecting: dict[str, asyncio.Lock] = {
             "control": asyncio.Lock(),
             "bulk": asyncio.Lock(),
+            "lock": asyncio.Lock(),
         }
         self._next_sequence = 1
         self._outstanding: dict[int, None] = {}  # in order
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
+        self._asking: set[asyncio.Task[None]] = set()
+        self.num_calls = 0  # requests so far, and connections
 
     async def peer(self, lane: str) -> Peer:
         """Return an open connection.
@@ -103,6 +109,7 @@ class PsLink:
                 peer.close()
                 raise self._declare_lost(f"at {self.address} was restarted and has lost its shards")
             self._peers[lane] = peer
+            self.num_calls += 1
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
@@ -133,11 +140,13 @@ class PsLink:
     async def call(
         self,
         build: Callable[[Peer], Message],
-        segments: Sequence[memoryview] = (),
+        segments: Sequence[Segment] = (),
         *,
         bulk: bool = False,
         into: Into | None = None,
         set_id: int | None = None,
+        set_ids: Iterable[int] = (),
+        locked: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -147,6 +156,9 @@ class PsLink:
             bulk: Whether a large body goes or comes.
             into: As for ``Peer.call``.
             set_id: The set that the ps knows once it has answered.
+            set_ids: More of them.
+            locked: Whether it is about a lock, or said under one: then nothing may be in front of
+                it that waits for a lock.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -155,7 +167,8 @@ class PsLink:
 
         Cancellation: Safe; the request may have been served.
         """
-        lane = "bulk" if bulk else "control"
+        lane = "lock" if locked else "bulk" if bulk else "control"
+        self.num_calls += 1
         losses = 0
         while True:
             peer = self._peers.get(lane)
@@ -174,9 +187,71 @@ class PsLink:
             else:
                 if set_id is not None:
                     _note_known(peer, set_id)
+                for number in set_ids:
+                    _note_known(peer, number)
                 return received
             if losses > 1:
                 await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+
+    def ask(
+        self,
+        build: Callable[[Peer], Message],
+        segments: Sequence[memoryview],
+        then: Callable[[Received | Exception], None],
+        *,
+        bulk: bool = False,
+        set_ids: Iterable[int] = (),
+    ) -> None:
+        """As ``call``, without a coroutine while there is a connection and it lasts.
+
+        Args:
+            build: As for ``call``.
+            segments: As for ``call``.
+            then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+            bulk: As for ``call``.
+            set_ids: As for ``call``.
+        """
+        again = functools.partial(
+            self._ask_slowly, build, segments, then, bulk=bulk, set_ids=set_ids
+        )
+        peer = self._peers.get("bulk" if bulk else "control")
+        if peer is None or not peer.is_open or self.lost is not None:
+            again()
+            return
+
+        def answered(outcome: Received | Exception) -> None:
+            if isinstance(outcome, ConnectionLost):
+                again()
+                return
+            if not isinstance(outcome, Exception):
+                for number in set_ids:
+                    _note_known(peer, number)
+            then(outcome)
+
+        self.num_calls += 1
+        try:
+            peer.ask(build(peer), segments, answered)
+        except PsyncError as exc:
+            then(exc)
+
+    def _ask_slowly(
+        self,
+        build: Callable[[Peer], Message],
+        segments: Sequence[memoryview],
+        then: Callable[[Received | Exception], None],
+        **options: Any,
+    ) -> None:
+        async def ask() -> None:
+            outcome: Received | Exception
+            try:
+                outcome = await self.call(build, segments, **options)
+            except Exception as exc:
+                outcome = exc
+            then(outcome)
+
+        task = asyncio.get_running_loop().create_task(ask())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     def draw_sequence(self) -> int:
         """Return the number of a new push or assign; give it back with ``answered``."""
@@ -192,6 +267,11 @@ class PsLink:
     def acked_below(self) -> int:
         """All smaller sequences have their answers."""
         return next(iter(self._outstanding), self._next_sequence)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether pushes or assigns are under way."""
+        return bool(self._outstanding)
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -266,6 +346,8 @@ def knows_set(peer: Peer, set_id: int) -> bool:
 def _note_known(peer: Peer, set_id: int) -> None:
     """The ps knows a set: only its answer says so, as messages may overtake one another."""
     known: set[int] = peer.state.setdefault("sets", set())
+    if set_id in known:
+        return
     known.add(set_id)
     if len(known) >= SETS_PER_CONNECTION:
         peer.close()  # a new one knows none; what is under way is repeated there

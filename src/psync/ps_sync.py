@@ -1,52 +1,64 @@
 """Synchronous training on every ps: keeps parts of pushes, applies the mean that ps 0 decides.
 
-Layer: L3. Imports: errors, blocks, store, ledger, staging, sync_config, platform, rpc, updates,
-long_work, step_updates, wire.
+Layer: L3. Imports: errors, blocks, layerwise_rules, lock_table, store, ledger, step_norms, staging,
+sync_groups, platform, rpc, updates, whole_sets, long_work, ps_locks, step_updates, group_table,
+wire.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
     message       then
     StagePush     check, take memory, keep the buffer it arrives in (``staging``)
-    CloseStep     the mean of the named pushes is applied, shard by shard, moving averages
-                  follow, and the group's step is raised here; a repetition changes nothing
+    DescribeSet   check, say how large the shards are
+    MeasureStep   say what the norms of the same mean would be; changes nothing
+    CloseStep     take the parts that ps 0 was given for this ps; the mean of the named pushes is
+                  applied, shard by shard, moving averages follow, and the group's step is raised
+                  here; a repetition changes nothing
 
 Small steps are applied within the turn of the loop in which they are closed, large ones block
-by block; each is carried to its end, whatever becomes of the connection to ps 0.
+by block; each is carried to its end, whatever becomes of the connection to ps 0. A step that
+changes shards that are locked waits for its turn, and so do those who wait for the step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from psync.blocks import BlockPool
-from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
+from psync.errors import BusyError, RemoteProtocolError, UsageError
+from psync.group_table import GroupTable, KnownGroup
+from psync.layerwise_rules import Sums
 from psync.ledger import Ledger
+from psync.lock_table import Claim
 from psync.long_work import LongWork
 from psync.platform import Platform
+from psync.ps_locks import PsLocks
 from psync.rpc import Handler, Peer, Reply
 from psync.staging import Staging
-from psync.step_updates import Average, Part, StepUpdate, averages_of
+from psync.step_norms import ShardSums, StepNorms
+from psync.step_updates import Part, StepUpdate, averages_of
 from psync.store import ShardStore
-from psync.sync_config import SyncConfig
-from psync.updates import memory_for, set_of
-from psync.wire.messages import CloseStep, Contribute, Done, Message, Staged, StagePush
+from psync.sync_groups import Close
+from psync.updates import ShardSet, memory_for, numbered_set, set_of
+from psync.whole_sets import Along, WholeSet
+from psync.wire.messages import (
+    CloseStep,
+    Contribute,
+    DescribeSet,
+    Done,
+    MeasureStep,
+    Message,
+    SetSizes,
+    Staged,
+    StagePush,
+    StepMeasured,
+)
 
 CLOSER = "/job:ps/task:0"
 """Who decides steps."""
 
 
-@dataclass(slots=True)
-class _Group:
-    raw: dict[str, Any]  # the configuration as it came
-    config: SyncConfig
-    closing: int | None = None  # the step that is being applied
-    averages: list[Average] | None = None  # that are kept here; None: not looked up yet
-
-
-class PsSync:
+class PsSync(GroupTable):
     """The synchronous groups of one ps under one coordinator.
 
     Args:
@@ -56,6 +68,7 @@ class PsSync:
         ledger: Knows who has been replaced.
         work: What takes long.
         pool: Memory for what comes in.
+        locks: Who must wait.
     """
 
     def __init__(
@@ -66,20 +79,22 @@ class PsSync:
         ledger: Ledger,
         work: LongWork,
         pool: BlockPool,
+        locks: PsLocks,
     ) -> None:
-        self.store = store
+        super().__init__(store, task)
         self.ledger = ledger
         self.work = work
+        self.locks = locks
         self._staging = Staging(platform.limits.staging_bytes, task)
         self._failpoints = platform.failpoints
-        self._task = task
         self._pool = pool
-        self._groups: dict[int, _Group] = {}
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            StagePush: Handler(self._stage, self.prepare_part),
+            StagePush: Handler(self._stage, self._prepare_part),
+            DescribeSet: Handler(self._describe),
+            MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
         }
 
@@ -95,81 +110,183 @@ class PsSync:
         """Return sizes and counters of what is staged."""
         return dataclasses.asdict(self._staging.statistics())
 
-    # Groups.
-
-    def define(self, group: int, raw: dict[str, Any] | None) -> SyncConfig:
-        """Make a group and its optimizer known; the same again changes nothing.
-
-        Args:
-            group: Its number.
-            raw: Its configuration as it came; None: it is known.
-
-        Raises:
-            ConfigurationError: It is none, or another one than at first.
-            RemoteProtocolError: It is not known.
-        """
-        known = self._groups.get(group)
-        if known is not None and (raw is None or raw == known.raw):
-            return known.config
-        if raw is None:
-            raise RemoteProtocolError(f"{self._task}: synchronous group {group} is not defined")
-        config = SyncConfig.from_config(raw)
-        if known is None:
-            self.store.define_optimizer(group, config.optimizer)
-            self._groups[group] = _Group(raw, config)
-        elif known.config != config:
-            raise ConfigurationError(
-                f"{known.config.name} on {self._task}: another configuration than at first: "
-                f"expected {known.config.to_config()}, got {config.to_config()}"
-            )
-        return config
-
-    def raw_config(self, group: int) -> dict[str, Any]:
-        """Return the configuration of a group that is defined, as it came."""
-        return self._groups[group].raw
-
     # Staging.
 
-    def prepare_part(
-        self, peer: Peer, message: StagePush | Contribute, lengths: tuple[int, ...]
+    def _prepare_part(
+        self, peer: Peer, message: StagePush, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         known = set_of(peer, message, self._task).look_up(self.store)
-        known.check_lengths(lengths, self._task)
+        known.check_lengths(lengths, self._task, message.rows)
+        return self.reserve(peer, message, sum(lengths))
+
+    def reserve(
+        self, peer: Peer, message: StagePush | Contribute, nbytes: int
+    ) -> Sequence[memoryview]:
+        """Take memory for a part that is about to arrive."""
         config = self.define(message.group, message.config)
         replica = (peer.task, peer.incarnation)
         self._staging.check(
-            message.group, replica, message.push, message.local_step, known.nbytes, config
+            message.group, replica, message.push, message.local_step, nbytes, config
         )
-        return memory_for(self._pool, known.nbytes)  # what is stale is dropped once it is here
+        # What is stale is dropped once it is here.
+        return memory_for(self._pool, nbytes, varies=message.rows is not None)
 
     def _stage(self, peer: Peer, message: StagePush, body: list[memoryview]) -> Reply:
-        return Reply(Staged(not self.stage_part(peer, message, body)))
-
-    def stage_part(
-        self, peer: Peer, message: StagePush | Contribute, body: list[memoryview]
-    ) -> bool:
-        """Keep a part that has arrived in the memory of ``prepare_part``; False: it is stale."""
         known = set_of(peer, message, self._task).look_up(self.store)
-        whole = known.body_of(body, self._task)
-        part = Part(known, known.gradients(self.store, message.group, whole))
+        whole = known.body_of(body, self._task, message.rows)
+        part = self._part(message.group, known, whole, message.rows)
+        return Reply(Staged(not self.keep(peer, message, part)))
+
+    def _part(
+        self, group: int, known: ShardSet, body: memoryview, rows: Sequence[int] | None
+    ) -> Part:
+        if rows is None:
+            return Part(known, known.gradients(self.store, group, body))
+        return Part(known, known.row_gradients(self.store, group, body, rows), has_rows=True)
+
+    def keep(self, peer: Peer, message: StagePush | Contribute, part: Part) -> bool:
+        """Keep a part that has arrived in the memory of ``reserve``; False: it is stale."""
         replica = (peer.task, peer.incarnation)
         return self._staging.stage(message.group, replica, message.push, message.local_step, part)
+
+    def part_of(
+        self, group: int, known: WholeSet, body: memoryview, rows: Sequence[int] | None
+    ) -> Part:
+        """Return what a push that has come whole brings, or ps 0's part that came along.
+
+        Raises:
+            GradientError: It does not fit.
+        """
+        own = known.own.look_up(self.store)
+        if rows is not None:
+            return self._part(group, own, body, rows)
+        mine, along = known.cut(body)
+        return Part(own, own.gradients(self.store, group, mine), along=along)
+
+    def along(self, close: Close) -> list[Sequence[Along]]:
+        """Return what belongs to others of each push of a step; on ps 0."""
+        parts = [
+            self._staging.staged(close.group, (task, incarnation), push)
+            for task, incarnation, push, _ in close.pushes
+        ]
+        return [() if part is None else part.along for part in parts]
+
+    def _describe(self, peer: Peer, message: DescribeSet, _: list[memoryview]) -> Reply:
+        self._check_closer(peer)
+        known = set_of(peer, message, self._task).look_up(self.store)
+        if message.group >= 0:
+            self.define(message.group, message.config)
+            (anything,) = memory_for(self._pool, known.nbytes)
+            known.gradients(self.store, message.group, anything)
+        return Reply(SetSizes(list(known.lengths)))
+
+    # Measuring.
+
+    def _measure_for(
+        self, peer: Peer, message: MeasureStep, segments: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        along = self._came_along(peer, message, segments)
+        sums = self.measure_step(message, along)
+        return self._measured(sums) if isinstance(sums, list) else self._measured_after(sums)
+
+    async def _measured_after(self, under_way: Awaitable[list[ShardSums]]) -> Reply:
+        return self._measured(await under_way)
+
+    def _measured(self, sums: list[ShardSums]) -> Reply:
+        self._failpoints.hit("ps.step.measured")
+        return Reply(StepMeasured(sums))
+
+    def measure_step(
+        self, message: MeasureStep, along: Sequence[Part | None] = ()
+    ) -> list[ShardSums] | Awaitable[list[ShardSums]]:
+        """Measure a step that ps 0 has decided; nothing is changed.
+
+        Args:
+            message: What it has said.
+            along: As for ``close_step``.
+
+        Returns:
+            The sums of each shard, or what to wait for.
+
+        Raises:
+            RemoteProtocolError: Another step of the group is being applied.
+        """
+        self.define(message.group, message.config)
+        known = self._groups[message.group]
+        if self._is_closed(known, message):
+            return []  # a repetition that was overtaken: nobody waits for the answer
+        update = self._gather(message, known, along)
+        if self.work.fits_now(self.store, update.keys, sum(update.costs)):
+            return update.measure_at_once(message.what)
+        return self.work.to_the_end(self._measure_slowly(update, message.what))
+
+    async def _measure_slowly(self, update: StepUpdate, what: str) -> list[ShardSums]:
+        sums: list[Sums] = []
+        await self.work.shard_by_shard(
+            update.costs[: len(update.keys)], lambda i: update.measure(what, i, sums)
+        )
+        return update.sums_by_shard(sums)
 
     # Closing.
 
     def _close_for(
-        self, peer: Peer, message: CloseStep, _: list[memoryview]
+        self, peer: Peer, message: CloseStep, segments: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
+        along = self._came_along(peer, message, segments)
+        wanted = [numbered_set(peer, number, None, self._task) for number in message.ahead]
+        under_way = self.close_step(message, along)
+        if under_way is None:
+            return Reply(Done(), self.values_of(wanted))
+        return self._done_after(under_way, wanted)
+
+    async def _done_after(self, under_way: Awaitable[None], wanted: Sequence[ShardSet]) -> Reply:
+        await under_way
+        return Reply(Done(), self.values_of(wanted))
+
+    def _check_closer(self, peer: Peer) -> None:
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
-        under_way = self.close_step(message)
-        return Reply(Done()) if under_way is None else _done_after(under_way)
 
-    def close_step(self, message: CloseStep) -> Awaitable[None] | None:
+    def _came_along(
+        self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
+    ) -> Sequence[Part | None]:
+        """Return the part of each push that has come with the word to close or measure the step."""
+        self._check_closer(peer)
+        for number, members in message.sets:
+            numbered_set(peer, number, members, self._task)
+        if not segments:
+            return ()
+        if sum(number >= 0 for number in message.along) != len(segments):
+            raise RemoteProtocolError(f"{self._task}: {len(segments)} parts came with a closing")
+        bodies = iter(segments)
+        parts: list[Part | None] = []
+        for number in message.along:
+            if number < 0:
+                parts.append(None)
+                continue
+            known = numbered_set(peer, number, None, self._task).look_up(self.store)
+            body = known.body_of((next(bodies),), self._task)
+            parts.append(Part(known, known.gradients(self.store, message.group, body)))
+        return parts
+
+    def values_of(self, wanted: Sequence[ShardSet]) -> list[list[memoryview]]:
+        """Return the values of all shards of these sets; none if one is busy."""
+        try:
+            return [self.store.read(key) for known in wanted for key in known.keys]
+        except BusyError:
+            return []
+
+    def close_step(
+        self, message: CloseStep, along: Sequence[Part | None] = ()
+    ) -> Awaitable[None] | None:
         """Apply a step that ps 0 has decided.
+
+        Args:
+            message: What it has said.
+            along: The part of each push that came with it, or None; () is all None.
 
         Returns:
             None if it is applied now; else what to wait for.
@@ -181,21 +298,16 @@ class PsSync:
         group, step = message.group, message.step
         self.define(group, message.config)
         known = self._groups[group]
-        if known.closing is not None:
-            if known.closing != step:
-                raise RemoteProtocolError(
-                    f"{self._task}: step {step} of {known.config.name} is to be closed while "
-                    f"step {known.closing} is being applied"
-                )
-            return self._closed_by_another(known, step)
-        present = self._staging.step(group)
-        if present is not None and step < present:
-            return None
-        update = self._gather(message, known)
+        if self._is_closed(known, message):
+            return None if known.closing is None else self._closed_by_another(known, step)
+        update = self._gather(message, known, along)
         update.begin()
-        if not self.work.fits_now(self.store, update.touched, sum(update.costs)):
+        if self.locks.blocks(update.touched) or not self.work.fits_now(
+            self.store, update.touched, update.cost
+        ):
             known.closing = step
-            return self.work.to_the_end(self._apply_slowly(update, known))
+            claim = self.locks.claim(update.touched)
+            return self.work.to_the_end(self._apply_slowly(update, known, claim))
         try:
             update.at_once()
         except Exception as exc:
@@ -204,31 +316,60 @@ class PsSync:
         self._closed(update)
         return None
 
-    async def _closed_by_another(self, known: _Group, step: int) -> None:
+    def _is_closed(self, known: KnownGroup, message: CloseStep) -> bool:
+        """Return whether a step was closed here, or is being closed; so this is a repetition."""
+        if known.closing is None:
+            present = self._staging.step(message.group)
+            return present is not None and message.step < present
+        if known.closing != message.step:
+            raise RemoteProtocolError(
+                f"{self._task}: step {message.step} of {known.config.name} is to be closed while "
+                f"step {known.closing} is being applied"
+            )
+        return True
+
+    async def _closed_by_another(self, known: KnownGroup, step: int) -> None:
         """Wait for the end of a closing that another message began."""
         while known.closing == step:
             await self.work.next_turn()
 
-    def _gather(self, message: CloseStep, known: _Group) -> StepUpdate:
+    def _gather(
+        self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
+    ) -> StepUpdate:
         """Say what a step changes here; nothing has changed yet if this raises."""
         if known.averages is None:
             known.averages = averages_of(self.store, known.config, self._task)
         parts: list[Part] = []
         weights: list[float] = []
-        for part, weight in self._staging.take(message.group, message.step, message.pushes):
-            parts.append(part)
-            weights.append(weight)
-        update = StepUpdate(self.store, message.group, known.config, message.step, known.averages)
+        taken = self._staging.take(message.group, message.step, message.pushes, along)
+        for part, weight in taken:
+            if part.known.keys:  # else all of it belongs to others
+                parts.append(part)
+                weights.append(weight)
+        scales, ratios = message.scales, message.ratios
+        norms = StepNorms(
+            self.store.rule(message.group),
+            None if scales is None else {variable: factor for variable, factor in scales},
+            None if ratios is None else {variable: factor for variable, factor in ratios},
+        )
+        update = StepUpdate(
+            self.store, message.group, known.config, message.step, known.averages, norms
+        )
         update.gather(parts, weights)
         return update
 
-    async def _apply_slowly(self, update: StepUpdate, known: _Group) -> None:
+    async def _apply_slowly(self, update: StepUpdate, known: KnownGroup, claim: Claim) -> None:
         try:
+            await self.locks.turn(claim)
+            for what in update.passes():
+                update.norms.conclude(what, await self._measure_slowly(update, what))
             await self.work.shard_by_shard(update.costs, update.work)
         except Exception as exc:
             if not self.work.is_torn:
                 self.work.give_up(exc)  # the shards are whole, the step is not
             raise
+        finally:
+            self.locks.end(claim)
         known.closing = None
         try:
             self._closed(update)
@@ -238,8 +379,3 @@ class PsSync:
     def _closed(self, update: StepUpdate) -> None:
         self._staging.closed(update.group, update.step)
         self._failpoints.hit("ps.step.applied")
-
-
-async def _done_after(under_way: Awaitable[None]) -> Reply:
-    await under_way
-    return Reply(Done())

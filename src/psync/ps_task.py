@@ -1,7 +1,8 @@
-"""The ps task: who is served, what is declared, what is pulled; and what serves the rest.
+"""The ps task: who is served, what is declared; and what serves the rest.
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, long_work,
-accumulator_service, clock_service, session_service, ps_sync, ps_updates, step_closer, wire.
+accumulator_service, clock_service, session_service, ps_locks, ps_pulls, ps_sync, ps_updates,
+step_closer, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -15,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from psync.accumulator_service import AccumulatorService
 from psync.blocks import BlockPool
 from psync.clock_service import ClockService
 from psync.endpoint import Endpoint
 from psync.errors import (
-    BusyError,
     FencedError,
     GradientError,
     RemoteProtocolError,
@@ -34,15 +36,18 @@ from psync.ledger import (
 )
 from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
+from psync.ps_locks import PsLocks
+from psync.ps_pulls import PsPulls
 from psync.ps_sync import CLOSER, PsSync
 from psync.ps_updates import PsUpdates
+from psync.row_pulls import RowPulls
 from psync.rpc import Handler, Peer, Reply
 from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec, dtype_of
 from psync.step_closer import StepCloser
 from psync.store import Key, ShardStore
 from psync.transport import Listener
-from psync.updates import NO_BYTES, memory_for, set_of
+from psync.updates import NO_BYTES, memory_for
 from psync.wire.messages import (
     AskStatistics,
     AttachPs,
@@ -53,13 +58,12 @@ from psync.wire.messages import (
     FinalBelow,
     Hello,
     Message,
-    Pull,
-    Pulled,
     Refused,
     ReportSchedule,
     Shutdown,
     Statistics,
 )
+from psync.wire.tensors import array_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +89,11 @@ class PsTask:
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
-        self._updates, self._sync = self._new_services()
+        self._updates, self._sync, self._locks, self._pulls = self._new_services()
+        self._rows = RowPulls(
+            self.task, platform.limits, self._work, self._pool,
+            lambda: self._store, lambda: self._sync.steps(),
+        )  # fmt: skip
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._clocks = ClockService(
             self.task, lambda *who: self._ledger.check_incarnation(*who), self._in_groups
@@ -101,7 +109,6 @@ class PsTask:
             self._admit,
         )  # fmt: skip
         self._endpoint.on_peer.append(self._sessions.note_peer)
-        self._pulls = 0
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -112,6 +119,7 @@ class PsTask:
 
         Cancellation: Safe; updates go on.
         """
+        self._locks.close()  # who waits for one has its turn
         await self._work.drain()  # and let their senders know
         await self._endpoint.close()
         if self._closer is not None:
@@ -127,12 +135,14 @@ class PsTask:
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
         return {
-            "pulls": self._pulls,
+            "pulls": self._pulls.pulls,
+            "row_pulls": self._rows.pulls,
             "pushes": self._updates.pushes,
             "assigns": self._updates.assigns,
             "store": _counters(self._store.statistics()),
             "ledger": _counters(self._ledger.statistics()),
             "network": self._endpoint.statistics(),
+            "locks": self._locks.statistics(),
             "staging": self._sync.statistics(),
             "sync": {} if self._closer is None else self._closer.steps.statistics(),
             "clocks": self._clocks.statistics(),
@@ -144,14 +154,16 @@ class PsTask:
         return {
             AttachPs: Handler(self._attach),
             CreateShards: Handler(self._create, self._prepare_create),
-            Pull: Handler(self._pull),
             Fence: Handler(self._fence),
             FinalBelow: Handler(self._final_below),
             ReportSchedule: Handler(self._report_schedule),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
+            **self._rows.handlers(),
             **self._updates.handlers(),
             **self._sync.handlers(),
+            **self._locks.handlers(),
+            **self._pulls.handlers(),
             **self._clocks.handlers(),
             **self._accumulators.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
@@ -190,9 +202,12 @@ class PsTask:
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger(floor=attach.coordinator)
         self._accumulators.restart(self._ledger)
-        self._updates, self._sync = self._new_services()
+        self._locks.close()
+        self._updates, self._sync, self._locks, self._pulls = self._new_services()
         self._endpoint.handlers.update(self._updates.handlers())
         self._endpoint.handlers.update(self._sync.handlers())
+        self._endpoint.handlers.update(self._locks.handlers())
+        self._endpoint.handlers.update(self._pulls.handlers())
         if self._index == 0:
             if self._closer is not None:
                 self._closer.replaced()
@@ -205,10 +220,15 @@ class PsTask:
     def _in_groups(self) -> frozenset[tuple[str, int]]:
         return frozenset() if self._closer is None else self._closer.steps.waiting
 
-    def _new_services(self) -> tuple[PsUpdates, PsSync]:
-        """Return what serves the updates of one coordinator's tasks."""
-        parts = (self._platform, self.task, self._store, self._ledger, self._work, self._pool)
-        return PsUpdates(*parts), PsSync(*parts)
+    def _new_services(self) -> tuple[PsUpdates, PsSync, PsLocks, PsPulls]:
+        """Return what serves the pulls and updates of one coordinator's tasks."""
+        locks = PsLocks(self.task, self._store)
+        parts = (
+            self._platform, self.task, self._store, self._ledger, self._work, self._pool, locks,
+        )  # fmt: skip
+        sync = PsSync(*parts)
+        pulls = PsPulls(self.task, self._store, self._work, sync, locks)
+        return PsUpdates(*parts), sync, locks, pulls
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
         if peer.task != CLOSER or peer.incarnation != self._coordinator:
@@ -280,18 +300,21 @@ class PsTask:
     ) -> Awaitable[Reply]:
         self._check_coordinator(peer)
         shards = self._to_create(message)
-        if not body and None in message.copies:
+        if not body and None in message.sources:
             raise GradientError(f"{self.task}: no initial values for {len(shards)} shards")
         return self._work.to_the_end(self._fill(self._store, shards, *body))
 
     async def _fill(
         self,
         store: ShardStore,
-        shards: Sequence[tuple[ShardSpec, Key | None]],
+        shards: Sequence[tuple[ShardSpec, Key | np.ndarray | None]],
         body: memoryview = NO_BYTES,
     ) -> Reply:
         start = 0
         for spec, source in shards:
+            if isinstance(source, np.ndarray):
+                store.create(spec, fill=source)
+                continue
             if source is not None:
                 await self._copy(store, spec, source)
                 continue
@@ -313,14 +336,14 @@ class PsTask:
         else:
             await self._work.finish(work)
 
-    def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Key | None]]:
-        """Return each shard, and that of which it is to be a copy."""
-        if len(message.copies) != len(message.shards):
+    def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Key | np.ndarray | None]]:
+        """Return each shard, and that of which it is to be a copy, or what each element is."""
+        if len(message.sources) != len(message.shards):
             raise RemoteProtocolError(
-                f"{self.task}: {len(message.copies)} copies for {len(message.shards)} shards"
+                f"{self.task}: {len(message.sources)} sources for {len(message.shards)} shards"
             )
-        shards: list[tuple[ShardSpec, Key | None]] = []
-        for declared, copied in zip(message.shards, message.copies, strict=True):
+        shards: list[tuple[ShardSpec, Key | np.ndarray | None]] = []
+        for declared, source in zip(message.shards, message.sources, strict=True):
             name, variable_id, index, offset, shape, dtype = declared
             if min(variable_id, index, offset, *shape) < 0:
                 raise RemoteProtocolError(
@@ -328,32 +351,19 @@ class PsTask:
                 )
             dtype_of(dtype)  # raises for those that no variable has
             spec = ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
-            shards.append((spec, None if copied is None else (copied[0], copied[1])))
+            if isinstance(source, bytes):
+                shards.append((spec, self._element(spec, source)))
+            else:
+                shards.append((spec, None if source is None else (source[0], source[1])))
         return shards
 
-    # Pulls.
-
-    def _pull(self, peer: Peer, message: Pull, _: list[memoryview]) -> Reply | Awaitable[Reply]:
-        keys = set_of(peer, message, self.task).keys
-        read = self._reader(message)
-        self._pulls += 1
-        try:
-            return Reply(Pulled(self._sync.steps()), [read(key) for key in keys])
-        except BusyError:
-            return self._pull_later(keys, read)
-
-    def _reader(self, message: Pull) -> Callable[[Key], list[memoryview]]:
-        store = self._store
-        if message.optimizer < 0:
-            return store.read
-        return lambda key: store.read_slot(key, message.optimizer, message.slot)
-
-    async def _pull_later(
-        self, keys: Sequence[Key], read: Callable[[Key], list[memoryview]]
-    ) -> Reply:
-        """Read shard by shard: under steady updates never all of them are idle at once."""
-        steps = self._sync.steps()
-        return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
+    def _element(self, spec: ShardSpec, data: bytes) -> np.ndarray:
+        """Return what all elements of a shard begin as."""
+        if len(data) != dtype_of(spec.dtype).itemsize or (spec.dtype == "bool" and data[0] > 1):
+            raise GradientError(
+                f"{spec} on {self.task}: expected an element of {spec.dtype}, got {data[:16]!r}"
+            )
+        return array_from_bytes(data, (), spec.dtype)
 
 
 def _check_chief(peer: Peer) -> None:

@@ -1,13 +1,15 @@
 """Pushes and assigns on a ps: each is judged, checked whole, applied, answered.
 
-Layer: L3. Imports: blocks, store, ledger, platform, rpc, long_work, updates, wire.
+Layer: L3. Imports: blocks, lock_table, store, ledger, platform, rpc, long_work, ps_locks, updates,
+slot_service, measure_service, wire.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
 Small updates are applied within the turn of the loop in which they arrive. Large ones are
 applied block by block by one task, which lets the loop breathe between blocks; a shard
 that is being updated is busy, and whoever wants to read or update it waits its turn, so
-nobody sees half an update.
+nobody sees half an update. An update of a shard that is locked waits, before it is judged, until
+the lock ends, unless it is the holder's.
 
     message       ledger says          then
     an update     fresh                validate, apply, record the answer, answer
@@ -32,16 +34,19 @@ from psync.ledger import (
     Ticket,
     Verdict,
 )
+from psync.lock_table import Claim
 from psync.long_work import LongWork
+from psync.measure_service import MeasureService
 from psync.platform import Platform
+from psync.ps_locks import PsLocks
 from psync.rpc import Handler, Peer, Reply
+from psync.slot_service import SlotService
 from psync.store import ShardStore
 from psync.updates import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.wire.messages import (
     Assign,
+    AssignLocked,
     AverageShards,
-    DefineOptimizer,
-    Done,
     Message,
     Push,
     Pushed,
@@ -58,6 +63,7 @@ class PsUpdates:
         ledger: Knows which updates were seen.
         work: What takes long.
         pool: Memory for what comes in.
+        locks: Who must wait.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class PsUpdates:
         ledger: Ledger,
         work: LongWork,
         pool: BlockPool,
+        locks: PsLocks,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self._failpoints = platform.failpoints
@@ -76,14 +83,19 @@ class PsUpdates:
         self._ledger = ledger
         self._work = work
         self._pool = pool
+        self._locks = locks
+        self._slots = SlotService(task, store, work, pool)
+        self._measures = MeasureService(task, store, work, pool)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
             Push: Handler(self._update, self._prepare_update),
             Assign: Handler(self._update, self._prepare_update),
+            AssignLocked: Handler(self._update, self._prepare_update),
             AverageShards: Handler(self._average),
-            DefineOptimizer: Handler(self._define),
+            **self._slots.handlers(),
+            **self._measures.handlers(),
         }
 
     def _prepare_update(
@@ -94,18 +106,14 @@ class PsUpdates:
         if isinstance(message, Push) and message.config is not None:
             self._store.define_optimizer(message.optimizer, message.config)
         known.look_up(self._store)
-        known.check_lengths(lengths, self._task)
-        return memory_for(self._pool, known.nbytes)
-
-    def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
-        self._store.define_optimizer(message.optimizer, message.config)
-        return Reply(Done())
+        known.check_lengths(lengths, self._task, message.rows)
+        return memory_for(self._pool, sum(lengths), varies=message.rows is not None)
 
     def _update(
         self, peer: Peer, message: Push | Assign, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
         known = set_of(peer, message, self._task).look_up(self._store)
-        whole = known.body_of(body, self._task)
+        whole = known.body_of(body, self._task, message.rows)
         self._failpoints.hit("ps.push.received")
         update = Update(
             (peer.task, peer.incarnation), message, known, whole, self._store,
@@ -122,18 +130,31 @@ class PsUpdates:
         return self._judged(Update(client, message, known, NO_BYTES, self._store, self._ledger))
 
     def _judged(self, update: Update) -> Reply | Awaitable[Reply]:
+        if self._locks.blocks(update.needed) and not isinstance(update.message, AssignLocked):
+            return self._when_unlocked(update)
+        return self._judged_now(update)
+
+    async def _when_unlocked(self, update: Update) -> Reply:
+        """Nothing is noted of an update that waits for a lock: it has not begun."""
+        claim = self._locks.claim(update.needed)
+        try:
+            await self._locks.turn(claim)
+            answer = self._judged_now(update)
+        finally:
+            self._locks.end(claim)
+        return answer if isinstance(answer, Reply) else await answer
+
+    def _judged_now(self, update: Update) -> Reply | Awaitable[Reply]:
         verdict = update.judge()
         if isinstance(verdict, InProgress):
-            return self._update_later(update, verdict)
+            return self._update_later(update, verdict.ticket)
         return self._act(update, verdict)
 
-    async def _update_later(self, update: Update, verdict: Verdict) -> Reply:
+    async def _update_later(self, update: Update, ticket: Ticket) -> Reply:
         """The same update is being applied for another message: its end decides."""
-        while isinstance(verdict, InProgress):
-            while not verdict.ticket.settled:
-                await self._work.next_turn()
-            verdict = update.judge()
-        answer = self._act(update, verdict)
+        while not ticket.settled:
+            await self._work.next_turn()
+        answer = self._judged(update)
         return answer if isinstance(answer, Reply) else await answer
 
     def _act(self, update: Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
@@ -145,13 +166,15 @@ class PsUpdates:
 
     def _apply(self, update: Update, ticket: Ticket) -> Reply | Awaitable[Reply]:
         try:
+            if isinstance(update.message, AssignLocked):
+                self._locks.check(update.client, update.message, update.needed)
             update.begin()
         except Exception:
             update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
             raise
-        known = update.known
-        if not self._work.fits_now(update.store, update.needed, known.nbytes):
-            return self._work.to_the_end(self._apply_slowly(update, ticket))
+        if not self._work.fits_now(update.store, update.needed, sum(update.costs)):
+            claim = self._locks.begin(update.needed)
+            return self._work.to_the_end(self._apply_slowly(update, ticket, claim))
         try:
             update.at_once()
         except Exception as exc:
@@ -159,12 +182,13 @@ class PsUpdates:
             raise
         return self._applied(update, ticket)
 
-    async def _apply_slowly(self, update: Update, ticket: Ticket) -> Reply:
+    async def _apply_slowly(self, update: Update, ticket: Ticket, claim: Claim) -> Reply:
         """Apply shard after shard, large ones block after block, small ones several at once."""
-        await self._work.shard_by_shard(update.known.lengths, update.work)
         try:
+            await self._work.shard_by_shard(update.costs, update.work)
             return self._applied(update, ticket)
         finally:
+            self._locks.end(claim)
             self._work.wake()  # repetitions that wait for the answer
 
     def _applied(self, update: Update, ticket: Ticket) -> Reply:

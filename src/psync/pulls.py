@@ -1,6 +1,6 @@
 """Pulling many variables at once, in whatever nesting they are kept.
 
-Layer: L4. Imports: errors, variables.
+Layer: L4. Imports: errors, fitting, reads, variables.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from psync.errors import GradientError
-from psync.variables import Handle, checked_target, runtime_of
+from psync.fitting import checked_target
+from psync.reads import values_of
+from psync.variables import Handle, OnReadVariable, runtime_of
 
 
-async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
+async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bool = False) -> Any:
     """Return the values of all variables in ``tree``, in one round trip to each ps.
 
     Args:
@@ -24,11 +26,17 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
         copy: Whether the arrays may be changed by the caller. Otherwise they are read-only.
         out: A nesting like ``tree`` of writable C-contiguous arrays of the variables' shapes
             and dtypes, which are filled and returned.
+        consistent: Whether all values are of one instant, over all shards and ps tasks. An
+            ``assign(…, atomic=True)`` is then seen whole or not at all; of what another task
+            pushes, or assigns otherwise, one ps may have its part already and another not yet. It
+            costs two more messages to each ps, and updates of these variables wait meanwhile.
 
     Returns:
         The same nesting with a numpy array for each variable, the same one wherever a variable
         stands. Each shard is one version of itself, never a torn one; different shards may be
-        of different versions.
+        of different versions. A variable that is synchronized on read is read by itself, as its
+        ``read`` does. With ``SyncReplicasOptimizer(…, pull_ahead=True)`` they may have come with
+        the token: see there.
 
     Raises:
         UsageError: Neither in a step nor within a running coordinator, or variables of two
@@ -37,6 +45,8 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
         GradientError: An array in ``out`` does not fit, or stands for a variable that has another
             array already.
         ParameterServerLost: A ps is gone.
+        LockLost: ``consistent``, and connections were lost again and again, or this task's loop
+            was blocked for longer than 10 s.
         ClosureCancelled: In a step that was cancelled.
 
     Cancellation: Safe; arrays in ``out`` then hold anything.
@@ -45,32 +55,40 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None) -> Any:
         weights, bias = await psync.pull((w, b))
         params = await psync.pull({"dense": {"w": w, "b": b}})
     """
-    variables = list(dict.fromkeys(_leaves(tree)))
+    variables = list(dict.fromkeys(leaves(tree)))
     if not variables:
         return tree
     targets = None if out is None else _targets(tree, out)
     runtime = await runtime_of("pull", *variables)
     runtime.check_open("pull")
-    plan = runtime.ps.plan(tuple(variable.spec for variable in variables))
-    arrays = await runtime.ps.pull(
-        plan,
-        writable=copy,
-        out=None if targets is None else [targets[variable] for variable in variables],
-        seen=runtime.pulled,
-    )
-    values = dict(zip(variables, arrays, strict=True))
+    copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
+    stored = [variable for variable in variables if variable not in copied] if copied else variables
+    values = {}
+    if stored:
+        arrays = await values_of(
+            runtime,
+            stored,
+            copy=copy,
+            out=None if targets is None else [targets[variable] for variable in stored],
+            consistent=consistent,
+        )
+        values = dict(zip(stored, arrays, strict=True))
+    for variable in copied:
+        target = None if targets is None else targets[variable]
+        values[variable] = await variable.read(copy=copy, out=target)
     return mapped(tree, values.__getitem__)
 
 
-def _leaves(tree: Any) -> Iterator[Handle]:
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield each variable in ``tree``, as often as it stands there."""
     if isinstance(tree, Handle):
         yield tree
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from _leaves(item)
+            yield from leaves(item)
     elif isinstance(tree, list | tuple):
         for item in tree:
-            yield from _leaves(item)
+            yield from leaves(item)
 
 
 def mapped(tree: Any, value_of: Callable[[Handle], Any]) -> Any:
@@ -97,24 +115,34 @@ def mapped(tree: Any, value_of: Callable[[Handle], Any]) -> Any:
 def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
     """Return the array in ``out`` for each variable."""
     targets: dict[Handle, np.ndarray] = {}
-    for variable, array in _pairs(tree, out):
-        if targets.setdefault(variable, checked_target(array, variable.spec)) is not array:
+    for variable, array in pairs(tree, out, "out"):
+        if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
             raise GradientError(f'out has two arrays for variable "{variable.name}"')
     return targets
 
 
-def _pairs(tree: Any, out: Any) -> Iterator[tuple[Handle, Any]]:
+def pairs(tree: Any, other: Any, what: str) -> Iterator[tuple[Any, Any]]:
+    """Yield each variable in ``tree`` with what stands in its place in ``other``.
+
+    Args:
+        tree: As ``pull`` takes it.
+        other: Nested alike.
+        what: It is, for messages.
+
+    Raises:
+        GradientError: They are not nested alike.
+    """
     if isinstance(tree, Handle):
-        yield tree, out
+        yield tree, other
     elif isinstance(tree, dict):
-        if not isinstance(out, dict) or out.keys() != tree.keys():
-            raise GradientError("out: expected a dict with the keys of the variables to pull")
+        if not isinstance(other, dict) or other.keys() != tree.keys():
+            raise GradientError(f"{what}: expected a dict with the keys of the variables")
         for key, item in tree.items():
-            yield from _pairs(item, out[key])
+            yield from pairs(item, other[key], what)
     elif isinstance(tree, list | tuple):
-        if not isinstance(out, list | tuple) or len(out) != len(tree):
+        if not isinstance(other, list | tuple) or len(other) != len(tree):
             raise GradientError(
-                f"out: expected {len(tree)} items in a list or tuple, as the variables to pull"
+                f"{what}: expected {len(tree)} items in a list or tuple, as the variables"
             )
-        for item, part in zip(tree, out, strict=True):
-            yield from _pairs(item, part)
+        for item, part in zip(tree, other, strict=True):
+            yield from pairs(item, part, what)

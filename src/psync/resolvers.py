@@ -1,6 +1,6 @@
 """Which cluster this process belongs to, and as which task: read from where it is said.
 
-Layer: L2. Imports: errors, cluster.
+Layer: L2. Imports: errors, cluster, cluster_roles.
 
 A resolver has TensorFlow's face, so that programs keep theirs. What it says is checked by
 ``training_cluster``, which the strategy and ``serve`` call before anything is connected: a wrong
@@ -17,7 +17,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from psync.cluster import ClusterSpec, validate_for_training, with_chief
+from psync.cluster import ClusterSpec
+from psync.cluster_roles import validate_for_training, with_chief
 from psync.errors import ConfigurationError
 
 

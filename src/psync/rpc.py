@@ -1,23 +1,18 @@
 """Requests and replies between tasks, both ways on one connection.
 
-Layer: L2. Imports: errors, blocks, connection, wire.
+Layer: L2. Imports: errors, blocks, connection, exchanges, serving, wire.
 
-``Peer`` is one open connection; ``endpoint.Endpoint`` makes them.
-
-A handler is a plain function that returns the reply, or a coroutine for it. Those that
-need no waiting are called and answered in the same turn of the loop: no task is made for
-a small pull. ``Handler.prepare`` runs as soon as a request's header is there and says
-where its body belongs, or refuses it before memory is taken. One message is dealt with
-before the next one of the same connection is looked at.
+``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, knows
+who waits for which reply, and says where the bodies that come belong; ``serving`` answers theirs.
+One message is dealt with before the next one of the same connection is looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from psync.blocks import BlockPool
 from psync.connection import Connection
@@ -28,100 +23,25 @@ from psync.errors import (
     PsyncError,
     RemoteProtocolError,
 )
+from psync.exchanges import Call, Refusal, Then, fail
+from psync.exchanges import Into as Into
+from psync.exchanges import Later as Later
+from psync.exchanges import Received as Received
+from psync.exchanges import Reply as Reply
+from psync.serving import Handler as Handler
+from psync.serving import RequestServer, Spawn
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment, encode_frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import Limits
 from psync.wire.messages import Failure, Refused
 from psync.wire.protocol import Admit, Protocol
-from psync.wire.remote_errors import exception_of, failure_of
+from psync.wire.remote_errors import exception_of
 from psync.wire.tensors import to_bytes_view
 
 # Members of an enum are slow to look up.
 _REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
 _NOTIFY, _CANCEL, _PING, _PONG = map(int, (Kind.NOTIFY, Kind.CANCEL, Kind.PING, Kind.PONG))
-
-
-class Reply(NamedTuple):
-    """What came back, or what to send back."""
-
-    message: Message
-    segments: Sequence[Segment] = ()
-
-
-class Received(NamedTuple):
-    """A reply as the caller gets it."""
-
-    message: Message
-    segments: list[memoryview]
-
-
-Run = Callable[["Peer", Any, list[memoryview]], "Reply | Awaitable[Reply | None] | None"]
-Prepare = Callable[["Peer", Any, tuple[int, ...]], Sequence[memoryview]]
-Into = Callable[[Message, tuple[int, ...]], Sequence[memoryview]]
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """How one type of message is served.
-
-    Attributes:
-        run: Called with (peer, message, segments) once the message is complete. Returns a
-            Reply or an awaitable of one; for notifications, None or an awaitable of None.
-            What it raises goes to the caller; for notifications, it ends the connection.
-            Cancelled when the caller gives up, or this task closes; not when the connection
-            goes. A caller that gives up cancels it at its first await at the earliest: what
-            was noted before can be undone there.
-        prepare: Called with (peer, message, lengths of the segments) when the header is
-            there, if there are segments. Returns where the body belongs, as views whose
-            borders need not be those of the segments, and which ``run`` gets as its
-            ``segments``; or raises to refuse the message.
-    """
-
-    run: Run
-    prepare: Prepare | None = None
-
-
-class _Call:
-    """A request of ours that is not answered yet."""
-
-    __slots__ = ("future", "into", "reply", "timer")
-
-    def __init__(self, future: asyncio.Future[Received], into: Into | None) -> None:
-        self.future = future
-        self.into = into  # where the reply's body belongs, or None: anywhere
-        self.reply: Message | None = None  # decoded before its body is there
-        self.timer: asyncio.TimerHandle | None = None
-
-
-class _Serving:
-    """A request of theirs that takes time; given up before it runs, it begins all the same."""
-
-    __slots__ = ("given_up", "task")
-
-    def __init__(self) -> None:
-        self.task: asyncio.Task[Any] | None = None  # once it runs
-        self.given_up = False  # the caller does not want to know any more
-
-    def give_up(self) -> None:
-        self.given_up = True
-        if self.task is not None:
-            self.task.cancel()
-
-    def begin(self) -> None:
-        self.task = asyncio.current_task()
-        if self.given_up:
-            self.give_up()
-
-
-class _Refusal:
-    """Token of a request that ``prepare`` refused: its body is thrown away."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
 
 
 class Peer:
@@ -158,23 +78,19 @@ class Peer:
         self.connection = Connection(wire, self)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
-        self.lane = ""  # "control" or "bulk"
+        self.lane = ""  # one of handshake.LANES
         self.state: dict[str, Any] = {}  # what handlers keep per connection
         self.error: Exception | None = None  # why it closed, once it has
         self.is_open = False
         self.is_closed = False
         self.on_closed: list[Callable[[Peer], None]] = []  # told once, in order
-        self._handlers = handlers
         self._pool = pool
         self._limits = limits
-        self._spawn = spawn
         self._report_opened = on_opened
         self._report_closed = on_closed
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._next_id = 1
-        self._serving: dict[int, _Serving] = {}
-        self._unfinished_bytes = 0  # bodies that handlers still work on
-        self._reading_paused = False
+        self._server = RequestServer(self, handlers, limits, spawn)
         self._pongs: deque[asyncio.Future[None]] = deque()
         self._gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -214,14 +130,14 @@ class Peer:
         """
         self._check_open()
         request_id, self._next_id = self._next_id, self._next_id + 1
-        buffers = self._encode(_REQUEST, request_id, message, segments)
-        call = _Call(self._loop.create_future(), into)
-        self._calls[request_id] = call
+        buffers = self.encode(_REQUEST, request_id, message, segments)
+        future: asyncio.Future[Received] = self._loop.create_future()
+        call = self._calls[request_id] = Call(future, into)
         if deadline is not None:
             call.timer = self._loop.call_at(deadline, self._expire, call, message)
         self.connection.send(buffers)
         try:
-            return await call.future
+            return await future
         finally:
             if self._calls.pop(request_id, None) is not None:
                 self.connection.wire.redirect(call)
@@ -230,6 +146,28 @@ class Peer:
             if call.timer is not None:
                 call.timer.cancel()
 
+    def ask(
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Callable[[Received | Exception], None],
+    ) -> None:
+        """Send a request as ``call`` does, without a coroutine that waits for its reply.
+
+        Args:
+            message: As for ``call``.
+            segments: As for ``call``.
+            then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+
+        Raises:
+            ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
+        """
+        self._check_open()
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        buffers = self.encode(_REQUEST, request_id, message, segments)
+        self._calls[request_id] = Call(Then(then), None)
+        self.connection.send(buffers)
+
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
 
@@ -237,7 +175,7 @@ class Peer:
             LocalProtocolError: It is larger than the limits allow.
         """
         if self.is_open:
-            self.connection.send(self._encode(_NOTIFY, 0, message, segments))
+            self.connection.send(self.encode(_NOTIFY, 0, message, segments))
 
     async def ping(self) -> None:
         """Wait for the peer's loop to answer.
@@ -278,13 +216,18 @@ class Peer:
         lost.__cause__ = self.error
         return lost
 
-    def _expire(self, call: _Call, message: Message) -> None:
+    def _expire(self, call: Call, message: Message) -> None:
         what = f"{self.task} did not answer {type(message).__name__} in time"
-        _fail(call.future, DeadlineExceeded(what))
+        fail(call.future, DeadlineExceeded(what))
 
-    def _encode(
+    def encode(
         self, kind: int, request_id: int, message: Message, segments: Sequence[Segment]
     ) -> list[Buffer]:
+        """Return the buffers of a frame.
+
+        Raises:
+            LocalProtocolError: It is larger than the limits allow.
+        """
         try:
             return encode_frame(kind, request_id, encode(message), segments, self._limits)
         except LocalProtocolError as exc:
@@ -306,29 +249,28 @@ class Peer:
         if kind == _REPLY or kind == _ERROR:
             self._settle(frame)
         elif kind == _REQUEST or kind == _NOTIFY:
-            self._serve(frame)
+            self._server.serve(frame)
         elif kind == _PING:
             self.connection.send(encode_frame(_PONG, 0, b""))
         elif kind == _PONG:
             if self._pongs and not (pong := self._pongs.popleft()).done():
                 pong.set_result(None)
         elif kind == _CANCEL:
-            serving = self._serving.pop(frame.request_id, None)
-            if serving is not None:
-                serving.give_up()
+            self._server.give_up(frame.request_id)
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
 
     def closed(self, error: Exception | None) -> None:
         """Fail what is open and tell who asked to be told."""
         self.is_open, self.is_closed, self.error = False, True, error
-        for call in self._calls.values():
-            _fail(call.future, self._lost())
+        for call in list(self._calls.values()):
+            fail(call.future, self._lost())
         for pong in self._pongs:
-            _fail(pong, self._lost())
+            fail(pong, self._lost())
         self._calls.clear()
         self._pongs.clear()
         self._gone.set()
+        self._server.closed()
         self._report_closed(self, error)
         for listener in self.on_closed:
             listener(self)
@@ -347,18 +289,18 @@ class Peer:
                 try:
                     return _fitting(call.into(call.reply, frame.lengths), frame)
                 except Exception as exc:
-                    _fail(call.future, exc)
+                    fail(call.future, exc)
                     return None
         elif kind == _REQUEST or kind == _NOTIFY:
             frame.token = message = decode(frame.header)
-            handler = self._handler_of(message)
+            handler = self._server.handler_of(message)
             if handler.prepare is not None:
                 try:
                     views = handler.prepare(self, message, frame.lengths)
                     frame.segments = _fitting(views, frame)
                     return frame.segments
                 except Exception as exc:
-                    frame.token = _Refusal(exc)
+                    frame.token = Refusal(exc)
                     return None
         else:
             raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
@@ -366,7 +308,7 @@ class Peer:
 
     def _anywhere(self, frame: Frame) -> Sequence[memoryview]:
         """Small bodies share one buffer; large segments get recycled ones of their own."""
-        total = sum(frame.lengths)
+        total = frame.nbytes
         if total <= SMALL_BODY_BYTES:
             whole = memoryview(bytearray(total))
             at = 0
@@ -394,105 +336,12 @@ class Peer:
             failure = decode(frame.header)
             if not isinstance(failure, Failure):
                 raise RemoteProtocolError(f"got {type(failure).__name__} in a frame ERROR")
-            _fail(call.future, exception_of(failure, self.task))
+            fail(call.future, exception_of(failure, self.task))
         del self._calls[frame.request_id]  # not before: what is there fails with the connection
-
-    # Their requests.
-
-    def _handler_of(self, message: Message) -> Handler:
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
-        return handler
-
-    def _serve(self, frame: Frame) -> None:
-        request_id, token = frame.request_id, frame.token
-        if (request_id == 0) is (frame.kind == _REQUEST) or request_id in self._serving:
-            raise RemoteProtocolError(f"request id {request_id} cannot be used")
-        if isinstance(token, _Refusal):
-            self._failed(request_id, token.error)
-            return
-        message = token if isinstance(token, Message) else decode(frame.header)
-        handler = self._handler_of(message)
-        try:
-            answer = handler.run(self, message, frame.segments)
-        except Exception as exc:
-            self._failed(request_id, exc)
-            return
-        if answer is None or isinstance(answer, Reply):
-            self._answer(request_id, answer)
-        else:
-            self._serve_slowly(request_id, answer, sum(frame.lengths))
-
-    def _serve_slowly(self, request_id: int, answer: Awaitable[Reply | None], nbytes: int) -> None:
-        serving = _Serving()
-        if request_id:
-            self._serving[request_id] = serving
-        task = self._spawn(self._answer_when_ready(request_id, answer, serving))
-        # The bodies that handlers work on are bounded: above that nothing more is read.
-        self._unfinished_bytes += nbytes
-        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
-            self._reading_paused = True
-            self.connection.pause_reading()
-
-        def served(task: asyncio.Task[None]) -> None:
-            if self._serving.get(request_id) is serving:
-                del self._serving[request_id]
-            if asyncio.iscoroutine(answer):
-                answer.close()  # if the task was cancelled before its first step: we close
-            self._unfinished_bytes -= nbytes
-            if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
-                self._reading_paused = False
-                self.connection.resume_reading()
-
-        task.add_done_callback(served)
-
-    async def _answer_when_ready(
-        self, request_id: int, answer: Awaitable[Reply | None], serving: _Serving
-    ) -> None:
-        serving.begin()
-        try:
-            reply = await answer
-        except asyncio.CancelledError as exc:
-            if request_id and not serving.given_up:
-                self._answer_error(request_id, exc)
-            raise
-        except Exception as exc:
-            self._failed(request_id, exc)
-        else:
-            self._answer(request_id, reply)
-
-    def _answer(self, request_id: int, reply: Reply | None) -> None:
-        if not request_id:
-            return
-        try:
-            if reply is None:
-                raise LocalProtocolError("the handler of a request gave no reply")
-            buffers = self._encode(_REPLY, request_id, *reply)
-        except LocalProtocolError as exc:
-            self._answer_error(request_id, exc)
-        else:
-            self.connection.send(buffers)
-
-    def _failed(self, request_id: int, exc: Exception) -> None:
-        if request_id:
-            self._answer_error(request_id, exc)
-        else:
-            self.connection.fail(exc)  # nobody waits for an answer, but it must not be lost
-
-    def _answer_error(self, request_id: int, exc: BaseException) -> None:
-        self.connection.send(self._encode(_ERROR, request_id, failure_of(exc), ()))
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    """End a wait; who waited may have been cancelled meanwhile and never look at it."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()
 
 
 def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
-    given, needed = sum(map(len, views)), sum(frame.lengths)
-    if given != needed:
-        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {needed}")
+    given = sum(map(len, views))
+    if given != frame.nbytes:
+        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
     return list(views)

@@ -1,21 +1,25 @@
 """What variables and optimizers talk through: a worker in a step, else the coordinator.
 
-Layer: L3. Imports: errors, context, iterators, ps_client, pulled_steps, sync_client,
-accumulator_client.
+Layer: L3. Imports: errors, context, iterators, plans, ps_client, pulled_ahead, pulled_steps,
+sync_client, accumulator_client.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
+
+import numpy as np
 
 from psync.accumulator_client import AccumulatorClient
 from psync.context import current_closure
 from psync.errors import UsageError
 from psync.iterators import IteratorTable
+from psync.plans import Plan
 from psync.ps_client import PsClient
+from psync.pulled_ahead import PulledAhead
 from psync.pulled_steps import PulledSteps
 from psync.sync_client import SyncClient
 
@@ -65,6 +69,11 @@ class Runtime:
         return SyncClient(self.ps)
 
     @functools.cached_property
+    def ahead(self) -> PulledAhead:
+        """Values that came with a token."""
+        return PulledAhead(self.ps.links)
+
+    @functools.cached_property
     def accumulators(self) -> AccumulatorClient:
         """The way to the accumulators."""
         return AccumulatorClient(self.ps)
@@ -74,6 +83,15 @@ class Runtime:
         """What the pulls of the step that runs here, or of the program, have seen."""
         closure = current_closure()
         return self._pulled if closure is None else closure.pulled
+
+    def take_ahead(self, plan: Plan) -> list[np.ndarray] | None:
+        """Return values that came with a token, if they are what a pull would bring now."""
+        closure = current_closure()
+        values = self.ahead.take(plan, 0 if closure is None else closure.arrival)
+        if values is None:
+            return None
+        self.pulled.note([(values.group, values.step)])
+        return values.arrays
 
     def check_open(self, operation: str) -> None:
         """Refuse ``operation`` in a step that has ended.
@@ -106,6 +124,10 @@ def current_runtime() -> Runtime | None:
     return runtime if isinstance(runtime, Runtime) else None
 
 
+NOWHERE: Mapping[int, int] = {}
+"""The positions of iterators that start from the beginning."""
+
+
 class IteratorHandle:
     """A per-worker iterator as steps see it: on each worker it stands for that worker's own.
 
@@ -113,15 +135,19 @@ class IteratorHandle:
         uid: Unique in the cluster.
         key: Of the dataset function.
         num_pipelines: Number of workers that the data is meant for.
+        starts: By worker index, how many batches come before the first; 0 where there is none.
     """
 
-    def __init__(self, uid: str, key: bytes, num_pipelines: int) -> None:
+    def __init__(
+        self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int] = NOWHERE
+    ) -> None:
         self.uid = uid
         self.key = key
         self.num_pipelines = num_pipelines
+        self.starts = starts
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrived, (self.uid, self.key, self.num_pipelines))
+        return (_arrived, (self.uid, self.key, self.num_pipelines, dict(self.starts)))
 
     def __iter__(self) -> IteratorHandle:
         return self
@@ -152,8 +178,8 @@ arriving: ContextVar[list[IteratorHandle] | None] = ContextVar("psync_arriving",
 """Where iterators are noted that come in with a function or its arguments."""
 
 
-def _arrived(uid: str, key: bytes, num_pipelines: int) -> IteratorHandle:
-    handle = IteratorHandle(uid, key, num_pipelines)
+def _arrived(uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> IteratorHandle:
+    handle = IteratorHandle(uid, key, num_pipelines, starts)
     noted = arriving.get()
     if noted is not None:
         noted.append(handle)

@@ -12,7 +12,8 @@ whole states, of which the newest counts, so that one may be lost or skipped.
   get some. They are in the queue, or held behind others: more are in flight than there are workers.
 - **In flight**: where nothing is queued, what runs where. A closure that waits for the value of
   another one counts as neither. It cannot begin before one of these has ended, and to wait for it
-  would be to wait for ever, where that one waits for company.
+  would be to wait for ever, where that one waits for company. Nor does one that waits for a gang
+  to end, or a replica of a gang that waits in a collective for another one.
 
 A worker that comes and a queue that fills are news that is due at once. More work is due at once,
 too, if the last report is older than ``SETTLE_S``: closures that a program schedules one by one are
@@ -155,5 +156,6 @@ class ScheduleReports:
         present = {worker for worker, _ in here}
         missing = tuple(worker for worker in self._workers if worker not in present)
         queued = self._is_queued()
-        in_flight = () if queued else tuple((c.id, worker) for worker, c in self._queue.in_flight())
+        held = [] if queued else self._queue.in_flight()
+        in_flight = tuple((c.id, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)

@@ -1,6 +1,6 @@
 """Learning-rate schedules as plain data.
 
-Layer: L1. Imports: errors.
+Layer: L1. Imports: errors, schedule_base.
 
 A ps evaluates the learning rate itself, because only it knows how many updates it has
 applied. It runs no user code, so a schedule is not a function that travels, but one of the
@@ -16,67 +16,17 @@ rate, a negative power) are refused when the schedule is made, instead of giving
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 
 from psync.errors import ConfigurationError
-
-Config = dict[str, object]
-"""What travels: only str, bool, int, float, None, lists and dicts of these."""
+from psync.schedule_base import Config as Config
+from psync.schedule_base import Schedule as Schedule
+from psync.schedule_base import as_number as as_number
+from psync.schedule_base import shortened
 
 _MAX_DEPTH = 8  # of schedules in schedules; a config from the wire must not exhaust the stack
-
-
-@dataclass(frozen=True)
-class Schedule(ABC):
-    """A learning rate as a function of the number of updates applied so far."""
-
-    def __call__(self, step: float) -> float:
-        """Return the learning rate of the update that follows ``step`` updates."""
-        try:
-            return float(self._rate(step))
-        except OverflowError:  # a growing "decay": what the formula gives in float arithmetic
-            return math.inf
-
-    @abstractmethod
-    def _rate(self, step: float) -> float: ...
-
-    def to_config(self) -> Config:
-        """Return a dict of msgpack types from which ``from_config`` rebuilds an equal schedule."""
-        config: Config = {"kind": type(self).__name__}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Schedule):
-                value = value.to_config()
-            elif isinstance(value, tuple):
-                value = list(value)
-            config[field.name] = value
-        return config
-
-    def _number(
-        self, name: str, *, minimum: float | None = None, above: float | None = None
-    ) -> None:
-        """Check that argument ``name`` is a finite number in range, and make it a plain one."""
-        number = as_number(f"{type(self).__name__}: {name}", getattr(self, name))
-        if minimum is not None and number < minimum:
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} >= {minimum}, got {number}"
-            )
-        if above is not None and number <= above:
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} > {above}, got {number}"
-            )
-        object.__setattr__(self, name, number)
-
-    def _flag(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise ConfigurationError(
-                f"{type(self).__name__}: expected {name} to be True or False, got {value!r}"
-            )
 
 
 @dataclass(frozen=True)
@@ -228,6 +178,53 @@ class CosineDecay(Schedule):
 
 
 @dataclass(frozen=True)
+class CosineDecayRestarts(Schedule):
+    """Half a cosine after another, each from a new start: "warm restarts".
+
+    Period ``i`` takes ``first_decay_steps * t_mul ** i`` updates. Within it, with ``x`` the part of
+    it that is over, ``initial * ((1 - alpha) * m_mul ** i * (1 + cos(pi * x)) / 2 + alpha)``.
+
+    Args:
+        initial_learning_rate: Rate at step 0.
+        first_decay_steps: Updates of the first period.
+        t_mul: Length of a period through that of the one before, at least 1.
+        m_mul: Height of a period through that of the one before, at least 0.
+        alpha: Lowest rate as a fraction of the initial one.
+
+    Source: Loshchilov and Hutter, 2016; Keras, where rounding may put a restart one step late.
+    """
+
+    initial_learning_rate: float
+    first_decay_steps: float
+    t_mul: float = 2.0
+    m_mul: float = 1.0
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._number("initial_learning_rate")
+        self._number("first_decay_steps", above=0)
+        self._number("t_mul", minimum=1)
+        self._number("m_mul", minimum=0)
+        self._number("alpha")
+
+    def _rate(self, step: float) -> float:
+        period, completed = self._period(step / self.first_decay_steps)
+        cosine = 0.5 * math.pow(self.m_mul, period) * (1 + math.cos(math.pi * completed))
+        return self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)
+
+    def _period(self, time: float) -> tuple[int, float]:
+        """Return the number of the period and the part of it that is over."""
+        ratio = self.t_mul
+        if ratio == 1:
+            return math.floor(time), time - math.floor(time)
+        period = math.floor(math.log1p(time * (ratio - 1)) / math.log(ratio))
+        if (math.pow(ratio, period + 1) - 1) / (ratio - 1) <= time:  # the logarithm was too low
+            period += 1
+        begins = (math.pow(ratio, period) - 1) / (ratio - 1)
+        return period, (time - begins) / math.pow(ratio, period)
+
+
+@dataclass(frozen=True)
 class PiecewiseConstantDecay(Schedule):
     """``values[i]`` while ``boundaries[i - 1] < step <= boundaries[i]``.
 
@@ -297,6 +294,7 @@ _SCHEDULES: dict[str, type[Schedule]] = {
     for cls in (
         Constant,
         CosineDecay,
+        CosineDecayRestarts,
         ExponentialDecay,
         InverseTimeDecay,
         PiecewiseConstantDecay,
@@ -318,7 +316,7 @@ def as_schedule(value: object) -> Schedule:
         raise ConfigurationError(
             f"expected a number or a schedule as learning rate, got the callable {value!r}",
             hint="a ps evaluates the learning rate and runs no user code; use one of "
-            f"{', '.join(_SCHEDULES)} of psync.optimizers.schedules",
+            f"{', '.join(_SCHEDULES)} of psync.schedules",
         )
     return Constant(as_number("learning rate", value))
 
@@ -339,43 +337,20 @@ def _from_config(config: object, depth: int) -> Schedule:
     if depth == _MAX_DEPTH:
         raise ConfigurationError(f"a schedule is nested more than {_MAX_DEPTH} deep")
     if not isinstance(config, Mapping) or not isinstance(config.get("kind"), str):
-        raise ConfigurationError(f"expected the config of a schedule, got {_short(config)}")
+        raise ConfigurationError(f"expected the config of a schedule, got {shortened(config)}")
     kind = config["kind"]
     cls = _SCHEDULES.get(kind)
     if cls is None:
         raise ConfigurationError(
-            f"unknown schedule {_short(kind)}", hint=f"use one of {', '.join(_SCHEDULES)}"
+            f"unknown schedule {shortened(kind)}", hint=f"use one of {', '.join(_SCHEDULES)}"
         )
     arguments = {name: value for name, value in config.items() if name != "kind"}
     expected = {field.name for field in fields(cls)}
     if arguments.keys() != expected:
         raise ConfigurationError(
             f"{kind}: expected the arguments {sorted(expected)}, "
-            f"got {_short(sorted(map(str, arguments)))}"
+            f"got {shortened(sorted(map(str, arguments)))}"
         )
     if cls is Warmup:
         arguments["schedule"] = _from_config(arguments["schedule"], depth + 1)
     return cls(**arguments)
-
-
-def as_number(what: str, value: object) -> float:
-    """Return a finite real number as a Python int or float.
-
-    Raises:
-        ConfigurationError: If ``value`` is not one; the message begins with ``what``.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigurationError(f"{what}: expected a number, got {_short(value)}")
-    try:
-        number = int(value) if isinstance(value, Integral) else float(value)
-        finite = math.isfinite(number)
-    except OverflowError:  # an int or a fraction beyond the range of floats
-        finite = False
-    if not finite:
-        raise ConfigurationError(f"{what}: expected a finite number, got {_short(value)}")
-    return number
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

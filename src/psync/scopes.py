@@ -1,6 +1,6 @@
 """Which strategy's ``scope()`` is open here, and which strategies are running.
 
-Layer: L3. Imports: errors, specs, placement, context, runtime.
+Layer: L3. Imports: errors, specs, cluster, placement, context, runtime.
 
 Apart from ``strategy`` so that variables can find the scope they are declared in without
 importing the strategy, which knows variables.
@@ -9,9 +9,13 @@ importing the strategy, which knows variables.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from psync.cluster import ClusterSpec
 from psync.context import forbid_in_dataset
 from psync.errors import ClosedError, UsageError
 from psync.placement import Placement
@@ -27,6 +31,14 @@ class Scope(Protocol):
     created: bool  # a coordinator has run: variables may exist on ps tasks
     accumulators: dict[str, Any]  # the handles of all accumulators, by name
     accumulator_placement: Placement  # apart from that of variables
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The training cluster."""
+
+    @property
+    def worker_index(self) -> int | None:
+        """Which worker this process is, by its place among them; None: it is none."""
 
     @property
     def variables(self) -> tuple[Any, ...]:
@@ -46,6 +58,7 @@ class Scope(Protocol):
         where: str,
         *,
         placement: Placement | None = None,
+        partitioned: bool = True,
     ) -> VariableSpec:
         """Place a new variable; it is created before anything needs it.
 
@@ -78,6 +91,33 @@ def running_scopes() -> list[Scope]:
 def current_scope() -> Scope | None:
     """Return the strategy whose scope is open here, or None."""
     return open_scope.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where the variables of a strategy go that are declared here, instead of taking a turn."""
+
+    strategy: Scope
+    placement: Placement | None = None  # that is asked instead of the strategy's
+    beside: VariableSpec | None = None  # or this variable of several shards: beside each of them
+
+
+_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
+
+
+def current_elsewhere() -> Elsewhere | None:
+    """Return what is in force here: the innermost."""
+    return _elsewhere.get()
+
+
+@contextmanager
+def elsewhere(where: Elsewhere | None) -> Generator[None, None, None]:
+    """Return a context manager in which ``where`` is in force; None: nothing is."""
+    token = _elsewhere.set(where)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
 
 
 _RUNNING = (

@@ -1,6 +1,6 @@
 """The shards that one ps holds, the optimizers that it knows, and how work on a shard is done.
 
-Layer: L1. Imports: errors, specs, blocks, update_rules.
+Layer: L1. Imports: errors, specs, blocks, update_rules, rule_configs.
 
 Creating, reading and looking up; what changes a shard's value stands in ``store``.
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from psync import schedules
 from psync.blocks import BlockArray, BlockPool, bytes_of
 from psync.errors import (
     BusyError,
@@ -31,8 +32,10 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.rule_configs import rule_from_config
+from psync.schedules import Config
 from psync.specs import ShardSpec, dtype_of
-from psync.update_rules import UpdateRule, rule_from_config, slot_dtype
+from psync.update_rules import ACCUMULATOR, UpdateRule, slot_dtype
 
 Key = tuple[int, int]
 """(variable id, shard index): see ``ShardSpec.key``."""
@@ -49,6 +52,7 @@ class Shard:
     values: BlockArray
     nbytes: int  # of the values; specs compute theirs at each look
     slots: dict[tuple[int, str], BlockArray] = field(default_factory=dict)  # by optimizer, name
+    pushes: dict[int, int] = field(default_factory=dict)  # by optimizer, if it accumulates them
     version: int = 0  # finished updates
     busy: bool = False  # an update is under way
 
@@ -58,6 +62,7 @@ class Optimizer:
     """One optimizer, as this ps knows it."""
 
     rule: UpdateRule
+    config: Config  # with which it was defined
     step: int = 0  # the lowest step that the next push may have
 
 
@@ -75,7 +80,9 @@ class ShardTable:
         self._shards: dict[Key, Shard] = {}
         self._optimizers: dict[int, Optimizer] = {}
 
-    def create(self, spec: ShardSpec, value: object = None, *, fill: float = 0) -> bool:
+    def create(
+        self, spec: ShardSpec, value: object = None, *, fill: float | np.ndarray = 0
+    ) -> bool:
         """Take up a shard. Idempotent: the same spec again changes nothing, whatever the value.
 
         Args:
@@ -83,8 +90,8 @@ class ShardTable:
             value: Initial value: a buffer of the shard's bytes (C order, little endian) or an
                 array of its shape and dtype; copied at once. For values of many MiB create the
                 shard first and ``assign`` to it, which lets the loop run in between.
-            fill: Initial value of all elements if ``value`` is None; costs nothing until
-                the shard is first used.
+            fill: Initial value of all elements if ``value`` is None: a number, or an array of
+                one element; costs nothing until the shard is first used.
 
         Returns:
             Whether the shard is new.
@@ -200,15 +207,7 @@ class ShardTable:
             GradientError: If the shard's dtype cannot be optimized.
             BusyError: If an update of the shard is under way.
         """
-        rule = self._optimizer(optimizer_id).rule
-        if slot not in rule.slot_names():
-            raise UsageError(
-                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
-                hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
-            )
-        shard = self._idle(key)
-        self._check_optimizable(shard)
-        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)].export()
+        return self._slot(key, optimizer_id, slot).export()
 
     def define_optimizer(self, optimizer_id: int, config: object) -> None:
         """Make an optimizer known. Idempotent for the same config.
@@ -223,12 +222,89 @@ class ShardTable:
         rule = rule_from_config(config)
         known = self._optimizers.get(optimizer_id)
         if known is None:
-            self._optimizers[optimizer_id] = Optimizer(rule)
-        elif known.rule.to_config() != rule.to_config():
+            self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
+        elif known.config != rule.to_config():
             raise ConfigurationError(
                 f"optimizer {optimizer_id} on {self._task} is defined already as "
-                f"{known.rule.to_config()}, got {rule.to_config()}"
+                f"{known.config}, got {rule.to_config()}"
             )
+
+    def optimizer_step(self, optimizer_id: int) -> int:
+        """Return the lowest step that the next push of an optimizer may have.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+        """
+        return self._optimizer(optimizer_id).step
+
+    def set_optimizer_step(self, optimizer_id: int, step: int) -> None:
+        """Let the next push of an optimizer have this step, or the one that it carries if later.
+
+        Raises:
+            UsageError: If the optimizer is not defined, or the step is negative.
+        """
+        optimizer = self._optimizer(optimizer_id)
+        if step < 0:
+            raise UsageError(
+                f"optimizer {optimizer_id} on {self._task}: expected a step from 0, got {step}"
+            )
+        optimizer.step = step
+
+    def set_learning_rate(self, optimizer_id: int, config: object) -> None:
+        """Let an optimizer go on with another learning rate.
+
+        Its configuration stays what it was defined with: that is what its other users know.
+
+        Args:
+            optimizer_id: Its number in the strategy.
+            config: ``Schedule.to_config()``, as it came over the wire.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            ConfigurationError: If the config is not that of a schedule.
+        """
+        self._optimizer(optimizer_id).rule.learning_rate = schedules.from_config(config)
+
+    def load_slot(self, key: Key, optimizer_id: int, slot: str, data: object) -> Work:
+        """Start to replace a slot's value, as when it comes from a checkpoint.
+
+        An accumulator of gradients begins anew, with nothing in it, whatever the value.
+
+        Args:
+            key: Of the shard.
+            optimizer_id: Of the optimizer.
+            slot: Its name.
+            data: A buffer of the slot's bytes, in ``update_rules.slot_dtype`` of the shard's. Must
+                not change until the work is done.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            GradientError: If the data do not fit.
+            BusyError: If an update of the shard is under way.
+        """
+        target = self._slot(key, optimizer_id, slot)
+        raw = bytes_of(data)
+        if raw.nbytes != target.nbytes:
+            raise GradientError(
+                f"{self.spec(key)} on {self._task}: expected {target.nbytes} bytes for slot "
+                f"{slot!r}, got {raw.nbytes}"
+            )
+        values, pool = raw.view(target.dtype), self._pool
+        if slot == ACCUMULATOR:  # it is not known how many gradients are in the sum
+            values = np.zeros_like(values)
+            self._shards[key].pushes.pop(optimizer_id, None)
+
+        def one_block(i: int) -> None:
+            start, stop = target.bounds(i)
+            block = target.writable(i, pool)
+            np.copyto(block.array, values[start:stop])
+            target.commit(i, block, pool)
+
+        return started(self._shards[key], one_block, lambda: None)
 
     # Lookups and checks
 
@@ -256,6 +332,18 @@ class ShardTable:
         if optimizer is None:
             raise UsageError(f"optimizer {optimizer_id} is not defined on {self._task}")
         return optimizer
+
+    def _slot(self, key: Key, optimizer_id: int, slot: str) -> BlockArray:
+        """Return a slot of an idle shard."""
+        rule = self._optimizer(optimizer_id).rule
+        if slot not in rule.slot_names():
+            raise UsageError(
+                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
+                hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
+            )
+        shard = self._idle(key)
+        self._check_optimizable(shard)
+        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)]
 
     def _slots(self, shard: Shard, optimizer_id: int) -> list[BlockArray]:
         """Return the shard's slots in the rule's order, made when first asked for."""
@@ -296,25 +384,40 @@ class ShardTable:
         )
 
 
-def started(shard: Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
-    work = _work(shard, one_block, finished)
+def started(
+    shard: Shard,
+    one_piece: Callable[[int], None],
+    finished: Callable[[], None],
+    count: int | None = None,
+    *,
+    changes: bool = True,
+) -> Work:
+    """Begin work on a shard in ``count`` pieces; default: one for each block."""
+    work = _work(
+        shard, one_piece, finished, shard.values.num_blocks if count is None else count, changes
+    )
     next(work)  # a generator that has not begun could be dropped without a trace
     return work
 
 
-def _work(shard: Shard, one_block: Callable[[int], None], finished: Callable[[], None]) -> Work:
-    count = shard.values.num_blocks
+def _work(
+    shard: Shard,
+    one_piece: Callable[[int], None],
+    finished: Callable[[], None],
+    count: int,
+    changes: bool,
+) -> Work:
     done = 0
     shard.busy = True
     with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
         yield
         while done < count - 1:
-            one_block(done)
+            one_piece(done)
             done += 1
             yield
     for i in range(done, count):
-        one_block(i)
-    shard.version += 1
+        one_piece(i)
+    shard.version += changes
     shard.busy = False
     finished()
 

@@ -82,6 +82,24 @@ class Outcome(enum.Enum):
     ROLLED_BACK = "rolled_back"  # undone: the cluster went back to a checkpoint
 
 
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are synchronized."""
+
+    AUTO = "auto"  # ON_WRITE
+    NONE = "none"  # not possible
+    ON_WRITE = "on_write"  # there is one copy, on ps tasks
+    ON_READ = "on_read"  # each worker has its own; a read by the program makes one of them
+
+
+class VariableAggregation(enum.Enum):
+    """How values of several replicas become one."""
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
     """One piece of a variable, living on one ps.

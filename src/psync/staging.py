@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
@@ -171,8 +172,18 @@ class Staging:
             self._staged += 1
         return True
 
+    def staged(self, group: int, replica: Replica, push: int) -> Any:
+        """Return the part that is kept of a push, or None."""
+        known = self._groups.get(group)
+        part = None if known is None else known.parts.get((replica, push))
+        return None if part is None else part.update
+
     def take(
-        self, group: int, step: int, pushes: Sequence[tuple[str, int, int, float]]
+        self,
+        group: int,
+        step: int,
+        pushes: Sequence[tuple[str, int, int, float]],
+        along: Sequence[Any] = (),
     ) -> list[tuple[Any, float]]:
         """Return the parts of a step that is being closed. They count until it is ``closed``.
 
@@ -180,6 +191,7 @@ class Staging:
             group: Whose step it is.
             step: The one that is closed; its number serves for messages.
             pushes: (task, incarnation, push, weight) of each push of the step.
+            along: Of each push the part that has come with the closing, or None. () is all None.
 
         Returns:
             The parts and their weights, in the order of ``pushes``. A push of which no part was
@@ -188,9 +200,14 @@ class Staging:
         Raises:
             RemoteProtocolError: A part is still coming in, so its push cannot have been counted.
         """
-        held = self._groups.get(group, _Group()).parts
-        taken: list[tuple[_Part, float]] = []
-        for task, incarnation, push, weight in pushes:
+        known = self._groups.get(group)
+        held = {} if known is None else known.parts
+        named: list[_Part] = []
+        taken: list[tuple[Any, float]] = []
+        for (task, incarnation, push, weight), came in zip_longest(pushes, along):
+            if came is not None:
+                taken.append((came, weight))
+                continue
             part = held.get(((task, incarnation), push))
             if part is None:
                 continue
@@ -199,10 +216,11 @@ class Staging:
                     f"{self._task}: step {step} of group {group} is to be closed with push {push} "
                     f"of {task} (incarnation {incarnation}), which has not come in yet"
                 )
-            taken.append((part, weight))
-        for part, _ in taken:
+            named.append(part)
+            taken.append((part.update, weight))
+        for part in named:
             part.taken = True
-        return [(part.update, weight) for part, weight in taken]
+        return taken
 
     def closed(self, group: int, step: int) -> None:
         """Raise the group's step above ``step`` and drop what cannot count any more."""

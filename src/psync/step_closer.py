@@ -1,14 +1,14 @@
 """Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
 
-Layer: L3. Imports: errors, cluster, sums, blocks, sync_steps, platform, rpc, long_work, ps_sync,
-all_ps, wire.
+Layer: L3. Imports: errors, cluster, blocks, sync_config, sync_steps, platform, rpc,
+long_work, whole_sets, ps_sync, token_waits, all_ps, step_rounds, wire.
 
 Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
 a decided step goes to every ps.
 
     Contribute    → SyncSteps.contribute → Answer, Refuse: to whoever waits for that push
-                                           Close: CloseStep to every ps, all at once;
-                                                  then the global step is raised by one;
+                                           Close: ``StepRounds`` carries it to every ps, and
+                                                  raises the global step by one;
                                                   then SyncSteps.closed → Answer, …
 
 One object serves one coordinator. When a newer one comes, whoever waits here is told, and a
@@ -26,19 +26,19 @@ from typing import Any
 from psync.all_ps import AllPs
 from psync.blocks import BlockPool
 from psync.cluster import task_name
-from psync.errors import ClosedError, ConnectionLost, FencedError, PsyncError
+from psync.errors import ClosedError, FencedError, GradientError, PsyncError
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_sync import CLOSER, PsSync
-from psync.rpc import Handler, Peer, Received, Reply
-from psync.sums import check_weight
-from psync.sync_steps import Action, Close, Contribution, Refuse, Replica, SyncSteps
+from psync.rpc import Handler, Later, Peer, Received, Reply
+from psync.step_rounds import StepRounds
+from psync.sync_steps import Action, Close, Contribution, SyncSteps
+from psync.token_waits import PushKey, TokenWaits
+from psync.whole_sets import FOR_VALUES, Values, WholeSet, whole_set_of
 from psync.wire.messages import (
     AskStep,
     AttachPs,
-    CloseStep,
     Contribute,
-    Contributed,
     Done,
     Fence,
     FinishSteps,
@@ -49,9 +49,6 @@ from psync.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-_PushKey = tuple[int, Replica, int]
-"""Group, replica, number of the push."""
 
 
 class StepCloser:
@@ -79,14 +76,15 @@ class StepCloser:
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self._all_ps = AllPs(platform, attach, sync, work, pool)
+        self._rounds = StepRounds(self._all_ps, sync, platform.failpoints)
         self._waits_changed = waits_changed
         self._failpoints = platform.failpoints
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
-        self._waiting: dict[_PushKey, list[asyncio.Future[Reply]]] = {}
+        self._waits = TokenWaits(sync, self._left)
         self._beginning: dict[int, asyncio.Task[int]] = {}  # groups whose first step is read
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._under_way: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
@@ -103,10 +101,7 @@ class StepCloser:
     def replaced(self) -> None:
         """A newer coordinator is served: tell whoever waits, or comes later."""
         self._over = FencedError(f"{CLOSER} serves a newer coordinator")
-        waiting, self._waiting = self._waiting, {}
-        for waiters in waiting.values():
-            for waiter in waiters:
-                _fail(waiter, self._over)
+        self._waits.refuse_all(self._over)
 
     async def close(self) -> None:
         """Close the links to the other ps tasks; a step that is being closed gets no further.
@@ -117,7 +112,8 @@ class StepCloser:
         if self._timer is not None:
             self._timer.cancel()
         await self._all_ps.close()
-        if under_way := [*self._under_way, *self._beginning.values()]:
+        under_way: list[asyncio.Future[Any]] = [*self._under_way, *self._beginning.values()]
+        if under_way:
             await asyncio.wait(under_way)  # they end with their links
 
     # Messages.
@@ -126,27 +122,65 @@ class StepCloser:
         self, peer: Peer, message: Contribute, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         self._check(peer)
-        return self._sync.prepare_part(peer, message, lengths)
+        known = self._set_of(peer, message.set_id, message.members)
+        known.fit(self._sync.store, lengths, CLOSER, message.rows)
+        return self._sync.reserve(peer, message, sum(lengths))
 
     def _contribute(
         self, peer: Peer, message: Contribute, body: list[memoryview]
-    ) -> Reply | Awaitable[Reply]:
+    ) -> Later | Awaitable[Later]:
         self._check(peer)
+        brought = wanted = None
         if message.set_id >= 0:
-            self._sync.stage_part(peer, message, body)
-        if self._is_ready(message.group, message.config):
-            return self._judge(peer, message)
-        return self._contribute_first(peer, message)
+            if not body:
+                raise GradientError(f"{CLOSER}: no arrays come with a push that should bring them")
+            brought = self._set_of(peer, message.set_id, None)
+        if message.ahead >= 0:
+            wanted = self._set_of(peer, message.ahead, message.ahead_members)
+        ready = self._is_ready(message.group, message.config)
+        if (
+            ready
+            and (brought is None or message.group in brought.checked_for)
+            and (wanted is None or FOR_VALUES in wanted.checked_for)
+        ):
+            return self._judge(peer, message, brought, body, wanted)
+        return self._contribute_first(peer, message, brought, body, wanted)
 
-    async def _contribute_first(self, peer: Peer, message: Contribute) -> Reply:
-        """The group is new: its first step is that of the global step."""
-        await self._begin(message.group, message.config)
+    async def _contribute_first(
+        self,
+        peer: Peer,
+        message: Contribute,
+        brought: WholeSet | None,
+        body: list[memoryview],
+        wanted: WholeSet | None,
+    ) -> Later:
+        """The group is new: its first step is that of the global step; or a set is."""
+        group = message.group
+        if not self._is_ready(group, message.config):
+            await self._begin(group, message.config)
+        if brought is not None and group not in brought.checked_for:
+            await self._all_ps.describe(brought, group, self._sync.raw_config(group))
+        if wanted is not None and FOR_VALUES not in wanted.checked_for:
+            await self._all_ps.describe(wanted, FOR_VALUES, None)
         self._check(peer)
-        answer = self._judge(peer, message)
-        return answer if isinstance(answer, Reply) else await answer
+        return self._judge(peer, message, brought, body, wanted)
 
-    def _judge(self, peer: Peer, message: Contribute) -> Reply | Awaitable[Reply]:
-        check_weight(message.weight)
+    def _set_of(self, peer: Peer, number: int, members: Sequence[Sequence[int]] | None) -> WholeSet:
+        return whole_set_of(peer, number, members, self._all_ps.shares, CLOSER)
+
+    def _judge(
+        self,
+        peer: Peer,
+        message: Contribute,
+        brought: WholeSet | None,
+        body: list[memoryview],
+        wanted: WholeSet | None,
+    ) -> Later:
+        if brought is not None:
+            part = self._sync.part_of(message.group, brought, body[0], message.rows)
+            self._sync.keep(peer, message, part)
+        if message.spread:
+            self._rounds.note_spread(message.group)
         replica = (peer.task, peer.incarnation)
         actions = self.steps.contribute(
             message.group,
@@ -156,9 +190,10 @@ class StepCloser:
                 message.variable_set, message.local_step, message.weight,
             ),
         )  # fmt: skip
-        waiter = self._wait(peer, (message.group, replica, message.push))
+        key = (message.group, replica, message.push)
+        waiter = self._waits.add(key, wanted)
         self._perform(actions)
-        return waiter.result() if waiter.done() else waiter
+        return waiter
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -228,50 +263,25 @@ class StepCloser:
             if isinstance(failed, Exception):
                 logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
 
-    # Who waits.
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
-    def _wait(self, peer: Peer, key: _PushKey) -> asyncio.Future[Reply]:
-        """Return what will be the answer to a request, which others may wait for, too."""
-        waiter: asyncio.Future[Reply] = self._loop.create_future()
-        self._waiting.setdefault(key, []).append(waiter)
-        of_peer: set[asyncio.Future[Reply]] | None = peer.state.get("contributing")
-        if of_peer is None:
-            of_peer = peer.state["contributing"] = set()
-            peer.on_closed.append(_connection_lost)
-        of_peer.add(waiter)
-        waiter.add_done_callback(of_peer.discard)
-        waiter.add_done_callback(functools.partial(self._left, key))
-        return waiter
+    # Decisions.
 
-    def _left(self, key: _PushKey, waiter: asyncio.Future[Reply]) -> None:
-        """A request has ended; unless it was answered, perhaps nobody waits for this push now."""
-        waiters = self._waiting.get(key, [])
-        if waiter in waiters:
-            waiters.remove(waiter)
-            if not waiters:
-                del self._waiting[key]
-                self.steps.forget(*key)
-                self._waits_changed()
+    def _left(self, key: PushKey) -> None:
+        """Nobody waits for a push any more."""
+        self.steps.forget(*key)
+        self._waits_changed()
 
     def _perform(self, actions: Iterable[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
         for action in actions:
             if isinstance(action, Close):
                 self._close(action)
-                continue
-            waiters = self._waiting.pop((action.group, action.replica, action.number), ())
-            if isinstance(action, Refuse):
-                for waiter in waiters:
-                    _fail(waiter, action.error)
-                continue
-            reply = Reply(
-                Contributed(
-                    action.outcome, action.staleness, action.token, action.partial, action.count
-                )
-            )
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(reply)
+            else:
+                self._waits.answer(action)
         deadline = self.steps.next_deadline()
         if deadline != self._deadline:
             self._set_timer(deadline)
@@ -322,52 +332,42 @@ class StepCloser:
     # Closing.
 
     def _close(self, close: Close) -> None:
-        message = CloseStep(
-            close.group, self._sync.raw_config(close.group), close.step, list(close.pushes)
-        )
         try:
             self._failpoints.hit("ps0.step.decided")
         except PsyncError as exc:
             self._perform(self.steps.close_failed(close.group, exc))
             return
-        calls = self._all_ps.ask_others(message)  # first: they work while ps 0 does its own part
-        self._start(self._close_everywhere(message, calls))
+        under_way: asyncio.Future[None] = self._loop.create_future()
+        self._under_way.add(under_way)
+        self._rounds.carry(
+            close,
+            functools.partial(self._waits.wanted_shares, close.group),
+            functools.partial(self._go_on, close, under_way),
+        )
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-
-    async def _close_everywhere(
-        self, message: CloseStep, calls: Sequence[asyncio.Task[Received]]
+    def _go_on(
+        self,
+        close: Close,
+        under_way: asyncio.Future[None],
+        values: Values,
+        failed: Exception | None,
     ) -> None:
-        """Let every ps apply a step, raise the global step, let replicas go on."""
-        try:
-            await self._all_ps.apply(message, calls)
-            self._failpoints.hit("ps0.step.applied")
-            await self._all_ps.raise_global_step(self._sync.define(message.group, None))
-            if self._over is None:
-                self._perform(self.steps.closed(message.group, message.step))
-        except Exception as exc:
-            if self._over is not None:
-                return
-            error = exc if isinstance(exc, PsyncError) else _unexpected(exc)
-            logger.error(
-                "%s: step %d of group %d cannot be closed: %s",
-                CLOSER, message.step, message.group, error.message,
-            )  # fmt: skip
-            self._perform(self.steps.close_failed(message.group, error))
-
-
-def _connection_lost(peer: Peer) -> None:
-    """Who waited on this connection will ask again on another one, or is gone."""
-    for waiter in list(peer.state["contributing"]):
-        _fail(waiter, ConnectionLost(f"the connection to {peer.task} was lost"))
-
-
-def _fail(waiter: asyncio.Future[Reply], error: Exception) -> None:
-    if not waiter.done():
-        waiter.set_exception(error)
+        """Give the tokens of the next step, with the values that are wanted; or give up."""
+        self._under_way.discard(under_way)
+        under_way.set_result(None)
+        if self._over is not None:
+            return
+        if failed is None:
+            self._waits.bring(values)
+            self._perform(self.steps.closed(close.group, close.step))
+            self._waits.done()
+            return
+        error = failed if isinstance(failed, PsyncError) else _unexpected(failed)
+        logger.error(
+            "%s: step %d of group %d cannot be closed: %s",
+            CLOSER, close.step, close.group, error.message,
+        )  # fmt: skip
+        self._perform(self.steps.close_failed(close.group, error))
 
 
 def _unexpected(error: Exception) -> PsyncError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar, cast
 
 import numpy as np
@@ -73,6 +73,35 @@ def sum_dtype(dtype: np.dtype) -> np.dtype:
     raise GradientError(f"only floating-point gradients can be summed, got {name}")
 
 
+def sum_into(
+    total: np.ndarray,
+    gradients: Iterable[np.ndarray],
+    weights: Sequence[float],
+    weight_sum: float,
+    reduction: Reduction,
+    out: np.ndarray | None = None,
+) -> None:
+    """Sum ``weight * gradient`` over several gradients, one after the other, and ``finish``.
+
+    Args:
+        total: As for ``begin``.
+        gradients: One at least; each is asked for when the one before it was added.
+        weights: Of each.
+        weight_sum: As for ``finish``, like the next two.
+        reduction: "mean" or "sum".
+        out: Of the same shape.
+    """
+    with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
+        is_first = True
+        for gradient, weight in zip(gradients, weights, strict=True):
+            if is_first:
+                begin(total, gradient, weight)
+                is_first = False
+            else:
+                _accumulate(total, gradient, weight)
+        _finish(total, weight_sum, reduction, out)
+
+
 def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Write the first term of a sum, ``weight * gradient``, over whatever ``total`` holds.
 
@@ -93,9 +122,13 @@ def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
 def accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
     """Add ``weight * gradient`` to ``total``, in place, in its dtype. Arguments as of ``begin``."""
     with np.errstate(all="ignore"):
-        if weight != 1.0:
-            gradient = np.multiply(gradient, weight, dtype=total.dtype)
-        np.add(total, gradient, out=total, dtype=total.dtype)
+        _accumulate(total, gradient, weight)
+
+
+def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float) -> None:
+    if weight != 1.0:
+        gradient = np.multiply(gradient, weight, dtype=total.dtype)
+    np.add(total, gradient, out=total, dtype=total.dtype)
 
 
 def finish(
@@ -109,12 +142,18 @@ def finish(
         reduction: "mean" or "sum".
         out: Of the same shape; gets the result, rounded to its dtype. ``total`` is not changed.
     """
-    out = total if out is None else out
     with np.errstate(all="ignore"):
-        if reduction == "mean" and weight_sum != 1.0:
-            np.divide(total, weight_sum, out=out, dtype=total.dtype)
-        elif out is not total:
-            np.copyto(out, total, casting="same_kind")
+        _finish(total, weight_sum, reduction, out)
+
+
+def _finish(
+    total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None
+) -> None:
+    out = total if out is None else out
+    if reduction == "mean" and weight_sum != 1.0:
+        np.divide(total, weight_sum, out=out, dtype=total.dtype)
+    elif out is not total:
+        np.copyto(out, total, casting="same_kind")
 
 
 def check_weight(weight: object) -> float:
@@ -123,6 +162,8 @@ def check_weight(weight: object) -> float:
     Raises:
         GradientError: If it is not a number within ``WEIGHTS``.
     """
+    if weight == 1.0 and type(weight) is float:  # by far the most
+        return weight
     low, high = WEIGHTS
     number = float(weight) if isinstance(weight, numbers.Real) else math.nan
     if not low <= number <= high:

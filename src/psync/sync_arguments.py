@@ -14,7 +14,7 @@ from psync.errors import ConfigurationError, GradientError
 from psync.schedules import as_number
 from psync.sums import check_weight
 from psync.sync_config import SyncConfig
-from psync.variables import Variable
+from psync.variables import OnReadVariable, Variable
 
 STEP_DTYPE = "int64"
 """Of the global step."""
@@ -35,6 +35,7 @@ def checked_config(
     min_replicas: object,
     patience_s: object,
     reduction: Any,
+    sparse_divisor: Any = "per_index",
 ) -> SyncConfig:
     """Return the configuration of a synchronous optimizer, as yet without its global step.
 
@@ -49,6 +50,7 @@ def checked_config(
         min_replicas: A whole number.
         patience_s: Seconds.
         reduction: "mean" or "sum".
+        sparse_divisor: "per_index" or "total".
 
     Raises:
         ConfigurationError: One is wrong, or two contradict each other.
@@ -56,7 +58,7 @@ def checked_config(
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
     total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
-    in_order = _flag(name, "deterministic", deterministic)
+    in_order = checked_flag(name, "deterministic", deterministic)
     return SyncConfig(
         name=name,
         optimizer=optimizer,
@@ -64,10 +66,11 @@ def checked_config(
         total_num_replicas=checked_count(name, "total_num_replicas", total),
         min_replicas=checked_count(name, "min_replicas", min_replicas),
         patience_s=float(as_number(f"{name}: patience_s", patience_s)),
-        strict=_flag(name, "strict", strict) or in_order,
+        strict=checked_flag(name, "strict", strict) or in_order,
         deterministic=in_order,
-        tensorflow_compat=_flag(name, "tensorflow_compat", tensorflow_compat),
+        tensorflow_compat=checked_flag(name, "tensorflow_compat", tensorflow_compat),
         reduction=reduction,
+        sparse_divisor=sparse_divisor,
         global_step=NOWHERE,
     )
 
@@ -84,7 +87,8 @@ def checked_count(name: str, argument: str, value: object) -> int:
         ) from None
 
 
-def _flag(name: str, argument: str, value: object) -> bool:
+def checked_flag(name: str, argument: str, value: object) -> bool:
+    """Return a bool. Raises ConfigurationError if ``value`` is none."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}: expected {argument} to be True or False, got {value!r}")
     return value
@@ -92,6 +96,8 @@ def _flag(name: str, argument: str, value: object) -> bool:
 
 def checked_weight(weight: object) -> float:
     """Return the weight of a push. Raises ConfigurationError or GradientError if it is none."""
+    if weight == 1.0 and type(weight) is float:
+        return weight
     number = as_number("apply_gradients: weight", weight)
     try:
         return check_weight(number)
@@ -115,6 +121,12 @@ def checked_step(operation: str, variable: object) -> Variable:
     if not isinstance(variable, Variable):
         raise ConfigurationError(
             f"{operation}: expected a variable as global_step, got {type(variable).__name__}",
+            hint=hint,
+        )
+    if isinstance(variable, OnReadVariable):
+        raise ConfigurationError(
+            f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
+            "another value",
             hint=hint,
         )
     if variable.shape != () or variable.spec.dtype != STEP_DTYPE:

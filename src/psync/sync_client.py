@@ -1,10 +1,13 @@
 """Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
 
-Layer: L3. Imports: errors, plans, ps_client, rpc, wire.
+Layer: L3. Imports: errors, blocks, indexed_slices, plans, ps_link, ps_client, pulled_ahead, rpc,
+wire.
 
     StagePush to each ps   keeps its part; no trace of it if what follows never happens
-    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one;
-                           carries ps 0's own part, if it is small
+    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
+
+A push of at most 64 KiB is no more than the second message, which carries it whole; of a larger
+one it carries ps 0's own part, if that is small.
 
 Every request may be repeated after a lost connection: a push has a number, which its client
 draws anew in each group, and by which ps 0 answers a repetition from memory.
@@ -19,16 +22,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from psync.blocks import BlockPool
 from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectionLost,
     RemoteProtocolError,
 )
-from psync.plans import BODY_PER_REQUEST, MEMBERS_PER_REQUEST, Plan, Request
+from psync.indexed_slices import IndexedSlices
+from psync.plans import (
+    BODY_PER_REQUEST,
+    MEMBERS_PER_REQUEST,
+    Plan,
+    Request,
+    Whole,
+    body_of,
+    size_of,
+    whole_of,
+)
 from psync.ps_client import PsClient, members_for
+from psync.ps_link import knows_set
+from psync.pulled_ahead import PulledAhead, Wanted
 from psync.rpc import Peer, Received
-from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.frames import SMALL_BODY_BYTES, Segment
 from psync.wire.messages import (
     AskStep,
     AwaitEnd,
@@ -62,6 +78,16 @@ class _Group:
         return next(iter(self.outstanding), self.next_push)
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a push has for one ps."""
+
+    request: Request
+    segments: Sequence[Segment]
+    rows: list[int] | None  # as the wire has it
+    nbytes: int
+
+
 class SyncClient:
     """All synchronous groups as one task sees them.
 
@@ -73,6 +99,7 @@ class SyncClient:
         self._ps = ps
         self._groups: dict[int, _Group] = {}
         self._staging: set[tuple[int, int]] = set()  # (ps, group): where its config is known
+        self._pool = BlockPool()  # of values that come with tokens
         self._deciding: set[int] = set()  # groups whose config the rule at ps 0 knows
 
     def token(self, group: int) -> int | None:
@@ -83,7 +110,7 @@ class SyncClient:
     async def contribute(
         self,
         plan: Plan,
-        gradients: Sequence[np.ndarray],
+        gradients: Sequence[np.ndarray | IndexedSlices],
         *,
         group: int,
         config: dict[str, Any],
@@ -91,12 +118,13 @@ class SyncClient:
         closure: int,
         ordinal: int,
         weight: float,
+        ahead: PulledAhead | None = None,
     ) -> Contributed:
         """Contribute a gradient for each of a plan's variables to the group's step.
 
         Args:
             plan: Of the variables.
-            gradients: Of the variables' shapes and dtypes, C-contiguous. Not copied.
+            gradients: As for ``PsClient.push``.
             group: Number of the synchronous optimizer.
             config: ``SyncConfig.to_config()``, for a ps that does not know the group yet.
             local_step: Of the values that the gradients were computed from; -1: of before
@@ -104,6 +132,7 @@ class SyncClient:
             closure: Id of the closure, or -1.
             ordinal: Of the call within the closure.
             weight: Of these gradients in the mean.
+            ahead: Gets the values that the answer brings; None: none are wanted.
 
         Returns:
             What became of it, and the token; there may be a long wait for that.
@@ -131,35 +160,57 @@ class SyncClient:
         number, known.next_push = known.next_push, known.next_push + 1
         known.outstanding[number] = None
 
-        views = [to_bytes_view(array) for array in gradients]
-        along: Request | None = None  # what need not be staged
+        along: Whole | None = None  # what need not be staged
+        segments: Sequence[Segment] = ()  # of that
+        rows: list[int] | None = None  # likewise
+        wanted: Wanted | None = None
+        next_set: Whole | None = None
 
         def build(peer: Peer) -> Contribute:
+            if wanted is not None:
+                wanted.arrays = None  # of an answer that did not come in whole
             defines = None if group in self._deciding else config
             return Contribute(
                 group, defines, number, known.acked_below, closure, ordinal, plan.digest,
-                local_step, weight, along.set_id if along else -1,
-                members_for(peer, along) if along else None,
+                local_step, weight, *_named(peer, along), *_named(peer, next_set), rows,
+                plan.spread,
             )  # fmt: skip
 
+        def into(message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+            if wanted is None or lengths != wanted.plan.whole.lengths:
+                raise RemoteProtocolError("ps 0 sent other values with a token than were wanted")
+            return wanted.receive(self._pool)
+
         try:
-            if not await self._is_over(plan, group, local_step):
-                along = _small_part_of_ps_0(plan)
-                staged = [request for request in plan.requests if request is not along]
-                await self._stage(staged, views, group, config, number, local_step)
+            arrays = [each for each in gradients if isinstance(each, np.ndarray)]
+            if plan.whole.nbytes <= SMALL_BODY_BYTES and len(arrays) == len(gradients):
+                along = plan.whole
+                views = list(map(to_bytes_view, arrays))
+                segments = [views[index][start:end] for index, start, end in along.cuts]
+            elif not await self._is_over(parts := self._parts(plan, gradients), group, local_step):
+                own = _small_part_of_ps_0(parts)
+                if own is not None:
+                    along, segments, rows = whole_of([own.request]), own.segments, own.rows
+                staged = [part for part in parts if part is not own]
+                await self._stage(staged, group, config, number, local_step)
                 if along and staged:
                     self._ps.failpoints.hit("worker.push.between_ps")
             self._ps.failpoints.hit("worker.push.staged")
+            if ahead is not None and (wanted := ahead.want()) is not None:
+                next_set = wanted.plan.whole
             received = await self._ps.links[0].call(
                 build,
-                _cut(views, along) if along else (),
-                set_id=along.set_id if along else None,
+                segments,
+                into=into,
+                set_ids=[-each.set_id for each in (along, next_set) if each],
             )
         finally:
             known.outstanding.pop(number)
         self._deciding.add(group)
         answer = _expect(received, Contributed, "a push")
         known.token = answer.token
+        if ahead is not None and wanted is not None:
+            ahead.put(wanted, group, answer.token)
         self._ps.failpoints.hit("worker.push.answered")
         return answer
 
@@ -190,9 +241,24 @@ class SyncClient:
                 _expect(received, TrainingOver, "a question for the end")
                 return
 
-    async def _is_over(self, plan: Plan, group: int, local_step: int) -> bool:
+    def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
+        """Return what goes to each ps."""
+        given = [
+            self._ps.in_order(gradient)
+            if isinstance(gradient, IndexedSlices)
+            else to_bytes_view(gradient)
+            for gradient in gradients
+        ]
+        parts = []
+        for request in plan.requests:
+            segments, rows = body_of(request, given)
+            nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
+            parts.append(_Part(request, segments, rows, nbytes))
+        return parts
+
+    async def _is_over(self, parts: Sequence[_Part], group: int, local_step: int) -> bool:
         """Ask ps 0, before many bytes travel, whether the push would be stale."""
-        if sum(request.nbytes for request in plan.requests) <= SMALL_BODY_BYTES:
+        if sum(part.nbytes for part in parts) <= SMALL_BODY_BYTES:
             return False
         received = await self._ps.links[0].call(lambda peer: AskStep(group))
         present = _expect(received, SyncStep, "a question for the step")
@@ -200,8 +266,7 @@ class SyncClient:
 
     async def _stage(
         self,
-        requests: Sequence[Request],
-        views: Sequence[memoryview],
+        parts: Sequence[_Part],
         group: int,
         config: dict[str, Any],
         number: int,
@@ -212,39 +277,48 @@ class SyncClient:
         Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
         will say the same of the whole push.
         """
-        if not requests:
+        if not parts:
             return
 
-        async def send(request: Request) -> None:
+        async def send(part: _Part) -> None:
+            request = part.request
             ps = request.ps
 
             def build(peer: Peer) -> StagePush:
                 defines = None if (ps, group) in self._staging else config
                 members = members_for(peer, request)
-                return StagePush(group, defines, number, local_step, request.set_id, members)
+                return StagePush(
+                    group, defines, number, local_step, request.set_id, members, part.rows
+                )
 
             received = await self._ps.links[ps].call(
                 build,
-                _cut(views, request),
-                bulk=request.nbytes > SMALL_BODY_BYTES,
+                part.segments,
+                bulk=part.nbytes > SMALL_BODY_BYTES,
                 set_id=request.set_id,
             )
             _expect(received, Staged, "a part of a push")
             self._staging.add((ps, group))
 
-        await self._ps.together([send(request) for request in requests])
+        await self._ps.together([send(part) for part in parts])
 
 
-def _small_part_of_ps_0(plan: Plan) -> Request | None:
+def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:
     """Return what goes to ps 0 together with the word that decides: one message instead of two."""
-    for request in plan.requests:
-        if request.ps == 0 and request.nbytes <= SMALL_BODY_BYTES:
-            return request
+    for part in parts:
+        if part.request.ps == 0 and part.nbytes <= SMALL_BODY_BYTES:
+            return part
     return None
 
 
-def _cut(views: Sequence[memoryview], request: Request) -> list[memoryview]:
-    return [views[index][start:end] for index, start, end in request.cuts]
+def _named(peer: Peer, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:
+    """Return what a message says of a set: its number, and its shards unless they are known.
+
+    ps 0 numbers such sets apart; among those of the link they have negative numbers.
+    """
+    if known is None:
+        return -1, None
+    return known.set_id, None if knows_set(peer, -known.set_id) else known.members
 
 
 def _expect(received: Received, kind: type[M], question: str) -> M:

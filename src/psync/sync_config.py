@@ -14,6 +14,7 @@ from psync.errors import ConfigurationError
 from psync.means import growing_decay
 
 REDUCTIONS = ("mean", "sum")
+SPARSE_DIVISORS = ("per_index", "total")
 
 MAX_TOKENS = 1 << 20
 """Most tokens that are put at once, so the highest R and N: they take memory on ps 0."""
@@ -37,6 +38,7 @@ class SyncConfig:
     deterministic: bool = False  # sums in the order of the replicas; implies ``strict``
     tensorflow_compat: bool = False  # R initial tokens; old ones stay; the token is the local step
     reduction: str = "mean"  # or "sum"
+    sparse_divisor: str = "per_index"  # or "total": of the mean of rows
     global_step: tuple[int, int, int]  # (ps, variable id, shard index)
     decay: float = 0.0  # of moving averages
     num_updates: bool = False  # the decay begins low and follows the step
@@ -66,6 +68,11 @@ class SyncConfig:
         if self.reduction not in REDUCTIONS:
             raise ConfigurationError(
                 f'{self.name}: expected reduction "mean" or "sum", got {self.reduction!r}'
+            )
+        if self.sparse_divisor not in SPARSE_DIVISORS:
+            raise ConfigurationError(
+                f'{self.name}: expected sparse_divisor "per_index" or "total", got '
+                f"{self.sparse_divisor!r}"
             )
         if not 0 <= self.decay < 1:
             raise ConfigurationError(f"{self.name}: expected decay in [0, 1), got {self.decay:g}")
@@ -167,6 +174,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "deterministic": (bool,),
     "tensorflow_compat": (bool,),
     "reduction": (str,),
+    "sparse_divisor": (str,),
     "global_step": (list, tuple),
     "decay": (int, float),
     "num_updates": (bool,),

@@ -203,13 +203,17 @@ class Group:
     @property
     def is_complete(self) -> bool:
         """Whether the present step has what it needs."""
-        return self.num_counted >= self._target
+        return len(self._counted) >= self._target
 
     @property
     def may_close(self) -> bool:
         """Whether there is a step that may be closed now."""
-        idle = self.closing is None and self.broken is None and self.short_since is None
-        return idle and bool(self._counted)
+        return bool(
+            self._counted
+            and self.closing is None
+            and self.broken is None
+            and self.short_since is None
+        )
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target shrink with the living replicas, and note if they are too few."""

@@ -1,7 +1,8 @@
 """Synchronous training: gradients of several replicas are averaged, then applied once.
 
-Layer: L4. Imports: errors, context, global_step, moving_averages, optimizers, runtime, scopes,
-session_hooks, specs, sync_arguments, variables, wire.
+Layer: L4. Imports: errors, context, global_step, gradient_arguments, moving_averages,
+optimizer_handles, optimizer_state, runtime, scopes, session_hooks, specs, sync_arguments,
+variables, wire.
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
@@ -17,13 +18,21 @@ from typing import Any
 from psync.context import current_closure, forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
 from psync.global_step import global_step_of
+from psync.gradient_arguments import AnyVariable, GradsAndVars
 from psync.moving_averages import ExponentialMovingAverage
-from psync.optimizers import AnyVariable, GradsAndVars, Optimizer, PushResult, ValueAndGrad
+from psync.optimizer_handles import Optimizer, ValueAndGrad
+from psync.optimizer_state import PushResult
 from psync.runtime import Runtime, current_runtime
 from psync.scopes import running_scopes
 from psync.session_hooks import SyncReplicasHook
 from psync.specs import Outcome
-from psync.sync_arguments import checked_config, checked_count, checked_step, checked_weight
+from psync.sync_arguments import (
+    checked_config,
+    checked_count,
+    checked_flag,
+    checked_step,
+    checked_weight,
+)
 from psync.variables import Handle, Variable, runtime_of, scope_of
 from psync.wire.messages import Contributed
 
@@ -41,8 +50,10 @@ class SyncReplicasOptimizer(Optimizer):
     together. Nobody waits for ever: with fewer living workers, or when there is nothing left to
     schedule, a step is closed with what has come (``PushResult.partial``).
 
-    The wrapped optimizer's rule is applied to the mean. Its slots belong to this optimizer:
-    ``get_slot`` of this one, not of the wrapped one.
+    The wrapped optimizer's rule is applied to the mean. So ``clipnorm`` and ``global_clipnorm``
+    shorten the mean of a step, not what each replica brings; where that takes norms of what lies
+    on several ps tasks, and for ``Lamb`` with such variables, a step costs one more round between
+    them. Slots belong to this optimizer: ``get_slot`` of this one, not of the wrapped one.
 
     Args:
         opt: One of ``psync.optimizers``. Of it only the rule, the name and what it checks are used.
@@ -64,6 +75,17 @@ class SyncReplicasOptimizer(Optimizer):
         min_replicas: With fewer living workers no step is closed.
         patience_s: Seconds after which whoever waits for ``min_replicas`` gets NotEnoughReplicas.
         reduction: "mean", weighted; or "sum".
+        sparse_divisor: Of gradients of some rows: "per_index" divides each row by the weights of
+            the replicas that have it, as TensorFlow does; "total" by those of all that were
+            counted. Where one replica has a whole gradient of a variable, the rows of others count
+            as whole ones too, with zeros in all other rows.
+        pull_ahead: The token brings the values of the new step, of the variables that were pulled
+            first after the last push, so that the ``psync.pull`` of these needs no message. They
+            are of the token's step or later, and as new as what this worker has pushed or assigned
+            before, and as what the program did before it scheduled the closure that pulls. What
+            others change besides, after the step was closed, is seen by later pulls only. Without
+            effect where the values are more than 64 KiB, where there are several synchronous
+            optimizers, and when anything else is asked of a ps before the pull.
 
     Raises:
         ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
@@ -107,6 +129,8 @@ class SyncReplicasOptimizer(Optimizer):
         min_replicas: int = 1,
         patience_s: float = 30.0,
         reduction: str = "mean",
+        sparse_divisor: str = "per_index",
+        pull_ahead: bool = False,
     ) -> None:
         _check_wrapped(name, opt)
         config = checked_config(
@@ -120,10 +144,13 @@ class SyncReplicasOptimizer(Optimizer):
             min_replicas=min_replicas,
             patience_s=patience_s,
             reduction=reduction,
+            sparse_divisor=sparse_divisor,
         )
         super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
+        self._in_use = opt._in_use = True  # what it does was written into ``config``
         self._opt = opt
         self._sync = config
+        self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
         self._averaged_by: Variable | None = None  # whose value the averages' decay follows
         self._begin()
         self._add_averages(variable_averages, variables_to_average)
@@ -167,12 +194,14 @@ class SyncReplicasOptimizer(Optimizer):
             "opt": self._opt,
             "sync": self._sync,
             "averaged_by": self._averaged_by,
+            "pull_ahead": self._pull_ahead,
         }
 
     def _set_state(self, state: dict[str, Any]) -> None:
         super()._set_state(state)
         self._opt, self._sync = state["opt"], state["sync"]
         self._averaged_by = state["averaged_by"]
+        self._pull_ahead = state["pull_ahead"]
         self._begin()
 
     def __repr__(self) -> str:
@@ -276,6 +305,7 @@ class SyncReplicasOptimizer(Optimizer):
             closure=closure,
             ordinal=ordinal,
             weight=weight,
+            ahead=runtime.ahead if self._pull_ahead else None,
         )
         return _result(answer)
 

@@ -218,14 +218,12 @@ class SyncSteps:
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``tick`` has something to do, or None."""
-        return min(
-            (
-                known.short_since + known.config.patience_s
-                for known in self._groups.values()
-                if known.short_since is not None and known.tokens.waiting
-            ),
-            default=None,
-        )
+        earliest: float | None = None
+        for known in self._groups.values():
+            if known.short_since is not None and known.tokens.waiting:
+                deadline = known.short_since + known.config.patience_s
+                earliest = deadline if earliest is None else min(earliest, deadline)
+        return earliest
 
     def tick(self, now: float) -> list[Action]:
         """Tell those who have waited too long for ``min_replicas`` who is missing."""
@@ -254,14 +252,13 @@ class SyncSteps:
         """
         if self._ended is not None:
             return []
+        groups = self._groups.values()
         actions: list[Action] = [
-            known.close(partial=False)
-            for known in self._groups.values()
-            if known.may_close and known.is_complete
+            known.close(partial=False) for known in groups if known.is_complete and known.may_close
         ]
         if actions or not self._nobody_comes():
             return actions
-        for known in self._groups.values():
+        for known in groups:
             if known.may_close:
                 actions.append(known.close(partial=True))
             elif known.short_since is None:
@@ -270,9 +267,11 @@ class SyncSteps:
 
     def _nobody_comes(self) -> bool:
         groups = self._groups.values()
-        if any(known.closing for known in groups):
-            return False
-        num_waiting = sum(known.tokens.num_waiting for known in groups)  # each push asks this
+        num_waiting = 0
+        for known in groups:
+            if known.closing is not None:
+                return False
+            num_waiting += known.tokens.num_waiting
         if self._alive and num_waiting >= len(self._alive):
             replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
             if replicas.issuperset(self._alive.items()):

@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
-Layer: L4. Imports: errors, cluster, endpoint, environment, platform, processes, ps_task,
-resolvers, task_output, wire, worker_task.
+Layer: L4. Imports: errors, cluster, endpoint, environment, platform, process_loop, processes,
+ps_task, resolvers, task_output, wire, worker_task.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import contextlib
 import inspect
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from psync.cluster import ClusterSpec, task_name
 from psync.endpoint import Endpoint
-from psync.environment import platform_of, script_is_shared, training_over
+from psync.environment import platform_of, run_over, script_is_shared, training_over
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -32,6 +32,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.platform import Platform
+from psync.process_loop import end_of_run, run_loop
 from psync.processes import watch_lifeline
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.task_output import configure_logging, write_whole_lines
@@ -52,22 +53,19 @@ SHUTDOWN_TIMEOUT_S = 2.0
 """How long the chief waits, at its end, for each task to hear that it should exit."""
 
 
-LAST_WORDS_S = 3.0
-"""How long a worker may go on that is told to exit when its training session has ended. Less than
-the launcher's patience (``processes.GRACE_S``)."""
-
-
 def run(
     main: Callable[[], Awaitable[T]],
     resolver: ClusterResolver | None = None,
     *,
     on_workers: bool = False,
+    evaluator: Callable[[], Awaitable[Any]] | None = None,
 ) -> T:
     """Run this process as the task that the cluster says it is.
 
     On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under
     ``psync run`` the launcher does that). On a ps or worker: serve until told to stop, then
-    exit with code 0; nothing after this call runs there.
+    exit with code 0; nothing after this call runs there. On an evaluator, likewise, run
+    ``evaluator()`` to its end; it takes no part in training, and needs no secret.
 
     Args:
         main: Coroutine function without arguments: the training program.
@@ -75,6 +73,8 @@ def run(
         on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
             programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
             In a cluster without a chief, worker 0 tells the ps tasks to exit.
+        evaluator: Coroutine function without arguments, which runs where the task type is
+            ``evaluator``: as a rule a ``SidecarEvaluator``. SIGTERM ends it with code 0.
 
     Returns:
         What ``main`` returned.
@@ -92,11 +92,12 @@ def run(
         if __name__ == "__main__":
             psync.run(main)
     """
-    if not inspect.iscoroutinefunction(main):
-        raise UsageError(
-            f"run: expected a coroutine function, got {type(main).__name__}",
-            hint="psync.run(main) with `async def main():`",
-        )
+    for function in (main, *([] if evaluator is None else [evaluator])):
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"run: expected a coroutine function, got {type(function).__name__}",
+                hint="psync.run(main) with `async def main():`",
+            )
     try:
         resolver, cluster, job, index = _own_task(resolver)
         launched = _prepare_process(job, index)
@@ -104,14 +105,16 @@ def run(
             own = OwnTask(resolver, cluster, job, index)
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
-            return _run_loop(
+            return run_loop(
                 lambda: _run_main(main, own, () if launched else jobs, over),
                 last_words=over if job == "worker" else None,
             )
-        _run_loop(
-            lambda: _serve(resolver, cluster, job, index, insecure=False, shared=True),
-            terminated_code=0,
+        serving = (
+            _evaluate(evaluator)
+            if job == "evaluator"
+            else partial(_serve, resolver, cluster, job, index, insecure=False, shared=True)
         )
+        run_loop(serving, terminated_code=0)
         sys.exit(0)
     except SETUP_ERRORS as exc:
         if not _is_of_setup(exc):
@@ -162,6 +165,25 @@ async def _run_main(
             await _shut_down(own, stopping)
 
 
+def _evaluate(evaluator: Callable[[], Awaitable[Any]] | None) -> Callable[[], Awaitable[Any]]:
+    """Return what runs on an evaluator."""
+    if evaluator is None:
+        raise ConfigurationError(
+            "this process is the evaluator, and the program has none",
+            hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
+        )
+    fd = os.environ.pop("PSYNC_RUN_FD", None)
+    if fd is None:
+        return evaluator
+
+    async def evaluate_until_the_run_ends() -> None:
+        with end_of_run(int(fd)) as over:
+            run_over.set(over)
+            await evaluator()
+
+    return evaluate_until_the_run_ends
+
+
 def _is_of_setup(error: PsyncError) -> bool:
     """Whether it is not of a step, which has a remote traceback to be seen."""
     return not isinstance(error.__cause__, RemoteError)
@@ -193,7 +215,7 @@ def serve_forever(*, insecure: bool = False) -> None:
     resolver = TFConfigClusterResolver()
     cluster, job, index = _described(resolver)
     _watch_launcher()
-    _run_loop(
+    run_loop(
         lambda: _serve(resolver, cluster, job, index, insecure=insecure, shared=False),
         terminated_code=0,
     )
@@ -211,7 +233,7 @@ async def _serve(
     if job not in ("ps", "worker"):
         raise ConfigurationError(
             f"only ps and worker tasks serve, this process is {task_name(job, index)}",
-            hint="the chief runs the training program: psync.run(main)",
+            hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
     address = cluster.task_address(job, index)
     platform = platform_of(resolver, address, insecure=insecure, listens=True)
@@ -290,13 +312,13 @@ def _own_task(
 
 def _described(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
     cluster, job, index = training_cluster(resolver)
+    if job == "evaluator":
+        return cluster, job, index or 0
     if job is None or index is None:
         raise ConfigurationError(
             "the cluster's description does not say which task this process is",
             hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
         )
-    if job == "evaluator":
-        raise ConfigurationError("an evaluator takes no part in the training cluster")
     return cluster, job, index
 
 
@@ -333,66 +355,3 @@ def _watch_launcher() -> None:
     lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
     if lifeline:
         watch_lifeline(int(lifeline))
-
-
-def _run_loop(
-    main: Callable[[], Awaitable[T]],
-    *,
-    terminated_code: int = 143,
-    last_words: asyncio.Event | None = None,
-) -> T:
-    """Run ``main`` on a new loop; SIGTERM and Ctrl-C cancel it: everything is closed in order.
-
-    SIGTERM then ends the process with ``terminated_code``, 128 + 15 by default. For a ps or
-    worker that serves it is the orderly end, with code 0. Once ``last_words`` is set, it leaves
-    ``main`` some seconds to end by itself.
-    """
-    terminated = False
-
-    async def body() -> T:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-
-        def terminate() -> None:
-            nonlocal terminated
-            terminated = True
-            if last_words is not None and last_words.is_set():
-                loop.call_later(LAST_WORDS_S, task.cancel)
-            else:
-                task.cancel()
-
-        loop.add_signal_handler(signal.SIGTERM, terminate)
-        try:
-            return await main()
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-
-    try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(body())
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    except asyncio.CancelledError:
-        if terminated:
-            sys.exit(terminated_code)
-        raise
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return uvloop's, where it is installed and not turned off with ``PSYNC_LOOP=asyncio``.
-
-    Raises:
-        ConfigurationError: If ``PSYNC_LOOP`` names neither.
-    """
-    name = os.environ.get("PSYNC_LOOP", "uvloop")
-    if name not in ("uvloop", "asyncio"):
-        raise ConfigurationError(f"PSYNC_LOOP: expected uvloop or asyncio, got {name!r}")
-    if name == "asyncio":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -1,9 +1,15 @@
 """The mathematics of optimizers, applied to one piece of a parameter at a time.
 
-Layer: L1. Imports: errors, schedules.
+Layer: L1. Imports: errors, schedules, rule_options.
+
+The base of all rules, what they have in common, and gradient descent. The others are in
+``moment_rules``, ``adaptive_rules`` and ``layerwise_rules``; ``rule_configs`` knows them all.
 
 A rule is pure: it owns no state but its hyper-parameters. The store owns the arrays and
 says WHEN; a rule says HOW. Everything a rule needs to travel is in ``to_config``.
+
+Formulas, arguments and defaults are those of Keras 3, but for numbers that are the same for all
+elements: these are computed in double precision, whatever the dtype of the parameter.
 
 All arrays of one ``apply`` are 1-D, of equal length and elementwise related, so the same call
 serves a block of a dense shard and a gathered set of rows of a sparse one. An update runs in
@@ -15,26 +21,31 @@ they are stored, and their slots are float32 (a float16 second moment would unde
 to 0 below gradients of 2e-4). float32 and float64 are computed in themselves, with
 coefficients evaluated in double precision. Integers have no gradient: refused.
 
-A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``.
+A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; and one
+name in ``rule_configs``.
 """
 
 from __future__ import annotations
 
-import math
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import numpy as np
 
-from psync import schedules
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import GradientError
+from psync.rule_options import RuleOptions, flag, number
 from psync.schedules import Config, Schedule, as_schedule
 
 CHUNK = 1 << 18
 """Elements per chunk: 1 MiB of float32. Measured for chunks of 16 to 256 Ki elements on a CPU with
 1 MiB of L2 and 32 MiB of L3: each doubling makes SGD (6 to 12 GB/s) and Adam (1.8 to 2.4 GB/s)
 faster, with two such processes at once too."""
+
+ACCUMULATOR = "gradient_accumulator"
+"""Slot of optimizers that accumulate gradients: their sum since the last update."""
 
 _HALVES = ("float16", "bfloat16")  # by name: bfloat16 is numpy's only where ml_dtypes is there
 _SLOT_DTYPES: dict[np.dtype, np.dtype] = {}  # answers of slot_dtype: dtype.name costs microseconds
@@ -73,12 +84,18 @@ class Scratch:
         self._arrays: dict[np.dtype, list[np.ndarray]] = {}
 
     def arrays(self, dtype: np.dtype, count: int, size: int) -> list[np.ndarray]:
-        """Return ``count`` distinct arrays of ``size`` <= ``chunk`` elements, not initialized."""
+        """Return ``count`` distinct arrays of ``size`` elements, not initialized."""
         made = self._arrays.setdefault(dtype, [])
+        if made and made[0].size < size:  # longer than a chunk
+            made.clear()
         while len(made) < count:
-            made.append(np.empty(self.chunk, dtype))
+            made.append(np.empty(max(self.chunk, size), dtype))
         return [made[i][:size] for i in range(count)]
 
+
+Factors = tuple[bool, float, tuple[float, ...]]
+"""What is the same for all elements: whether options have something to do here, the decay of
+weights, and a rule's coefficients."""
 
 Part = tuple[np.ndarray, np.ndarray, Sequence[np.ndarray], np.ndarray, Sequence[np.ndarray]]
 """What one call of a rule works on: param, grad, slots, out_param, out_slots."""
@@ -93,14 +110,53 @@ class UpdateRule(ABC):
 
     name: ClassVar[str]  # in configs, and of the optimizer by default
     arguments: ClassVar[tuple[str, ...]]  # of the constructor, each an attribute: the config
-    temporaries: int  # scratch arrays that ``_update`` needs
+    temporaries: int  # scratch arrays that ``_update`` needs, at least 1
 
     def __init__(self, learning_rate: float | Schedule) -> None:
         self.learning_rate = as_schedule(learning_rate)
+        self.options = RuleOptions()
+
+    def with_options(self, options: RuleOptions) -> Self:
+        """Return the same rule with other options."""
+        changed = copy.copy(self)
+        changed.options = options
+        return changed
+
+    def for_variable(self, name: str) -> Self:
+        """Return the rule as it is for a variable: without decay if that is excluded from it."""
+        options = self.options
+        if options.weight_decay is None or not options.excludes(name):
+            return self
+        return self.with_options(replace(options, weight_decay=None))
+
+    def check_rows(self, what: str) -> None:
+        """Check that the rule can be applied to some rows alone.
+
+        Args:
+            what: The variable, for messages.
+
+        Raises:
+            GradientError: It needs the gradient of all rows.
+        """
+        if self.options.gradient_accumulation_steps is not None:
+            raise self._needs_all_rows(
+                what, "accumulates gradients, and rows that it updates later may be others"
+            )
+
+    def _needs_all_rows(self, what: str, why: str) -> GradientError:
+        return GradientError(
+            f"{what}: {self.name} {why}, so gradients of some rows cannot be applied",
+            hint="push a dense gradient, or use another optimizer for this variable",
+        )
 
     @abstractmethod
+    def own_slots(self) -> tuple[str, ...]:
+        """Return the names of the slots that ``apply`` works on, in the order it takes them."""
+
     def slot_names(self) -> tuple[str, ...]:
-        """Return the names of the slots of a parameter, in the order ``apply`` takes them."""
+        """Return the names of all slots of a parameter: its own, and then those of the options."""
+        accumulating = self.options.gradient_accumulation_steps is not None
+        return (*self.own_slots(), ACCUMULATOR) if accumulating else self.own_slots()
 
     def initial_slot(self, name: str) -> float:
         """Return the value that all elements of slot ``name`` begin with."""
@@ -112,11 +168,20 @@ class UpdateRule(ABC):
         for name in self.arguments:
             value = getattr(self, name)
             config[name] = value.to_config() if isinstance(value, Schedule) else value
+        for name, value in vars(self.options).items():
+            config[name] = list(value) if isinstance(value, tuple) else value
         return config
 
-    @abstractmethod
-    def _coefficients(self, step: int) -> tuple[float, ...]:
-        """Return the numbers that an update needs and that are the same for all elements."""
+    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+        """Return the numbers that an update needs and that are the same for all elements: the rate.
+
+        A rule that needs others, or more, says so.
+
+        Args:
+            rate: The learning rate.
+            t: Number of the update, from 1.
+        """
+        return (rate,)
 
     @abstractmethod
     def _update(
@@ -131,6 +196,10 @@ class UpdateRule(ABC):
     ) -> None:
         """Update one chunk. All arrays have one length and dtype; outputs may be the inputs."""
 
+    def iteration(self, step: int) -> int:
+        """Return how many updates ``step`` pushes make."""
+        return step // (self.options.gradient_accumulation_steps or 1)
+
     def apply(
         self,
         param: np.ndarray,
@@ -140,21 +209,26 @@ class UpdateRule(ABC):
         out_slots: Sequence[np.ndarray],
         step: int,
         scratch: Scratch,
+        ratio: float | None = None,
     ) -> None:
         """Compute the parameter and slots that follow from one gradient.
 
         Args:
             param: 1-D, contiguous, floating.
-            grad: Gradient of the same length and dtype; not changed.
-            slots: One array per name of ``slot_names()``, of dtype ``slot_dtype(param.dtype)``.
+            grad: Gradient of the same length, and of the parameter's dtype or that of its slots;
+                not changed.
+            slots: One array per name of ``own_slots()``, of dtype ``slot_dtype(param.dtype)``.
             out_param: Where the result goes: ``param`` itself or memory apart from it.
             out_slots: The same for each slot.
-            step: Number of updates that this optimizer applied before this one.
+            step: Number of pushes that this optimizer had before this one.
             scratch: Work space; its contents mean nothing between calls.
+            ratio: Of layerwise rules only: what ``trust_ratio`` gave for the whole variable.
         """
-        self.apply_all(((param, grad, slots, out_param, out_slots),), step, scratch)
+        self.apply_all(((param, grad, slots, out_param, out_slots),), step, scratch, ratio)
 
-    def apply_all(self, parts: Iterable[Part], step: int, scratch: Scratch) -> None:
+    def apply_all(
+        self, parts: Iterable[Part], step: int, scratch: Scratch, ratio: float | None = None
+    ) -> None:
         """As ``apply`` for many parts: what is the same for all of them is done once.
 
         Args:
@@ -162,8 +236,13 @@ class UpdateRule(ABC):
                 one is asked for when the one before is done.
             step: As for ``apply``.
             scratch: As for ``apply``.
+            ratio: As for ``apply``.
         """
-        coefficients = self._coefficients(step)
+        rate = self.learning_rate(step)
+        decay = rate * (self.options.weight_decay or 0.0)
+        scaled_rate = rate if ratio is None else rate * ratio
+        optional = bool(decay) or self.options.clipvalue is not None
+        factors = optional, decay, self._coefficients(scaled_rate, self.iteration(step) + 1)
         chunk = scratch.chunk
         # Overflow and NaN are results here, as in every framework; a warning that a test
         # runner turns into an error must not tear an update in two.
@@ -171,7 +250,7 @@ class UpdateRule(ABC):
             for param, grad, slots, out_param, out_slots in parts:
                 size = param.size
                 if size <= chunk:  # most are small, and slicing costs as much as the maths
-                    self._chunk(param, grad, slots, out_param, out_slots, coefficients, scratch)
+                    self._chunk(param, grad, slots, out_param, out_slots, factors, scratch)
                     continue
                 for start in range(0, size, chunk):
                     part = slice(start, start + chunk)
@@ -181,7 +260,7 @@ class UpdateRule(ABC):
                         [slot[part] for slot in slots],
                         out_param[part],
                         [slot[part] for slot in out_slots],
-                        coefficients,
+                        factors,
                         scratch,
                     )
 
@@ -192,19 +271,41 @@ class UpdateRule(ABC):
         slots: Sequence[np.ndarray],
         out_param: np.ndarray,
         out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
+        factors: Factors,
         scratch: Scratch,
     ) -> None:
+        optional, decay, coefficients = factors
         work = slot_dtype(param.dtype)
-        if work is param.dtype or work == param.dtype:
+        if not optional and (work is param.dtype or work == param.dtype):
             temps = scratch.arrays(work, self.temporaries, param.size)
             self._update(param, grad, slots, out_param, out_slots, coefficients, temps)
             return
-        *temps, single, single_grad = scratch.arrays(work, self.temporaries + 2, param.size)
-        np.copyto(single, param)
-        np.copyto(single_grad, grad)
-        self._update(single, single_grad, slots, single, out_slots, coefficients, temps)
-        np.copyto(out_param, single, casting="unsafe")  # the only rounding
+        temps = scratch.arrays(work, self.temporaries + 2, param.size)
+        target = out_param
+        if work is not param.dtype and work != param.dtype:
+            target = temps[-1]
+            np.copyto(target, param)
+            param = target
+        grad = self.prepared(grad, work, temps[-2])
+        if decay:
+            np.multiply(param, decay, out=temps[0])
+            np.subtract(param, temps[0], out=target)
+            param = target
+        self._update(param, grad, slots, target, out_slots, coefficients, temps)
+        if target is not out_param:
+            np.copyto(out_param, target, casting="unsafe")  # the only rounding
+
+    def prepared(self, grad: np.ndarray, work: np.dtype, out: np.ndarray) -> np.ndarray:
+        """Return the gradient in the dtype of the work and clipped by value: itself or ``out``."""
+        if grad.dtype is not work and grad.dtype != work:
+            np.copyto(out, grad)
+            grad = out
+        limit = self.options.clipvalue
+        if limit is None:
+            return grad
+        np.maximum(grad, -limit, out=out)
+        np.minimum(out, limit, out=out)
+        return out
 
 
 class SGD(UpdateRule):
@@ -234,16 +335,13 @@ class SGD(UpdateRule):
         nesterov: bool = False,
     ) -> None:
         super().__init__(learning_rate)
-        self.momentum = _number("sgd", "momentum", momentum, 0, 1)
-        self.nesterov = _flag("sgd", "nesterov", nesterov)
+        self.momentum = number("sgd", "momentum", momentum, 0, 1)
+        self.nesterov = flag("sgd", "nesterov", nesterov)
         self.temporaries = 2 if self.momentum and self.nesterov else 1
 
-    def slot_names(self) -> tuple[str, ...]:
+    def own_slots(self) -> tuple[str, ...]:
         """Return ("momentum",), or () without momentum."""
         return ("momentum",) if self.momentum else ()
-
-    def _coefficients(self, step: int) -> tuple[float, ...]:
-        return (self.learning_rate(step),)
 
     def _update(
         self,
@@ -271,128 +369,3 @@ class SGD(UpdateRule):
         np.multiply(velocity, self.momentum, out=ahead)
         np.subtract(ahead, scaled, out=ahead)
         np.add(param, ahead, out=out_param)
-
-
-class Adam(UpdateRule):
-    """Adaptive moments.
-
-    ``m += (g - m) * (1 - beta_1)``, ``v += (g * g - v) * (1 - beta_2)``, with ``amsgrad``
-    ``vhat = max(vhat, v)``, else ``vhat = v``; then ``w -= alpha * m / (sqrt(vhat) + epsilon)``
-    where ``alpha = lr * sqrt(1 - beta_2 ** t) / (1 - beta_1 ** t)`` and ``t = step + 1``.
-
-    Args:
-        learning_rate: A number or a schedule.
-        beta_1: Decay of the first moment, in [0, 1).
-        beta_2: Decay of the second moment, in [0, 1).
-        epsilon: Added to the root of the uncorrected second moment ("epsilon hat" of the paper).
-        amsgrad: Whether to divide by the largest second moment so far.
-
-    Raises:
-        ConfigurationError: If an argument is out of range.
-
-    Source: Kingma and Ba, 2014, section 2; Reddi et al., 2018; ``keras.optimizers.Adam``.
-    """
-
-    name = "adam"
-    arguments = ("learning_rate", "beta_1", "beta_2", "epsilon", "amsgrad")
-    temporaries = 2
-
-    def __init__(
-        self,
-        learning_rate: float | Schedule = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        amsgrad: bool = False,
-    ) -> None:
-        super().__init__(learning_rate)
-        below_one = math.nextafter(1.0, 0.0)  # a beta of 1 divides by zero
-        self.beta_1 = _number("adam", "beta_1", beta_1, 0, below_one)
-        self.beta_2 = _number("adam", "beta_2", beta_2, 0, below_one)
-        self.epsilon = _number("adam", "epsilon", epsilon, 0, math.inf)
-        self.amsgrad = _flag("adam", "amsgrad", amsgrad)
-
-    def slot_names(self) -> tuple[str, ...]:
-        """Return ("m", "v"), and "vhat" with amsgrad."""
-        return ("m", "v", "vhat") if self.amsgrad else ("m", "v")
-
-    def _coefficients(self, step: int) -> tuple[float, ...]:
-        t = step + 1
-        correction = math.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)
-        return (self.learning_rate(step) * correction,)
-
-    def _update(
-        self,
-        param: np.ndarray,
-        grad: np.ndarray,
-        slots: Sequence[np.ndarray],
-        out_param: np.ndarray,
-        out_slots: Sequence[np.ndarray],
-        coefficients: tuple[float, ...],
-        scratch: Sequence[np.ndarray],
-    ) -> None:
-        (alpha,) = coefficients
-        a, b = scratch
-        m, v = out_slots[:2]
-        np.subtract(grad, slots[0], out=a)
-        np.multiply(a, 1 - self.beta_1, out=a)
-        np.add(slots[0], a, out=m)
-        np.multiply(grad, grad, out=a)
-        np.subtract(a, slots[1], out=a)
-        np.multiply(a, 1 - self.beta_2, out=a)
-        np.add(slots[1], a, out=v)
-        if self.amsgrad:
-            np.maximum(slots[2], v, out=out_slots[2])
-            v = out_slots[2]
-        np.sqrt(v, out=a)
-        np.add(a, self.epsilon, out=a)
-        np.multiply(m, alpha, out=b)
-        np.divide(b, a, out=b)
-        np.subtract(param, b, out=out_param)
-
-
-_RULES: dict[str, type[UpdateRule]] = {cls.name: cls for cls in (SGD, Adam)}
-
-
-def rule_from_config(config: object) -> UpdateRule:
-    """Return the rule that ``to_config`` described.
-
-    Args:
-        config: Whatever came over the wire; nothing about it is trusted.
-
-    Raises:
-        ConfigurationError: If it is not the config of a rule.
-    """
-    if not isinstance(config, Mapping) or not isinstance(config.get("rule"), str):
-        raise ConfigurationError(
-            f"expected the config of an optimizer, got {type(config).__name__}"
-        )
-    name = config["rule"]
-    cls = _RULES.get(name)
-    if cls is None:
-        raise ConfigurationError(
-            f"unknown optimizer {name[:100]!r}", hint=f"use one of {', '.join(_RULES)}"
-        )
-    arguments = {key: value for key, value in config.items() if key != "rule"}
-    if arguments.keys() != set(cls.arguments):
-        raise ConfigurationError(
-            f"{name}: expected the arguments {sorted(cls.arguments)}, "
-            f"got {sorted(map(str, arguments))}"
-        )
-    arguments["learning_rate"] = schedules.from_config(arguments["learning_rate"])
-    return cls(**arguments)
-
-
-def _number(rule: str, name: str, value: object, minimum: float, maximum: float) -> float:
-    number = schedules.as_number(f"{rule}: {name}", value)
-    if not minimum <= number <= maximum:
-        raise ConfigurationError(
-            f"{rule}: expected {name} between {minimum} and {maximum}, got {number}"
-        )
-    return float(number)
-
-
-def _flag(rule: str, name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigurationError(f"{rule}: expected {name} to be True or False, got {value!r}")
-    return value

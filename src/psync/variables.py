@@ -1,6 +1,7 @@
 """Variables: handles on arrays that live on ps tasks.
 
-Layer: L4. Imports: errors, specs, cluster, context, runtime, scopes.
+Layer: L4. Imports: errors, specs, cluster, context, on_read, runtime, scopes, value_access,
+variable_creators.
 
 A handle holds no value. It is declared in ``strategy.scope()``, travels to workers as
 (origin, spec), and is one object per process there. Inside a step it talks to ps tasks
@@ -9,41 +10,28 @@ through the worker it runs on, elsewhere through its strategy's coordinator.
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, Self, cast
+from functools import partial
+from typing import Any, Self, cast
 
 import numpy as np
 
 from psync.cluster import device_name
 from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError
+from psync.on_read import CopyAccess, declare_copies
 from psync.runtime import Runtime
 from psync.scopes import Scope, current_scope, runtime_here
 from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.specs import VariableAggregation as VariableAggregation
+from psync.specs import VariableSynchronization as VariableSynchronization
+from psync.value_access import ValueAccess
+from psync.variable_creators import through_creators
 
 
-class VariableSynchronization(enum.Enum):
-    """When the copies of a variable are synchronized."""
-
-    AUTO = "auto"
-    NONE = "none"
-    ON_WRITE = "on_write"
-    ON_READ = "on_read"
-
-
-class VariableAggregation(enum.Enum):
-    """How values of several replicas become one."""
-
-    NONE = "none"
-    SUM = "sum"
-    MEAN = "mean"
-    ONLY_FIRST_REPLICA = "only_first_replica"
-
-
-class Handle:
+class Handle(ValueAccess):
     """What ``Variable`` and ``ShardedVariable`` share."""
 
     spec: VariableSpec
@@ -59,11 +47,6 @@ class Handle:
     def name(self) -> str:
         """Name, unique in the strategy."""
         return self.spec.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole variable."""
-        return self.spec.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -82,69 +65,9 @@ class Handle:
             f"dtype={self.spec.dtype}{shards}>"
         )
 
-    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
-        raise UsageError(
-            f'variable "{self.name}" is not an array here: its value lives on ps tasks',
-            hint="await its value first: `value = await v.read()`, or `await psync.pull((v, w))`",
-        )
-
-    def __bool__(self) -> bool:
-        raise UsageError(
-            f'the truth of variable "{self.name}" is not known here',
-            hint="await its value first: `await v.read()`",
-        )
-
-    async def read(self, *, copy: bool = False, out: np.ndarray | None = None) -> np.ndarray:
-        """Return the value; all else as in ``psync.pull``, which reads many at once."""
-        target = None if out is None else [checked_target(out, self.spec)]
-        operation = f'read of "{self.name}"'
-        runtime = await runtime_of(operation, self)
-        runtime.check_open(operation)
-        plan = runtime.ps.plan((self.spec,))
-        pulled = await runtime.ps.pull(plan, writable=copy, out=target, seen=runtime.pulled)
-        return pulled[0]
-
-    async def assign(self, value: Any) -> Self:
-        """Set the value.
-
-        Each shard changes at once; shards on different ps tasks change one after the other.
-
-        Args:
-            value: An array of the variable's shape, or what numpy makes one of. It is cast to the
-                variable's dtype within a kind (float64 to float32, integers to floats). Not
-                copied: do not change it before this returns.
-
-        Returns:
-            The variable.
-
-        Raises:
-            GradientError: If shape or dtype do not fit.
-            UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: If a ps is gone.
-            ClosureCancelled: In a step that was cancelled.
-
-        Cancellation: An assign once begun ends in the background.
-
-        Source: ``tf.Variable.assign``; there, the dtype must be the variable's.
-        """
-        return await self._assign("assign", "assign", value)
-
-    async def assign_add(self, delta: Any) -> Self:
-        """Add ``delta`` to the value; else as ``assign``."""
-        return await self._assign("assign_add", "add", delta)
-
-    async def assign_sub(self, delta: Any) -> Self:
-        """Subtract ``delta`` from the value; else as ``assign``."""
-        return await self._assign("assign_sub", "sub", delta)
-
-    async def _assign(self, method: str, op: str, value: Any) -> Self:
-        operation = f'{method} to "{self.name}"'
-        array = fitting(value, self.spec, operation, casting="same_kind")
-        runtime = await runtime_of(operation, self)
-        closure, ordinal = runtime.begin_update(operation)
-        plan = runtime.ps.plan((self.spec,))
-        await runtime.ps.assign(plan, [array], op=op, closure=closure, ordinal=ordinal)
-        return self
+    async def runtime_for(self, operation: str) -> Runtime:
+        """Return what carries ``operation`` on this variable to the ps tasks."""
+        return await runtime_of(operation, self)
 
 
 class Variable(Handle):
@@ -159,8 +82,11 @@ class Variable(Handle):
         name: Made unique with a suffix if it is taken. Default "Variable".
         dtype: Default: that of the initial value (Python floats: float32, integers: int64).
         shape: Needed with ``dtype`` to keep a callable from being called early.
-        trainable: Whether it is one of ``strategy.trainable_variables``.
-        synchronization: AUTO or ON_WRITE; see the documentation of replicas.
+        trainable: Whether it is one of ``strategy.trainable_variables``. Default: yes, unless it is
+            synchronized on read.
+        synchronization: AUTO is ON_WRITE. ON_READ: each worker has a copy, which begins with the
+            initial value; steps read and write that of their worker, and the program reads what
+            the aggregation makes of all. See ``OnReadVariable``.
         aggregation: How the values of several replicas become one.
 
     Raises:
@@ -177,7 +103,7 @@ class Variable(Handle):
         name: str | None = None,
         dtype: object = None,
         shape: Sequence[int] | None = None,
-        trainable: bool = True,
+        trainable: bool | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
     ) -> Any:
@@ -187,11 +113,6 @@ class Variable(Handle):
             "and use it in the step",
         )
         forbid_in_dataset("declaring a variable")
-        if synchronization is VariableSynchronization.NONE:
-            raise UsageError(
-                f'variable "{name or "Variable"}": synchronization NONE is not possible',
-                hint="use AUTO, ON_WRITE or ON_READ",
-            )
         scope = current_scope()
         if scope is None:
             raise UsageError(
@@ -200,11 +121,18 @@ class Variable(Handle):
             )
         frame = sys._getframe(1)
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        spec = scope.declare(
-            initial_value, name or "Variable", dtype,
-            tuple(shape) if shape is not None else None, trainable, where,
+        made = through_creators(
+            partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
+            shape=shape, trainable=trainable, synchronization=synchronization,
+            aggregation=aggregation,
         )  # fmt: skip
-        return declared_in(scope, spec, synchronization, aggregation)
+        if not isinstance(made, Handle):
+            raise UsageError(
+                f'variable "{name or "Variable"}": expected a variable creator to return a '
+                f"variable, got {made!r}",
+                hint="return next_creator(**kwargs)",
+            )
+        return made
 
     @property
     def device(self) -> str:
@@ -215,8 +143,21 @@ class Variable(Handle):
 class ShardedVariable(Handle):
     """A variable cut along axis 0 into shards on several ps tasks.
 
-    Made by ``Variable(...)`` under a partitioner, never directly.
+    Made by ``Variable(...)`` under a partitioner, never directly: its shards belong together from
+    the first. They are one variable to optimizers and synchronous steps, and a row is found by
+    arithmetic on their sizes. Variables that were declared apart, of any sizes, would give none
+    of that.
+
+    Source: TensorFlow ``ShardedVariable``, which can be made of a list of variables; there rows
+        of shards that are not cut evenly are looked up wrongly or not at all.
     """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        raise UsageError(
+            "ShardedVariable: made by psync.Variable(…), not of variables that exist",
+            hint="psync.ParameterServerStrategy(…, psync.FixedShardsPartitioner(2)), or "
+            "another of psync.partitioners, says how many shards a variable has",
+        )
 
     @property
     def variables(self) -> list[Variable]:
@@ -227,6 +168,76 @@ class ShardedVariable(Handle):
     def device(self) -> tuple[str, ...]:
         """The ps of each shard, in TensorFlow's long form."""
         return tuple(device_name("ps", shard.ps) for shard in self.spec.shards)
+
+
+class OnReadVariable(CopyAccess, Variable):
+    """A variable of which each worker has a copy, on a ps: for sums and means over workers.
+
+    Made by ``Variable(…, synchronization=psync.VariableSynchronization.ON_READ)``. In a step
+    ``read``, ``assign``, ``assign_add`` and ``assign_sub`` are those of the worker's own copy. In
+    the program ``read`` is the aggregate, ``assign`` sets all copies so that the aggregate is the
+    value, and what is added is added to each copy; of a sum, to what the program itself has added,
+    and in cross-replica context it is refused. In a training session each worker's program is a
+    step in this respect, outside of ``strategy.scope()``.
+
+    A worker's copy outlives it. It is never partitioned, trained, or scattered to.
+
+    Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
+    """
+
+    def scope_here(self) -> Scope | None:
+        """Return the strategy that declared it, if that is in this process."""
+        return scope_of(self)
+
+
+def _declare(
+    scope: Scope,
+    where: str,
+    *,
+    initial_value: Any,
+    name: str | None,
+    dtype: object,
+    shape: Sequence[int] | None,
+    trainable: bool | None,
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+) -> Any:
+    """Declare what ``Variable(...)`` stands for, once all hooks have had their say."""
+    name = name or "Variable"
+    on_read = synchronization is VariableSynchronization.ON_READ
+    _check_kind(name, synchronization, aggregation, trained_on_read=on_read and bool(trainable))
+    extents = tuple(shape) if shape is not None else None
+    trainable = not on_read if trainable is None else trainable
+    if on_read:
+        spec = declare_copies(
+            scope, initial_value, name, dtype, extents, trainable, where, aggregation
+        )
+    else:
+        spec = scope.declare(initial_value, name, dtype, extents, trainable, where)
+    return declared_in(scope, spec, synchronization, aggregation)
+
+
+def _check_kind(
+    name: str, synchronization: object, aggregation: object, *, trained_on_read: bool
+) -> None:
+    kinds = (VariableSynchronization, synchronization), (VariableAggregation, aggregation)
+    for kind, given in kinds:
+        if not isinstance(given, kind):
+            raise ConfigurationError(
+                f'variable "{name}": expected a psync.{kind.__name__}, got {given!r}',
+                hint=f"one of {', '.join(f'psync.{member}' for member in kind)}",
+            )
+    if synchronization is VariableSynchronization.NONE:
+        raise ConfigurationError(
+            f'variable "{name}": synchronization NONE is not possible',
+            hint="use AUTO, ON_WRITE or ON_READ",
+        )
+    if trained_on_read:
+        raise ConfigurationError(
+            f'variable "{name}": synchronized on read it cannot be trainable: each worker has '
+            "another value",
+            hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
+        )
 
 
 def declared_in(
@@ -255,12 +266,18 @@ def _intern(
     key = (origin, spec.name, spec.variable_id)
     handle = _interned.get(key)
     if handle is None:
-        handle = object.__new__(Variable if len(spec.shards) == 1 else ShardedVariable)
+        handle = object.__new__(_class_of(spec, synchronization))
         handle.spec, handle.origin = spec, origin
         handle.synchronization, handle.aggregation = synchronization, aggregation
         handle._scope = None
         _interned[key] = handle
     return handle
+
+
+def _class_of(spec: VariableSpec, synchronization: VariableSynchronization) -> type[Handle]:
+    if synchronization is VariableSynchronization.ON_READ:
+        return OnReadVariable
+    return Variable if len(spec.shards) == 1 else ShardedVariable
 
 
 def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
@@ -305,64 +322,3 @@ async def runtime_of(operation: str, *variables: Handle) -> Runtime:
 def scope_of(variable: Handle) -> Scope | None:
     """Return the strategy that declared a variable, or None: it is elsewhere, or gone."""
     return variable._scope() if variable._scope is not None else None
-
-
-def fitting(
-    value: Any, spec: VariableSpec, operation: str, *, casting: Literal["no", "same_kind"]
-) -> np.ndarray:
-    """Return ``value`` as a C-contiguous array of a variable's shape and dtype.
-
-    Args:
-        value: An array, or what numpy makes one of. Python numbers, and lists of them, have no
-            dtype: they get the variable's, unless it is of a lower kind.
-        spec: Of the variable.
-        operation: For messages.
-        casting: Which other dtypes of arrays are converted.
-
-    Raises:
-        GradientError: If it does not fit.
-    """
-    dtype = dtype_of(spec.dtype)
-    if type(value) is np.ndarray and value.dtype == dtype and value.shape == spec.shape:
-        return value if value.flags.c_contiguous else np.asarray(value, order="C")
-    try:
-        array = np.asarray(value)
-    except ValueError as exc:
-        raise GradientError(f"{operation}: the value is not an array: {exc}") from exc
-    if array.shape != spec.shape:
-        raise GradientError(f"{operation}: expected shape {spec.shape}, got {array.shape}")
-    typed = hasattr(value, "dtype")
-    if not np.can_cast(array.dtype, dtype, casting if typed else "same_kind") and (
-        typed or (array.dtype.kind, dtype.kind) != ("i", "u")
-    ):
-        raise GradientError(
-            f"{operation}: expected dtype {spec.dtype}, got {array.dtype}",
-            hint=f"convert it: np.asarray(value, {spec.dtype!r})",
-        )
-    try:
-        return np.asarray(array if typed else value, dtype, order="C")
-    except OverflowError as exc:
-        raise GradientError(f"{operation}: expected {spec.dtype}: {exc}") from exc
-
-
-def checked_target(array: Any, spec: VariableSpec) -> np.ndarray:
-    """Return ``array`` if the value of a variable can be read into it.
-
-    Raises:
-        GradientError: If it cannot.
-    """
-    if (
-        isinstance(array, np.ndarray)
-        and array.shape == spec.shape
-        and array.dtype == dtype_of(spec.dtype)
-        and array.flags.c_contiguous
-        and array.flags.writeable
-    ):
-        return array
-    expected = f"expected a writable C-contiguous array of shape {spec.shape} {spec.dtype}"
-    if not isinstance(array, np.ndarray):
-        raise GradientError(f'out for "{spec.name}": {expected}, got {type(array).__name__}')
-    flaws = "" if array.flags.c_contiguous else ", not C-contiguous"
-    flaws += "" if array.flags.writeable else ", read-only"
-    got = f"shape {array.shape} {array.dtype}{flaws}"
-    raise GradientError(f'out for "{spec.name}": {expected}, got {got}')

@@ -1,10 +1,10 @@
 """What a worker does for one coordinator: runs closures, one after the other.
 
-Layer: L3. Imports: errors, closure_inputs, context, failures, iterators, payloads, platform, rpc,
-runtime, step_thread, wire.
+Layer: L3. Imports: errors, closure_inputs, context, failures, gang_member, iterators, payloads,
+platform, rpc, runtime, step_thread, wire.
 
-    coordinator → RunClosures, GiveBack, CancelClosures, ReleaseIterators
-    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments
+    coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
+    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
@@ -29,6 +29,7 @@ from psync.closure_inputs import ClosureInputs, HeldClosure, LoadedStep
 from psync.context import ClosureContext, enter_closure
 from psync.errors import ClosureCancelled, EndOfData, TransportError
 from psync.failures import describe_exception
+from psync.gang_member import GangMember
 from psync.iterators import IteratorTable
 from psync.payloads import EMPTY, Payload, check_size, pack
 from psync.platform import Platform
@@ -37,14 +38,17 @@ from psync.runtime import Runtime
 from psync.step_thread import StepThread
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import (
+    AskPosition,
     AttachWorker,
     CancelClosures,
     ClosureResults,
     GiveBack,
     GivenBack,
+    IteratorPosition,
     Message,
     ReleaseIterators,
     RunClosures,
+    RunReplica,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,12 +132,21 @@ class Session:
     def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
         """Queue closures."""
         at = 0
+        arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
         for closure_id, key, count, counts in message.closures:
             end = at
             if count > 0:  # else they are none, or to be fetched
                 end += count + sum(counts)
-            self._queue.append(HeldClosure(closure_id, key, count, counts, segments[at:end]))
+            self._queue.append(
+                HeldClosure(closure_id, key, count, counts, segments[at:end], arrival=arrival)
+            )
             at = end
+        self._wake.set()
+
+    def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
+        """Queue a closure that is one of a gang."""
+        replica = (message.replica_id, message.num_replicas)
+        self._queue.append(HeldClosure(*message.closure, segments, replica))
         self._wake.set()
 
     def give_back(self, message: GiveBack) -> None:
@@ -157,6 +170,11 @@ class Session:
         """Close iterators that nobody refers to any more."""
         for uid in message.uids:
             self._iterators.release(uid)
+
+    def iterator_position(self, message: AskPosition) -> Message:
+        """Return how many batches of an iterator steps have been handed."""
+        iterator = self._iterators.get(message.uid)
+        return IteratorPosition(-1 if iterator is None else iterator.position)
 
     async def close(self) -> None:
         """Stop what runs. Waits a few seconds for it, and says so if it goes on.
@@ -236,7 +254,13 @@ class Session:
             closure_id=closure.id,
             runtime=self.runtime,
             loop=self._loop,
+            arrival=closure.arrival,
         )
+        if closure.replica is not None:
+            context.gang = GangMember(
+                *closure.replica, context, self.bulk.call, self._limits,
+                main_by_name=self._main_by_name,
+            )  # fmt: skip
         began = self._loop.time()
         try:
             outcome = await self._outcome(closure, context)

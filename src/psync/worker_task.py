@@ -26,6 +26,7 @@ from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.transport import Listener
 from psync.wire.messages import (
+    AskPosition,
     AskStatistics,
     AttachWorker,
     CancelClosures,
@@ -34,6 +35,7 @@ from psync.wire.messages import (
     Message,
     ReleaseIterators,
     RunClosures,
+    RunReplica,
     Shutdown,
     Statistics,
 )
@@ -92,6 +94,9 @@ class WorkerTask:
             RunClosures: Handler(
                 self._of_session(lambda session, *said: session.run_closures(*said))
             ),
+            RunReplica: Handler(
+                self._of_session(lambda session, *said: session.run_replica(*said))
+            ),
             GiveBack: Handler(self._of_session(lambda session, said, _: session.give_back(said))),
             CancelClosures: Handler(
                 self._of_session(lambda session, said, _: session.cancel_closures(said))
@@ -99,6 +104,7 @@ class WorkerTask:
             ReleaseIterators: Handler(
                 self._of_session(lambda session, said, _: session.release_iterators(said))
             ),
+            AskPosition: Handler(self._position),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
         }
@@ -114,6 +120,12 @@ class WorkerTask:
                 act(session, message, segments)
 
         return run
+
+    def _position(self, peer: Peer, message: AskPosition, _: list[memoryview]) -> Reply:
+        session = self._session
+        if session is None or peer is not session.control:
+            raise UsageError(f"{peer.task} is not the coordinator of {self.task}")
+        return Reply(session.iterator_position(message))
 
     def _note_lane(self, peer: Peer) -> None:
         self._lanes[(peer.task, peer.incarnation, peer.lane)] = peer

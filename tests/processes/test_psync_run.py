@@ -200,6 +200,42 @@ def test_a_task_that_cannot_be_started_ends_the_run() -> None:
         )
 
 
+# --- the evaluator -------------------------------------------------------------------------------
+
+
+def test_an_evaluator_that_does_not_end_with_the_run_is_named_and_ctrl_c_ends_it() -> None:
+    with launched(evaluator=True) as run:
+        run.wait_ready(*ALL, "evaluator-0")
+        run.tell_chief("exit 0")
+        run.wait_error(
+            "psync: waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it\n"
+        )
+        run.popen.send_signal(signal.SIGINT)
+        assert run.wait() == 0
+
+
+def test_a_run_that_fails_does_not_wait_for_its_evaluator() -> None:
+    with launched(evaluator=True) as run:
+        run.wait_ready(*ALL, "evaluator-0")
+        run.tell_chief("exit 3")
+        assert run.wait() == 3
+        assert run.errors == ""
+
+
+def test_an_evaluator_that_is_killed_too_often_is_left_alone() -> None:
+    with launched(evaluator=True, max_restarts=1) as run:
+        run.wait_ready(*ALL, "evaluator-0")
+        os.kill(run.pids["evaluator-0"], signal.SIGKILL)
+        run.wait_ready("evaluator-0")
+        os.kill(run.pids["evaluator-0"], signal.SIGKILL)
+        run.wait_error("psync: evaluator-0 was killed by SIGKILL and is started again\n")
+        run.wait_error(
+            "psync: evaluator-0 was killed by SIGKILL and is not started again; training goes on\n"
+        )
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+
+
 # --- signals -----------------------------------------------------------------------------------
 
 

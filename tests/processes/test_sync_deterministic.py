@@ -9,13 +9,16 @@ import pytest
 from real_training import coordinated, run
 
 import psync
-from psync import optimizers, update_rules
+from psync import moment_rules, optimizers, update_rules
+from psync.gradient_clipping import clipped_by_norm
+from psync.rule_options import RuleOptions
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 WORKERS = 3
 STEPS = 20
 RATE = 0.1  # no power of two, so everything is rounded
+CLIPNORM = 0.01
 
 Apply = Callable[[np.ndarray, np.ndarray, int], None]
 """Changes values in place by a mean gradient; the number is that of the step."""
@@ -39,7 +42,7 @@ def momentum(values: np.ndarray) -> Apply:
 
 
 def adam(values: np.ndarray) -> Apply:
-    rule, scratch = update_rules.Adam(RATE), update_rules.Scratch()
+    rule, scratch = moment_rules.Adam(RATE), update_rules.Scratch()
     slots = [np.zeros(values.size, np.float32) for _ in rule.slot_names()]
 
     def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
@@ -49,10 +52,22 @@ def adam(values: np.ndarray) -> Apply:
     return apply
 
 
+def clipped_sgd(values: np.ndarray) -> Apply:
+    limit = RuleOptions(global_clipnorm=CLIPNORM)
+
+    def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:
+        (clipped,) = clipped_by_norm([gradient], [0], limit)
+        assert clipped is not gradient  # it was longer
+        values -= np.float32(RATE) * np.asarray(clipped)
+
+    return apply
+
+
 CASES: list[tuple[optimizers.Optimizer, Callable[[np.ndarray], Apply], int]] = [
     (optimizers.SGD(RATE), sgd, 30),
     (optimizers.SGD(RATE, momentum=0.9), momentum, 200_001),  # large: applied block by block
     (optimizers.Adam(RATE), adam, 30),
+    (optimizers.SGD(RATE, global_clipnorm=CLIPNORM), clipped_sgd, 30),  # measured by both ps tasks
 ]
 
 

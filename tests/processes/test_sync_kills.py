@@ -30,17 +30,29 @@ class Program:
     """Two workers, and a step that says in a variable which run of it was counted."""
 
     def __init__(
-        self, strategy: psync.ParameterServerStrategy, count: int, place: Path, num_ps: int = 2
+        self,
+        strategy: psync.ParameterServerStrategy,
+        count: int,
+        place: Path,
+        num_ps: int = 2,
+        *,
+        staged: bool = False,
+        pull_ahead: bool = False,
     ) -> None:
+        # What goes whole to ps 0 is never between two ps tasks.
+        width = max(count, 1 << 14 if staged else 0)
         with strategy.scope():
-            self.marks = psync.Variable(np.zeros((num_ps, count), np.float32))
+            self.marks = psync.Variable(np.zeros((num_ps, width), np.float32))
             self.global_step = psync.get_or_create_global_step()
         self.place = place
+        self.options = {"pull_ahead": pull_ahead}
         self.step = self._step()
 
     def _step(self) -> Callable[..., Any]:
         marks, global_step, place = self.marks, self.global_step, self.place
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2, reduction="sum")
+        optimizer = psync.SyncReplicasOptimizer(
+            psync.optimizers.SGD(1.0), 2, reduction="sum", **self.options
+        )
 
         async def step(closure: int, waits: bool = False) -> tuple[int, Outcome]:
             mine = os.getpid()
@@ -69,10 +81,22 @@ class Program:
 
 
 @pytest.mark.parametrize(
-    ("point", "num_ps"), [("begun", 2), ("between_ps", 3), ("staged", 2), ("answered", 2)]
+    ("point", "num_ps", "pull_ahead"),
+    [
+        ("begun", 2, False),
+        ("begun", 2, True),
+        ("between_ps", 3, False),
+        ("staged", 2, False),
+        ("answered", 2, False),
+        ("answered", 2, True),
+    ],
 )
 def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
-    point: str, num_ps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    point: str,
+    num_ps: int,
+    pull_ahead: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 8
     monkeypatch.setenv("PSYNC_FAILPOINTS", f"worker.push.{point}=kill@3")  # of each life
@@ -82,12 +106,15 @@ def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
             psync.LocalCluster(num_ps, 2, max_restarts=1000) as cluster,
             coordinated(cluster, num_ps, max_losses=100) as (strategy, coordinator),
         ):
-            program = Program(strategy, count, tmp_path, num_ps)
+            staged = point in ("between_ps", "staged")
+            program = Program(
+                strategy, count, tmp_path, num_ps, staged=staged, pull_ahead=pull_ahead
+            )
             values = [coordinator.schedule(program.step, (n,)) for n in range(count)]
             await coordinator.join()
             outcomes = set()
             results = await coordinator.fetch(values)
-            for closure, mark in enumerate(await program.counted()):
+            for closure, mark in enumerate((await program.counted())[:count]):
                 last, outcome = results[closure]
                 outcomes.add(outcome)
                 if outcome is Outcome.ACCEPTED:

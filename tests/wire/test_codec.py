@@ -17,7 +17,7 @@ from psync.errors import LocalProtocolError, RemoteProtocolError
 from psync.wire.codec import Message, decode, encode, message, unpack_header
 
 
-@message(100)
+@message(10)
 @dataclass(frozen=True, slots=True)
 class Everything(Message):
     """One field of every type that messages use."""
@@ -35,13 +35,13 @@ class Everything(Message):
     anything: Any
 
 
-@message(101)
+@message(11)
 @dataclass(frozen=True, slots=True)
 class Nothing(Message):
     """No field."""
 
 
-@message(102)
+@message(12)
 @dataclass(frozen=True, slots=True)
 class One(Message):
     """A single field."""
@@ -57,7 +57,7 @@ FULL = Everything(
 def values(**changed: object) -> bytes:
     fields = {name: getattr(FULL, name) for name in FULL.__slots__}
     assert set(changed) <= set(fields)
-    packed: bytes = msgpack.packb([100, *{**fields, **changed}.values()])
+    packed: bytes = msgpack.packb([10, *{**fields, **changed}.values()])
     return packed
 
 
@@ -66,10 +66,10 @@ def test_a_message_of_every_type_of_field_comes_back() -> None:
 
 
 def test_golden_bytes() -> None:
-    assert encode(One(5)).hex(" ") == "92 66 05"
-    assert encode(Nothing()).hex(" ") == "91 65"
+    assert encode(One(5)).hex(" ") == "92 0c 05"
+    assert encode(Nothing()).hex(" ") == "91 0b"
     assert values().hex() == (
-        "9c6401cb4004000000000000a174c40172c3c092010292"
+        "9c0a01cb4004000000000000a174c40172c3c092010292"
         "03a178919204"
         "91c40179"
         "81a161cb3ff0000000000000"
@@ -80,8 +80,8 @@ def test_golden_bytes() -> None:
 
 def test_a_message_without_fields_is_a_constant() -> None:
     assert encode(Nothing()) is encode(Nothing())
-    assert decode(b"\x91\x65") is decode(b"\x91\x65")
-    assert decode(b"\x91\x65") == Nothing()
+    assert decode(b"\x91\x0b") is decode(b"\x91\x0b")
+    assert decode(b"\x91\x0b") == Nothing()
 
 
 def test_tuples_may_be_sent() -> None:
@@ -125,7 +125,7 @@ def test_a_value_of_the_wrong_type_is_refused(field: str, value: object, told: s
     assert caught.value.message == f"Everything.{field}: {told}"
 
 
-@message(105)
+@message(13)
 @dataclass(frozen=True, slots=True)
 class Rows(Message):
     """Results of closures look like this."""
@@ -137,7 +137,7 @@ class Rows(Message):
     "rows", [[], [[1, None, []]], [[1, ["a", "b"], [2]], [3, None, [4, 5]]], [[0, None, []]] * 100]
 )
 def test_rows_are_checked_by_columns(rows: list[Any]) -> None:
-    assert decode(msgpack.packb([105, rows])) == Rows(rows)
+    assert decode(msgpack.packb([13, rows])) == Rows(rows)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_one_wrong_row_is_found_anywhere(wrong: object, place: int) -> None:
     rows: list[Any] = [[1, ["a", "b"], [2]], [3, None, []]] * 25
     rows.insert(place, wrong)
     with pytest.raises(RemoteProtocolError, match=r"^Rows.rows: expected list\[tuple\[int, "):
-        decode(msgpack.packb([105, rows]))
+        decode(msgpack.packb([13, rows]))
 
 
 def test_a_long_value_is_told_in_short() -> None:
@@ -176,19 +176,19 @@ def test_a_long_value_is_told_in_short() -> None:
         (b"", "header is not valid msgpack: ValueError"),
         (b"\xc1", "header is not valid msgpack: FormatError"),
         (b"\x91", "header is not valid msgpack: ValueError"),
-        (b"\x91\x65\x00", "header is not valid msgpack: ExtraData"),
+        (b"\x91\x0b\x00", "header is not valid msgpack: ExtraData"),
         (b"\x92\x01\xa1\xff", "header is not valid msgpack: UnicodeDecodeError"),
         (b"\x92\x01\xd4\x01\x00", "header is not valid msgpack: ValueError"),
         (b"\x92\x01\x81\x01\x00", "header is not valid msgpack: ValueError"),
         (b"\x05", "header: expected an array, got int"),
         (b"\x80", "header: expected an array, got dict"),
         (b"\x90", "unknown message []"),
-        (b"\x91\x7f", "unknown message [127]"),
+        (b"\x91\x1f", "unknown message [31]"),
         (b"\x91\xa1x", "unknown message ['x']"),
         (b"\x91\xc3", "unknown message [True]"),
-        (b"\x92\x65\x00", "Nothing: expected 0 fields, got 1"),
-        (b"\x91\x66", "One: expected 1 fields, got 0"),
-        (b"\x93\x66\x00\x00", "One: expected 1 fields, got 2"),
+        (b"\x92\x0b\x00", "Nothing: expected 0 fields, got 1"),
+        (b"\x91\x0c", "One: expected 1 fields, got 0"),
+        (b"\x93\x0c\x00\x00", "One: expected 1 fields, got 2"),
     ],
 )
 def test_what_is_no_message_is_refused(header: bytes, told: str) -> None:
@@ -206,7 +206,7 @@ def test_depth_is_an_error_and_not_an_end_of_the_stack(depth: int) -> None:
     with contextlib.suppress(RemoteProtocolError):
         decode(deep)
     with contextlib.suppress(RemoteProtocolError):
-        decode(b"\x92\x66" + nested)
+        decode(b"\x92\x0c" + nested)
 
 
 @pytest.mark.parametrize("size", [4096, 1 << 20])
@@ -283,7 +283,7 @@ def test_any_message_comes_back(sent: Everything) -> None:
 def test_what_msgpack_cannot_carry_is_our_own_error(value: object) -> None:
     with pytest.raises(LocalProtocolError, match=r"^One cannot be encoded: "):
         encode(One(value))  # type: ignore[arg-type]
-    assert encode(One(5)).hex(" ") == "92 66 05", "the failed one has left nothing behind"
+    assert encode(One(5)).hex(" ") == "92 0c 05", "the failed one has left nothing behind"
 
 
 def test_a_value_that_contains_itself_is_our_own_error() -> None:
@@ -294,8 +294,8 @@ def test_a_value_that_contains_itself_is_our_own_error() -> None:
 
 
 def test_a_code_is_given_once() -> None:
-    with pytest.raises(TypeError, match="message code 101 is taken by Nothing"):
-        message(101)(One)
+    with pytest.raises(TypeError, match="message code 11 is taken by Nothing"):
+        message(11)(One)
 
 
 def test_a_type_that_is_not_checked_cannot_be_declared() -> None:

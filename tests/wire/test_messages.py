@@ -23,9 +23,11 @@ from psync.wire.messages import (
     Proof,
     Pull,
     Pulled,
+    PullRows,
     Push,
     Pushed,
     Refused,
+    RowsPulled,
     RunClosures,
     TakeGradient,
     Welcome,
@@ -62,8 +64,13 @@ GOLDEN: list[tuple[Message, str]] = [
     (Pull(1, None, -1, ""), "952201c0ffa0"),
     (Pulled([]), "922390"),
     (Pulled([(4, 7)]), "9223919204" + "07"),
-    (Push(1, 1, -1, 0, 2, None, 3, None, 9), "9a240101ff0002c003c009"),
-    (Assign(1, 1, 4, 0, 2, [(3, 0)], "sub"), "9825010104000291920300a3737562"),
+    (Push(1, 1, -1, 0, 2, None, 3, None, 9), "9c240101ff0002c003c009c0c0"),
+    (Push(1, 1, -1, 0, 2, None, 3, None, 9, [-1, 5]), "9c240101ff0002c003c00992ff05c0"),
+    (
+        Push(1, 1, -1, 0, 2, None, 3, None, 9, None, [0.5]),
+        "9c240101ff0002c003c009c091cb3fe0000000000000",
+    ),
+    (Assign(1, 1, 4, 0, 2, [(3, 0)], "sub"), "9925010104000291920300a3737562c0"),
     (AverageShards(1, 1, -1, 0, [(3, 0, 1)], 0.5), "973d0101ff009193030001cb3fe0000000000000"),
     (Pushed("accepted", 10), "9326a861636365707465640a"),
     (
@@ -73,6 +80,8 @@ GOLDEN: list[tuple[Message, str]] = [
     (GradientApplied("stale", 2, 4), "9441a57374616c650204"),
     (TakeGradient("a", 1, 1, 3), "9542a161010103"),
     (GradientTaken(3, 5, [2, 3], [-1, 3]), "95430305920203" + "92ff03"),
+    (PullRows([(3, 0, 7, 0, 0, 0)], -1, ""), "94489196030007000000ffa0"),
+    (RowsPulled([(4, 7)]), "9249919204" + "07"),
 ]
 
 

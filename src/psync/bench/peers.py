@@ -45,11 +45,13 @@ class Case:
     name_of_size: str
     mib: float  # of all variables together
     steps: int  # of each worker, after those for warming up
+    pull_ahead: bool = False  # whether the token brings the next values
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        return f"{'sync' if self.synchronous else 'async'}, {self.name_of_size}"
+        ahead = ", values with the token" if self.pull_ahead else ""
+        return f"{'sync' if self.synchronous else 'async'}, {self.name_of_size}{ahead}"
 
     @property
     def unit(self) -> str:
@@ -67,6 +69,7 @@ CASES = [
     for synchronous in (True, False)
     for size in (("40 KB", 0.04, 300), ("16 MB", 16.0, 25))
 ]
+CASES.insert(1, Case(True, "40 KB", 0.04, 300, pull_ahead=True))
 
 
 async def measure(
@@ -146,7 +149,9 @@ async def run_psync(cluster: LocalCluster, num_workers: int, case: Case) -> floa
             global_step = get_or_create_global_step()
         optimizer: Any = SGD(RATE)
         if case.synchronous:
-            optimizer = SyncReplicasOptimizer(SGD(RATE), replicas_to_aggregate=num_workers)
+            optimizer = SyncReplicasOptimizer(
+                SGD(RATE), replicas_to_aggregate=num_workers, pull_ahead=case.pull_ahead
+            )
         args = (case, variables, counter, global_step, optimizer)
         scheduled = [coordinator.schedule(step_loop, args) for _ in range(num_workers)]
         await coordinator.join(LIMIT_S)

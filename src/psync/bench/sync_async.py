@@ -1,6 +1,6 @@
 """Synchronous against asynchronous training: runs the parts, prints, writes JSON and pictures.
 
-Layer: L5. Imports: errors, tasks; bench.checks, bench.digits, bench.figures,
+Layer: L5. Imports: errors, process_loop; bench.checks, bench.digits, bench.figures,
 bench.peers, bench.plots, bench.real_runs, bench.report, bench.virtual_runs.
 """
 
@@ -23,7 +23,7 @@ from psync.bench.checks import WrongResultError
 from psync.bench.digits import load
 from psync.bench.figures import Figures
 from psync.errors import ConfigurationError
-from psync.tasks import loop_factory
+from psync.process_loop import loop_factory
 
 PARTS = ("processes", "virtual", "peers")
 PACKAGES = ("psync", "numpy", "uvloop", "msgpack")

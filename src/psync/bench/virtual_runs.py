@@ -101,8 +101,8 @@ def run_one(mode: Mode, pace: DrawnPace) -> Run:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the coordinator from saying every ten virtual seconds on whom it waits."""
-    log = logging.getLogger("psync.coordinator")
+    """Keep joins from saying every ten virtual seconds on whom they wait."""
+    log = logging.getLogger("psync.joins")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -12,6 +12,7 @@ constant.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import reprlib
 import types
@@ -39,6 +40,8 @@ _UNPACK_LIMITS: dict[str, Any] = {
     "max_bin_len": 1 << 20,
     "max_ext_len": 0,
 }
+
+_unpack = functools.partial(msgpack.unpackb, **_UNPACK_LIMITS)
 
 _packer = msgpack.Packer()  # one for all: it runs no Python code between its start and its end
 
@@ -144,7 +147,7 @@ def unpack_header(header: bytes) -> list[Any]:
     # would ask for gigabytes of list slots.
     most = min(len(header), MAX_ARRAY_ITEMS)
     try:
-        values = msgpack.unpackb(header, max_array_len=most, **_UNPACK_LIMITS)
+        values = _unpack(header, max_array_len=most)
     except Exception as exc:  # msgpack raises ValueError, its own types, RecursionError, …
         # Its text may hold the whole header.
         raise RemoteProtocolError(f"header is not valid msgpack: {type(exc).__name__}") from exc

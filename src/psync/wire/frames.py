@@ -75,13 +75,16 @@ Segment = Buffer | Sequence[memoryview]
 class Frame:
     """One received frame; its segments are complete once the decoder returns it."""
 
-    __slots__ = ("header", "kind", "lengths", "request_id", "segments", "token")
+    __slots__ = ("header", "kind", "lengths", "nbytes", "request_id", "segments", "token")
 
-    def __init__(self, kind: int, request_id: int, header: bytes, lengths: tuple[int, ...]) -> None:
+    def __init__(
+        self, kind: int, request_id: int, header: bytes, lengths: tuple[int, ...], nbytes: int
+    ) -> None:
         self.kind = kind  # a value of Kind
         self.request_id = request_id  # 0 where there is none
         self.header = header  # msgpack
         self.lengths = lengths  # bytes of each segment
+        self.nbytes = nbytes  # of all segments
         self.segments: list[memoryview] = []  # the sink's to fill
         self.token: object = None  # the sink's own business; see ``FrameDecoder.redirect``
 
@@ -124,8 +127,9 @@ def encode_frame(
             lengths.append(sum(map(len, segment)))
             buffers += filter(len, segment)
     count, body_len = len(lengths), sum(lengths)
-    _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
-    _check_segments(LocalProtocolError, limits, lengths)
+    if not _are_small(limits, len(header), count, body_len):
+        _check_sizes(LocalProtocolError, limits, len(header), count, body_len)
+        _check_segments(LocalProtocolError, limits, lengths)
     buffers[0] = b"".join(
         (
             PREFIX.pack(MAGIC, VERSION, kind, 0, request_id, len(header), count, body_len),
@@ -193,6 +197,8 @@ class FrameDecoder:
         """
         if self._error is not None:
             raise self._error
+        if self._start == self._end:
+            return None
         try:
             return self._parse() if self._frame is None else None
         except Exception as exc:
@@ -225,7 +231,7 @@ class FrameDecoder:
         limits = self.limits
         if magic != MAGIC or version != VERSION or kind not in _KINDS or flags:
             raise _not_a_frame(magic, version, kind, flags)
-        if header_len > limits.header_bytes or count or body_len:
+        if not _are_small(limits, header_len, count, body_len):
             _check_sizes(FrameTooLarge, limits, header_len, count, body_len)
         at = start + PREFIX_BYTES + 8 * count
         head = at - start + header_len
@@ -236,14 +242,15 @@ class FrameDecoder:
         header = bytes(self._scratch[at : at + header_len])
         self._start += head
         if not (count or body_len):
-            return Frame(kind, request_id, header, ())
+            return Frame(kind, request_id, header, (), 0)
         lengths = struct.unpack_from(f"<{count}Q", self._scratch, start + PREFIX_BYTES)
-        _check_segments(FrameTooLarge, limits, lengths)
+        if body_len > limits.segment_bytes:
+            _check_segments(FrameTooLarge, limits, lengths)
         if sum(lengths) != body_len:
             raise RemoteProtocolError(
                 f"segments add up to {sum(lengths)} bytes, the prefix says {body_len}"
             )
-        return self._begin_body(Frame(kind, request_id, header, lengths), body_len)
+        return self._begin_body(Frame(kind, request_id, header, lengths, body_len), body_len)
 
     def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
         """Take from scratch what is there of the body; return the frame if that was all."""
@@ -311,6 +318,16 @@ def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemotePro
             hint="install the same version of psync for all tasks",
         )
     return RemoteProtocolError(f"unknown frame of kind {kind} with flags {flags:#06x}")
+
+
+def _are_small(limits: Limits, header_len: int, count: int, body_len: int) -> bool:
+    """Whether a frame is within all limits, whatever its segments are."""
+    return (
+        header_len <= limits.header_bytes
+        and count <= limits.segments
+        and body_len <= limits.body_bytes
+        and body_len <= limits.segment_bytes
+    )
 
 
 def _check_sizes(

@@ -39,7 +39,7 @@ from psync.wire.messages import Challenge, Hello, Proof, Refused
 NONCE_BYTES = 32
 MAX_NAME_CHARS = 200
 
-LANES = ("control", "bulk")
+LANES = ("control", "bulk", "lock")
 """A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""
 
 _SAME_VERSION = "install the same version of psync for all tasks"
@@ -68,7 +68,7 @@ class ClientHandshake:
         secret: The cluster's secret, or None when the cluster runs without one.
         task: Own task name.
         incarnation: Own incarnation.
-        lane: "control" or "bulk".
+        lane: One of ``LANES``.
         nonce: 32 fresh random bytes.
         expect: Name of the task that should answer, or None for any.
     """

@@ -22,6 +22,7 @@ class Limits:
     body_bytes: int = 4 << 30  # all segments of one frame
     # Bodies of one peer's requests that handlers still work on: above it, no more is read.
     unfinished_bytes: int = 256 << 20
+    gathered_bytes: int = 256 << 20  # rows of all shards that one request asks for
     connections: int = 4096  # open connections of one listening task
     handshakes: int = 64  # connections of one listening task that have not proved who they are
     # Pushes of synchronous steps that are not closed yet, on one ps; see ``staging``.

@@ -7,7 +7,7 @@ Fields of tuples come back as lists: msgpack knows one kind of array.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync.wire.codec import Message as Message
@@ -25,7 +25,7 @@ class Hello(Message):
     newest_version: int
     task: str  # name of the client's task
     incarnation: int  # of the client
-    lane: str  # "control" or "bulk"
+    lane: str  # one of handshake.LANES
     nonce: bytes
     secured: bool  # whether the client holds a secret
 
@@ -238,12 +238,13 @@ class AttachPs(Message):
 @message(33)
 @dataclass(frozen=True, slots=True)
 class CreateShards(Message):
-    """Declared shards and their first values; idempotent. Segments: one per shard."""
+    """Declared shards and their first values; idempotent. Segments: those that are sent."""
 
     # (variable name, variable id, shard index, offset, shape, dtype)
     shards: list[tuple[str, int, int, int, list[int], str]]
-    # For each: the shard whose value it begins with, or None: its value is in the segments.
-    copies: list[tuple[int, int] | None]
+    # For each what it begins with: another shard's value, so many bytes that are each of its
+    # elements, or None: its value is in the segments.
+    sources: list[tuple[int, int] | bytes | None]
 
 
 @message(34)
@@ -286,6 +287,32 @@ class Push(Message):
     optimizer: int
     config: dict[str, Any] | None  # defines the optimizer for this connection
     step: int  # highest step of this optimizer that the client knows
+    # None: all members are dense. Else for each member -1, or the number n of its rows that the
+    # gradient has: its segment is n local row numbers (int64, ascending), then n rows of values.
+    rows: list[int] | None = None
+    # Of layerwise optimizers, for each member the ratio of its whole variable. None: the ps finds
+    # it, from the shard alone.
+    ratios: list[float] | None = None
+
+
+@message(80)
+@dataclass(frozen=True, slots=True)
+class MeasurePush(Message):
+    """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int  # as in Push
+
+
+@message(81)
+@dataclass(frozen=True, slots=True)
+class Measured(Message):
+    """For each member the sums of squares of the parameter and of its update."""
+
+    sums: list[tuple[float, float]]
 
 
 @message(37)
@@ -299,7 +326,8 @@ class Assign(Message):
     ordinal: int
     set_id: int
     members: list[tuple[int, int]] | None
-    op: str  # "assign", "add" or "sub"
+    op: str  # "assign", "add" or "sub"; for rows also "mul", "div", "min" or "max"
+    rows: list[int] | None = None  # as in Push
 
 
 @message(38)
@@ -370,6 +398,7 @@ class StagePush(Message):
     local_step: int  # of the values that the gradients were computed from; -1: the first
     set_id: int
     members: list[tuple[int, int]] | None
+    rows: list[int] | None = None  # as in Push
 
 
 @message(43)
@@ -385,8 +414,9 @@ class Staged(Message):
 class Contribute(Message):
     """Worker → ps 0: all parts of a push are staged; decide, and answer when there is a token.
 
-    Answered by Contributed, after the step is closed or while other tokens are left. ps 0's own
-    part, if it is small, comes along instead of having been staged. Segments: one per member.
+    Answered by Contributed, after the step is closed or while other tokens are left. A small push
+    comes along whole, of a larger one ps 0's own part if that is small; ps 0 hands on what belongs
+    to others with CloseStep. Segments: one per member.
     """
 
     group: int
@@ -398,14 +428,21 @@ class Contribute(Message):
     variable_set: bytes  # digest of all variables of the push
     local_step: int  # -1: values of before the group's first step
     weight: float
-    set_id: int  # of the part that comes along; -1: none
-    members: list[tuple[int, int]] | None
+    set_id: int  # of what comes along; -1: nothing. Such sets are numbered apart from others
+    members: list[tuple[int, int, int]] | None  # (ps, variable, index); those of a ps together
+    ahead: int  # set whose values are wanted with the token, if it is that of a new step; -1: none
+    ahead_members: list[tuple[int, int, int]] | None
+    rows: list[int] | None = None  # as in Push; only of what ps 0 keeps itself
+    spread: bool = False  # whether a variable of the push lies on several ps tasks
 
 
 @message(45)
 @dataclass(frozen=True, slots=True)
 class Contributed(Message):
-    """What became of a push, and the token: the worker's next local step."""
+    """What became of a push, and the token: the worker's next local step.
+
+    Segments: the values that were wanted, one per member, of step ``token`` or later; or none.
+    """
 
     outcome: str  # "accepted", "stale" or "duplicate"
     staleness: int  # steps that were closed since the values were pulled
@@ -437,13 +474,41 @@ class CloseStep(Message):
     """ps 0 → every ps: apply the mean of these pushes; idempotent by ``step``. Answered by Done.
 
     Afterwards the group is at ``step + 1`` and what is staged for ``step`` or before is dropped.
+    Segments: one per part that comes along. Segments of the answer: the values of the sets in
+    ``ahead`` afterwards, one per shard; none if shards are busy.
     """
 
     group: int
-    config: dict[str, Any]
+    config: dict[str, Any] | None  # None: the ps knows it
     step: int
     # (task, incarnation, push, weight), in the order in which they are summed
     pushes: list[tuple[str, int, int, float]]
+    along: list[int] = field(default_factory=list)  # of each push: its set, -1: staged, or not here
+    sets: list[tuple[int, list[tuple[int, int]]]] = field(default_factory=list)  # defined with this
+    ahead: list[int] = field(default_factory=list)
+    # (variable id, factor): what limits the norm of the mean of a variable, and the trust ratio of
+    # its update. None: the ps finds it by itself, if the rule needs it.
+    scales: list[tuple[int, float]] | None = None
+    ratios: list[tuple[int, float]] | None = None
+
+
+@message(82)
+@dataclass(frozen=True, slots=True)
+class MeasureStep(CloseStep):
+    """ps 0 → every ps: what would closing this step do? Changes nothing. Answered by StepMeasured.
+
+    The same as the ``CloseStep`` that follows, but for the factors that are not known yet.
+    """
+
+    what: str = "gradients"  # or "updates", by the mean times its scales; see ``step_norms``
+
+
+@message(83)
+@dataclass(frozen=True, slots=True)
+class StepMeasured(Message):
+    """Sums of squares of each shard that the step changes on this ps; see ``step_norms``."""
+
+    sums: list[tuple[int, int, float, float]]  # (variable id, shard index, …)
 
 
 @message(49)
@@ -684,3 +749,197 @@ class FinishSteps(Message):
 
     Answered by Done when it has been applied.
     """
+
+
+# Rows of variables.
+
+
+@message(72)
+@dataclass(frozen=True, slots=True)
+class PullRows(Message):
+    """Some rows of shards, or of one slot of each. Answered by RowsPulled.
+
+    Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
+    """
+
+    # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
+    # shard's first one. Step 0: those in the body; else range(start, stop, step).
+    parts: list[tuple[int, int, int, int, int, int]]
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(73)
+@dataclass(frozen=True, slots=True)
+class RowsPulled(Message):
+    """Segments: the rows of each part, in the order in which it names them."""
+
+    steps: list[tuple[int, int]]  # as in Pulled
+
+
+# Gangs: one function on all workers at once, whose replicas meet.
+
+
+@message(105)
+@dataclass(frozen=True, slots=True)
+class RunReplica(Message):
+    """Coordinator → worker: run this closure as one of a gang. Segments: as in RunClosures."""
+
+    closure: tuple[int, bytes, int, list[int]]  # as in RunClosures
+    replica_id: int
+    num_replicas: int
+
+
+@message(106)
+@dataclass(frozen=True, slots=True)
+class ReachCollective(Message):
+    """Worker → coordinator: a replica has come to its next collective. Answered by Merged.
+
+    The answer waits until all replicas have come to it. Segments: the pickled function and this
+    replica's value.
+    """
+
+    closure: int
+    what: str  # names it; must be the same for all replicas
+
+
+@message(107)
+@dataclass(frozen=True, slots=True)
+class Merged(Message):
+    """What the function of a collective returned or raised. Segments: that, pickled."""
+
+    error: tuple[str, str, str] | None  # as in ClosureResults; None: it returned
+
+
+# Positions of per-worker iterators.
+
+
+@message(100)
+@dataclass(frozen=True, slots=True)
+class AskPosition(Message):
+    """Coordinator → worker: how far is an iterator? Answered by IteratorPosition."""
+
+    uid: str
+
+
+@message(101)
+@dataclass(frozen=True, slots=True)
+class IteratorPosition(Message):
+    """As of now."""
+
+    position: int  # batches that steps were handed, and were before; -1: nobody has needed it yet
+
+
+# What an optimizer keeps, set from outside: by a program that restores it.
+
+
+@message(125)
+@dataclass(frozen=True, slots=True)
+class SetSlots(Message):
+    """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    members: list[tuple[int, int, str]]  # variable id, shard index, slot
+
+
+@message(126)
+@dataclass(frozen=True, slots=True)
+class SetOptimizer(Message):
+    """Let an optimizer go on otherwise; idempotent. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int  # that its next push has; -1: as it is
+    learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is
+
+
+# Locks on shards: one instant over all ps tasks.
+
+
+@message(115)
+@dataclass(frozen=True, slots=True)
+class LockShards(Message):
+    """Lock shards, all of them or none; who changes them waits. Answered by Done, once it is so.
+
+    The lock ends when it is given up, with the connection over which it was asked for, and when it
+    was not renewed for the time of its lease. The same number again asks anew.
+    """
+
+    lock: int  # number of the lock, unique in its client
+    members: list[tuple[int, int]]
+    lease_s: float
+
+
+@message(116)
+@dataclass(frozen=True, slots=True)
+class UnlockShards(Message):
+    """Give a lock up, held or not; idempotent. Answered by Done."""
+
+    lock: int
+
+
+@message(117)
+@dataclass(frozen=True, slots=True)
+class RenewLock(Message):
+    """Let the lease of a lock begin anew. Answered by Done, or LockLost."""
+
+    lock: int
+
+
+@message(118)
+@dataclass(frozen=True, slots=True)
+class PullLocked(Pull):
+    """A pull of shards that are locked by the one who asks. Answered by Pulled, or LockLost."""
+
+    lock: int
+
+
+@message(119)
+@dataclass(frozen=True, slots=True)
+class AssignLocked(Assign):
+    """An assign to shards that are locked by the one who asks. Answered by Pushed, or LockLost."""
+
+    lock: int = 0  # ``rows`` before it has a default, too
+
+
+@message(127)
+@dataclass(frozen=True, slots=True)
+class AskOptimizer(Message):
+    """How far is an optimizer? Answered by OptimizerState."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+
+
+@message(124)
+@dataclass(frozen=True, slots=True)
+class OptimizerState(Message):
+    """As of now."""
+
+    step: int  # that its next push has, unless that carries a later one
+
+
+# Synchronous pushes that come whole to ps 0.
+
+
+@message(90)
+@dataclass(frozen=True, slots=True)
+class DescribeSet(Message):
+    """ps 0 → ps: are these shards there, and may a group push to them? Answered by SetSizes.
+
+    Defines the set for this connection.
+    """
+
+    set_id: int
+    members: list[tuple[int, int]]
+    group: int  # -1: their values are wanted, and no more
+    config: dict[str, Any] | None
+
+
+@message(91)
+@dataclass(frozen=True, slots=True)
+class SetSizes(Message):
+    """Bytes of each shard of a set."""
+
+    sizes: list[int]

@@ -93,7 +93,7 @@ class Protocol:
         self._out: list[Buffer] = []
         self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
         self.peer_incarnation = 0
-        self.lane = ""  # "control" or "bulk"
+        self.lane = ""  # one of handshake.LANES
         self.refused: Refused | None = None  # what this side answered to a peer it turned away
         self.get_buffer = self._decoder.get_buffer  # memory for the next bytes from the peer
         self.redirect = self._decoder.redirect  # throw away the rest of a body

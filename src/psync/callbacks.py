@@ -1,0 +1,327 @@
+"""Callbacks of ``Trainer.fit``: what happens between the epochs.
+
+Layer: L4. Imports: errors, checkpoint, pulls.
+
+They run in the program, not on workers; there are none for batches, since steps run elsewhere and
+several at once. Each method may be a coroutine function or a plain one.
+
+Source: ``keras.callbacks`` of Keras 3, for names, arguments and when they are called.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from psync.checkpoint import CheckpointManager
+from psync.errors import ConfigurationError
+from psync.pulls import pull
+
+if TYPE_CHECKING:
+    from psync.trainer import Trainer
+
+Logs = Mapping[str, float]
+
+
+class Callback:
+    """Base of all callbacks; ``trainer`` is there from ``on_train_begin`` on."""
+
+    trainer: Trainer
+
+    def on_train_begin(self) -> Any:
+        """Before the first epoch, after what was saved has been restored."""
+
+    def on_epoch_begin(self, epoch: int) -> Any:
+        """Before an epoch; epochs count from 0."""
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> Any:
+        """After an epoch and its validation.
+
+        Args:
+            epoch: From 0.
+            logs: "loss", the metrics by name, and with "val_" before each those of the validation.
+        """
+
+    def on_train_end(self, logs: Logs) -> Any:
+        """After the last epoch, also if an error or a cancellation ended it."""
+
+
+class _Monitor:
+    """Says whether a value is better than the best one before.
+
+    Args:
+        monitor: Name of a value in the logs.
+        mode: "min", "max", or "auto": "max" for accuracies and areas, else "min".
+        min_delta: By how much it must be better.
+        baseline: What it must be better than at first.
+    """
+
+    def __init__(
+        self, monitor: str, mode: str, min_delta: float = 0.0, baseline: float | None = None
+    ) -> None:
+        if mode not in ("auto", "min", "max"):
+            raise ConfigurationError(f"callback: expected mode auto, min or max, got {mode!r}")
+        grows = mode == "max" or (
+            mode == "auto" and any(word in monitor for word in ("acc", "auc", "fmeasure"))
+        )
+        self.monitor = monitor
+        self._sign = -1.0 if grows else 1.0
+        self._min_delta = abs(min_delta)
+        self.best = self._sign * math.inf if baseline is None else baseline
+
+    def is_due(self, trainer: Trainer) -> bool:
+        """Return whether there is a value: no validation, no value of it."""
+        return not (trainer.validation_skipped and self.monitor.startswith("val_"))
+
+    def improved(self, logs: Logs) -> bool:
+        """Look at the logs of an epoch.
+
+        Raises:
+            ConfigurationError: The value is not among them.
+        """
+        value = logs.get(self.monitor)
+        if value is None:
+            raise ConfigurationError(
+                f"callback: no {self.monitor!r} to monitor, there are {', '.join(logs)}",
+                hint="values of the validation begin with val_, and need validation_data",
+            )
+        if self._sign * (self.best - value) > self._min_delta:
+            self.best = value
+            return True
+        return False
+
+
+class EarlyStopping(Callback):
+    """Ends training when a value gets no better any more.
+
+    Args:
+        monitor: Which value.
+        min_delta: By how much it must get better to count.
+        patience: After how many epochs without it ends; 0 is the same as 1.
+        mode: "min", "max", or "auto": "max" for accuracies and areas.
+        baseline: What it must get better than.
+        restore_best_weights: Whether the variables become in the end what they were after the best
+            epoch. They are kept in the program's memory; slots of optimizers are not.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool = False,
+    ) -> None:
+        if patience < 0:
+            raise ConfigurationError(f"early stopping: expected patience from 0, got {patience}")
+        self._arguments = (monitor, mode, min_delta, baseline)
+        self._patience = patience
+        self._restore = restore_best_weights
+        self._values: Any = None
+        self.on_train_begin()
+
+    def on_train_begin(self) -> None:
+        """Forget what was."""
+        self._monitor = _Monitor(*self._arguments)
+        self._waited = 0
+        self._values = None
+        self.best_epoch = 0
+        self.stopped_epoch: int | None = None
+
+    async def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Look whether it got better."""
+        if not self._monitor.is_due(self.trainer):
+            return
+        if self._monitor.improved(logs):
+            self.best_epoch, self._waited = epoch, 0
+            if self._restore:
+                self._values = await pull(list(self.trainer.flat_variables), copy=True)
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            self.stopped_epoch = epoch
+            self.trainer.stop_training = True
+
+    async def on_train_end(self, logs: Logs) -> None:
+        """Go back to the best values, if that is wanted."""
+        if self._values is not None:
+            for variable, value in zip(self.trainer.flat_variables, self._values, strict=True):
+                await variable.assign(value)
+
+
+class LearningRateScheduler(Callback):
+    """Sets the learning rate before each epoch.
+
+    For a rate that changes with each step give the optimizer a schedule instead: it is evaluated on
+    the ps tasks.
+
+    Args:
+        schedule: (epoch, present rate) → rate. The present rate is first the one that the optimizer
+            was made with, also where ``fit`` resumes: checkpoints hold no learning rate.
+    """
+
+    def __init__(self, schedule: Callable[[int, float], float]) -> None:
+        self._schedule = schedule
+        self._rate: float | None = None
+
+    async def on_epoch_begin(self, epoch: int) -> None:
+        """Ask, and tell the ps tasks."""
+        optimizer = self.trainer.optimizer
+        if self._rate is None:
+            present = optimizer.learning_rate
+            if not isinstance(present, float):
+                raise ConfigurationError(
+                    f"learning rate scheduler: {optimizer.get_name()} has a schedule already",
+                    hint="give the optimizer a number as learning_rate, or leave this callback out",
+                )
+            self._rate = present
+        self._rate = float(self._schedule(epoch, self._rate))
+        await optimizer.set_learning_rate(self._rate)
+
+
+class CSVLogger(Callback):
+    """Writes a line of values for each epoch.
+
+    Args:
+        path: Of the file.
+        separator: Between values.
+        append: Whether lines are added to what is there, as after a resume.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], separator: str = ",", append: bool = False
+    ) -> None:
+        self._path = Path(path)
+        self._separator = separator
+        self._append = append
+        self._names: list[str] = []
+        self._file: TextIO | None = None
+
+    def on_train_begin(self) -> None:
+        """Open the file."""
+        if self._append and self._path.exists() and self._path.stat().st_size:
+            with open(self._path, newline="", encoding="utf-8") as file:
+                self._names = next(csv.reader(file, delimiter=self._separator))[1:]
+        self._file = open(self._path, "a" if self._append else "w", newline="", encoding="utf-8")
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Write a line; the first one is preceded by the names."""
+        assert self._file is not None, "training has begun"
+        writer = csv.writer(self._file, delimiter=self._separator)
+        if not self._names:
+            self._names = list(logs)
+            if self.trainer.validation_skipped:
+                self._names += [f"val_{name}" for name in logs]
+            writer.writerow(["epoch", *self._names])
+        writer.writerow([epoch, *(logs.get(name, "") for name in self._names)])
+        self._file.flush()
+
+    def on_train_end(self, logs: Logs) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class TensorBoard(Callback):
+    """Writes values for TensorBoard, with what of these is installed: tensorboardX, torch.
+
+    Args:
+        log_dir: Directory of the event files.
+
+    Raises:
+        ImportError: Neither is installed.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str] = "logs") -> None:
+        self._log_dir = os.fspath(log_dir)
+        self._writer_class = _summary_writer()
+        self._writer: Any = None
+
+    def on_train_begin(self) -> None:
+        """Begin an event file."""
+        self._writer = self._writer_class(self._log_dir)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Write the values."""
+        for name, value in logs.items():
+            where = "validation" if name.startswith("val_") else "train"
+            self._writer.add_scalar(f"epoch_{name.removeprefix('val_')}/{where}", value, epoch)
+        self._writer.flush()
+
+    def on_train_end(self, logs: Logs) -> None:
+        """End the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _summary_writer() -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as exc:
+            raise ImportError(
+                "psync.callbacks.TensorBoard needs tensorboardX, or torch with tensorboard: "
+                "pip install tensorboardX"
+            ) from exc
+    return SummaryWriter
+
+
+class ModelCheckpoint(Callback):
+    """Saves what is trained after epochs, apart from what ``Trainer`` saves to resume from.
+
+    Args:
+        directory: Of its checkpoints.
+        monitor: Which value decides with ``save_best_only``.
+        save_best_only: Whether only epochs that are better than all before are saved.
+        mode: "min", "max", or "auto": "max" for accuracies and areas.
+        every_n_epochs: Save after each n-th epoch.
+        max_to_keep: The newest so many are kept; None: all.
+
+    Raises:
+        ConfigurationError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        monitor: str = "val_loss",
+        save_best_only: bool = False,
+        mode: str = "auto",
+        every_n_epochs: int = 1,
+        max_to_keep: int | None = 5,
+    ) -> None:
+        if every_n_epochs < 1:
+            raise ConfigurationError(
+                f"model checkpoint: expected every_n_epochs above 0, got {every_n_epochs}"
+            )
+        self._directory = directory
+        self._monitor = _Monitor(monitor, mode) if save_best_only else None
+        self._every = every_n_epochs
+        self._max_to_keep = max_to_keep
+        self.manager: CheckpointManager | None = None
+
+    def on_train_begin(self) -> None:
+        """Find out what is to be saved."""
+        self.manager = CheckpointManager(
+            self.trainer.checkpoint, self._directory, self._max_to_keep
+        )
+
+    async def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Save, if it is time, and better."""
+        assert self.manager is not None, "training has begun"
+        if (epoch + 1) % self._every:
+            return
+        monitor = self._monitor
+        if monitor is None or (monitor.is_due(self.trainer) and monitor.improved(logs)):
+            await self.manager.save()

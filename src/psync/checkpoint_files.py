@@ -1,0 +1,411 @@
+"""Checkpoints on disk: written whole or not at all, read by ranges of rows, checked.
+
+Layer: L2. Imports: errors, specs, blocks, checkpoint_manifest.
+
+    directory/
+        ckpt-00000012/
+            data-00000.safetensors    tensors, one slice after the other
+            manifest.json             what lies where
+            COMMIT                    size and checksum of the manifest, written last
+            LAST                      there if the program has said that no other one follows
+
+A checkpoint is written under a name that ends in ``.tmp`` (files, manifest, COMMIT, each one synced
+to disk) and renamed when it is complete. One without COMMIT, or with ``.tmp``, does not exist. The
+files are plain safetensors, which other programs read; nothing in a checkpoint is a pickle.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from psync.blocks import bytes_of
+from psync.checkpoint_manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Slice,
+    Tensor,
+    commit_line,
+    read_manifest,
+)
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from psync.specs import dtype_of
+
+MANIFEST = "manifest.json"
+COMMIT = "COMMIT"
+LAST = "LAST"
+READ_BYTES = 8 << 20
+"""Read and checked at once."""
+
+_NAMES = {
+    "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16",
+    "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+}  # fmt: skip
+"""What safetensors calls the dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A slice that a data file is going to hold."""
+
+    tensor: str
+    shape: tuple[int, ...]  # of the slice
+    dtype: str
+    offset: int  # first row
+    label: str = ""  # in the file; default: "tensor@offset"
+
+    @property
+    def rows(self) -> int:
+        """Length of axis 0; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * dtype_of(self.dtype).itemsize
+
+
+class DataFile:
+    """A data file that is being written: slices in the order in which they were planned.
+
+    Args:
+        path: Of the file, which is made.
+        planned: What it is going to hold.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+
+    def __init__(self, path: Path, planned: Sequence[Planned]) -> None:
+        self.path = path
+        self._planned = list(planned)
+        self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
+        header = _header(self._planned)
+        self._at = len(header)
+        with _disk(f"writing {path}"):
+            self._file: BinaryIO = open(path, "xb")
+            self._file.write(header)
+
+    def write(self, data: Any) -> None:
+        """Write the next slice: an array or a buffer of its bytes, or an iterator over such parts.
+
+        Raises:
+            CheckpointError: The disk is full, or fails; or the size is not what was planned.
+        """
+        piece = self._planned[len(self.slices)]
+        parts = data if isinstance(data, Iterator) else [data]
+        crc = nbytes = 0
+        with _disk(f"writing {self.path}"):
+            for part in parts:
+                view = bytes_of(part).data
+                crc = zlib.crc32(view, crc)
+                nbytes += view.nbytes
+                self._file.write(view)
+        if nbytes != piece.nbytes:
+            raise CheckpointError(
+                f"{self.path}: {piece.tensor!r} from row {piece.offset}: expected {piece.nbytes} "
+                f"bytes, got {nbytes}"
+            )
+        self.slices.append(
+            (
+                piece.tensor,
+                Slice(piece.offset, piece.rows, self.path.name, self._at, nbytes, crc),
+            )
+        )
+        self._at += nbytes
+
+    def close(self) -> int:
+        """Sync the file to disk and return its size in bytes.
+
+        Raises:
+            CheckpointError: The disk is full, or fails; or a slice was not written.
+        """
+        if len(self.slices) < len(self._planned):
+            raise CheckpointError(
+                f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
+            )
+        with _disk(f"writing {self.path}"), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return self._at
+
+    def abandon(self) -> None:
+        """Close the file, whatever is in it."""
+        self._file.close()
+
+
+def _header(planned: Sequence[Planned]) -> bytes:
+    """Return the head of a safetensors file."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for piece in planned:
+        entries[piece.label or f"{piece.tensor}@{piece.offset}"] = {
+            "dtype": _NAMES[piece.dtype],
+            "shape": list(piece.shape),
+            "data_offsets": [at, at + piece.nbytes],
+        }
+        at += piece.nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # so that the data are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(slots=True)
+class Writer:
+    """A checkpoint that is being written.
+
+    Args:
+        directory: Of all checkpoints; made if it is not there.
+        name: Of this one: "ckpt-00000012".
+
+    Raises:
+        CheckpointError: There is one of this name; or the disk is full, or fails.
+    """
+
+    directory: Path
+    name: str
+    _files: list[DataFile] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (self.directory / self.name).exists():
+            raise CheckpointError(f"{self.directory / self.name}: exists already")
+        with _disk(f"making {self._temporary}"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self._temporary, ignore_errors=True)  # of a save that was interrupted
+            self._temporary.mkdir()
+
+    @property
+    def _temporary(self) -> Path:
+        return self.directory / f"{self.name}.tmp"
+
+    def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
+        """Begin a data file.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        made = DataFile(self._temporary / name, planned)
+        self._files.append(made)
+        return made
+
+    def commit(
+        self,
+        number: int,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        states: Mapping[str, Any],
+    ) -> Path:
+        """Complete the checkpoint and return its path; from here on it exists.
+
+        Args:
+            number: Of the save.
+            tensors: Whole shape and dtype of each tensor.
+            states: Of objects without tensors.
+
+        Raises:
+            CheckpointError: The disk is full, or fails; nothing that was there before has changed.
+        """
+        slices: dict[str, list[Slice]] = {name: [] for name in tensors}
+        for data_file in self._files:
+            for tensor, piece in data_file.slices:
+                slices[tensor].append(piece)
+        manifest = Manifest(
+            number,
+            {
+                name: Tensor(
+                    name, shape, dtype,
+                    tuple(sorted(slices[name], key=lambda piece: piece.offset)),
+                )
+                for name, (shape, dtype) in tensors.items()
+            },
+            states,
+            {data_file.path.name: data_file.close() for data_file in self._files},
+        )  # fmt: skip
+        data, final = manifest.to_bytes(), self.directory / self.name
+        with _disk(f"writing {final}"):
+            _write_synced(self._temporary / MANIFEST, data)
+            _write_synced(self._temporary / COMMIT, commit_line(data))
+            _sync_directory(self._temporary)
+            self._temporary.rename(final)
+            _sync_directory(self.directory)
+        return final
+
+    def abandon(self) -> None:
+        """Throw away what was written."""
+        for data_file in self._files:
+            data_file.abandon()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class Reader:
+    """A complete checkpoint.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        CheckpointNotFound: There is none, or it was never completed.
+        CheckpointCorrupt: Its manifest is damaged, or a file is missing or too short.
+        CheckpointError: It is of a newer version, or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._checked: set[Slice] = set()
+        if not is_complete(path):
+            raise CheckpointNotFound(
+                f"{path}: no checkpoint here"
+                + (", or one that was never completed" if path.is_dir() else ""),
+                hint="CheckpointManager(...).latest_checkpoint says which is the newest",
+            )
+        with _disk(f"reading {path}"):
+            commit = _read_bounded(path / COMMIT, 64)
+            data = _read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
+        self.manifest = read_manifest(data, commit, str(path))
+        for name, size in self.manifest.files.items():
+            found = (path / name).stat().st_size if (path / name).is_file() else -1
+            if found != size:
+                raise CheckpointCorrupt(
+                    f"{path / name}: expected {size} bytes, "
+                    + ("it is not there" if found < 0 else f"got {found}"),
+                    hint="restore an older checkpoint",
+                )
+
+    def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
+        """Return rows ``start`` to ``stop`` of a tensor, a new array; of a scalar: the scalar.
+
+        Each slice is read whole when it is first read from, to check it.
+
+        Raises:
+            CheckpointCorrupt: Its checksum is wrong.
+            CheckpointError: It cannot be read.
+        """
+        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        result = np.empty(shape, dtype_of(tensor.dtype))
+        if not result.nbytes:
+            return result
+        flat = result.reshape(-1).view(np.uint8)
+        row_bytes = tensor.row_bytes
+        for piece, first, count in tensor.rows_in(start, stop):
+            wanted = (first * row_bytes, (first + count) * row_bytes)
+            at = (piece.offset + first - start) * row_bytes
+            self._read_slice(tensor, piece, wanted, flat[at : at + count * row_bytes])
+        return result
+
+    def _read_slice(
+        self, tensor: Tensor, piece: Slice, wanted: tuple[int, int], target: np.ndarray
+    ) -> None:
+        """Copy the bytes from ``wanted[0]`` to ``wanted[1]`` of a slice."""
+        first, last = wanted
+        start, stop = wanted if piece in self._checked else (0, piece.nbytes)
+        crc = 0
+        buffer = np.empty(min(READ_BYTES, piece.nbytes), np.uint8)
+        with _disk(f"reading {self.path / piece.file}"), open(self.path / piece.file, "rb") as file:
+            file.seek(piece.start + start)
+            while start < stop and (count := file.readinto(buffer[: stop - start].data)):
+                crc = zlib.crc32(buffer[:count].data, crc)
+                low, high = max(first, start), min(last, start + count)
+                if low < high:
+                    target[low - first : high - first] = buffer[low - start : high - start]
+                start += count
+        if start != stop or (piece not in self._checked and crc != piece.crc32):
+            raise CheckpointCorrupt(
+                f"{self.path / piece.file}: tensor {tensor.name!r} from row {piece.offset}: "
+                f"expected checksum {piece.crc32:08x}, got {crc:08x}",
+                hint="restore an older checkpoint; this one was changed or damaged after it was "
+                "saved",
+            )
+        self._checked.add(piece)
+
+
+def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
+    """Return (number, path) of the complete checkpoints in a directory, the oldest first."""
+    pattern = re.compile(re.escape(prefix) + r"-(\d{1,18})")
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            match = pattern.fullmatch(entry.name)
+            if match and is_complete(Path(entry.path)):
+                found.append((int(match[1]), Path(entry.path)))
+    return sorted(found)
+
+
+def is_complete(path: Path) -> bool:
+    """Return whether there is a checkpoint: False also once it has been removed."""
+    return (path / COMMIT).is_file()
+
+
+def mark_last(path: Path) -> None:
+    """Note that no other checkpoint follows this one.
+
+    Raises:
+        CheckpointError: It cannot be written, or the checkpoint has been removed.
+    """
+    with _disk(f"marking {path} as the last"):
+        (path / LAST).touch()
+        _sync_directory(path)
+
+
+def unmark_last(path: Path) -> None:
+    """Take that back; where nothing may be written, it stays."""
+    with contextlib.suppress(OSError):
+        (path / LAST).unlink(missing_ok=True)
+
+
+def is_last(path: Path) -> bool:
+    """Return whether the program has said that no other checkpoint follows this one."""
+    return (path / LAST).is_file()
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; it ceases to exist at once, and its files go then."""
+    doomed = path.with_name(path.name + ".tmp")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _read_bounded(path: Path, limit: int) -> bytes:
+    with open(path, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise CheckpointCorrupt(f"{path}: expected at most {limit} bytes")
+    return data
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _disk(what: str) -> Iterator[None]:
+    """Turn what the operating system says into an error of ours."""
+    try:
+        yield
+    except OSError as exc:
+        raise CheckpointError(
+            f"{what}: {exc.strerror or exc}", hint="is there room on the disk, and permission?"
+        ) from exc

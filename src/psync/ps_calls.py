@@ -1,0 +1,180 @@
+"""Calls to ps tasks: many at once, updates under a number of their own, pushes to their end.
+
+Layer: L3. Imports: errors, blocks, endpoint, ps_link, rpc, wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from psync.blocks import BlockPool
+from psync.endpoint import Endpoint
+from psync.errors import RemoteProtocolError
+from psync.ps_link import PsLink
+from psync.rpc import Peer
+from psync.wire.frames import Segment
+from psync.wire.messages import DefineOptimizer, Message, Pushed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PsCalls:
+    """Links to all ps tasks, and how calls go over them.
+
+    Args:
+        endpoint: Bears the client's name and incarnation.
+        addresses: Of the ps tasks, in order.
+        pool: Memory of pulled arrays, recycled once nobody holds them.
+        lost_after_s: A ps that cannot be reached for this many seconds is lost.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        addresses: Sequence[str],
+        pool: BlockPool,
+        lost_after_s: float = 15.0,
+    ) -> None:
+        self.links = [
+            PsLink(endpoint, index, address, lost_after_s)
+            for index, address in enumerate(addresses)
+        ]
+        self._pool = pool
+        self.failpoints = endpoint.platform.failpoints
+        self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
+
+    async def shielded(self, calls: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Make all ``calls`` at once and return what they return.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: They go on in the background, see ``drain``; an error is logged then.
+        """
+
+        async def send() -> list[T]:
+            return await self.together(calls())
+
+        work = asyncio.ensure_future(send())
+        self._pushes.add(work)
+        work.add_done_callback(self._pushes.discard)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_note_result)
+            raise
+
+    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Make all ``calls`` at once and return what they return.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: All are cancelled.
+        """
+        if self.failpoints.armed("worker.push.between_ps"):
+            return await self._one_by_one(calls)
+        return await all_of(calls)
+
+    async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        answers: list[T] = []
+        try:
+            for call in calls:
+                if answers:
+                    self.failpoints.hit("worker.push.between_ps")
+                answers.append(await call)
+        finally:
+            for call in calls:
+                call.close()
+        return answers
+
+    async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
+        """Make an optimizer known to all ps tasks, so that its slots can be read.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        message = DefineOptimizer(optimizer, config)
+        await all_of([link.call(lambda peer: message) for link in self.links])
+
+    async def _update_one(
+        self,
+        link: PsLink,
+        build: Callable[[Peer, int], Message],
+        segments: Sequence[Segment] = (),
+        *,
+        bulk: bool = False,
+        set_id: int | None = None,
+        locked: bool = False,
+    ) -> Pushed:
+        """Send what changes shards under a sequence of its own; return the answer to it."""
+        sequence = link.draw_sequence()
+        try:
+            received = await link.call(
+                lambda peer: build(peer, sequence), segments, bulk=bulk, set_id=set_id,
+                locked=locked,
+            )  # fmt: skip
+        finally:
+            link.answered(sequence)
+        if not isinstance(received.message, Pushed):
+            raise RemoteProtocolError(
+                f"{link.task} answered an update with {type(received.message).__name__}"
+            )
+        return received.message
+
+    async def drain(self) -> None:
+        """Wait for pushes that were begun and whose callers were cancelled.
+
+        Cancellation: Safe.
+        """
+        while self._pushes:
+            await asyncio.wait(list(self._pushes))
+
+    async def close(self) -> None:
+        """Stop pushes that were begun, close all links. Cancellation: safe."""
+        for work in self._pushes:
+            work.cancel()
+        await asyncio.gather(*self._pushes, return_exceptions=True)
+        for link in self.links:
+            await link.close()
+
+
+async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; the first error wins once all have ended, so nothing is left running.
+
+    Like ``asyncio.gather``, but the last one needs no task: every pull and push comes through here.
+    """
+    others = [asyncio.ensure_future(call) for call in calls[:-1]]
+    try:
+        outcomes = [await _outcome(call) for call in (calls[-1], *reversed(others))]
+    except BaseException:
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        raise
+    results: list[T] = []
+    for outcome in reversed(outcomes):
+        if isinstance(outcome, Exception):
+            raise outcome
+        results.append(outcome)
+    return results
+
+
+async def _outcome(call: Awaitable[T]) -> T | Exception:
+    try:
+        return await call
+    except Exception as exc:
+        return exc
+
+
+def _note_result(work: asyncio.Future[Any]) -> None:
+    """Log how a push ended whose caller was cancelled."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.info("a push whose step was cancelled failed: %s", error)

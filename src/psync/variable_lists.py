@@ -1,0 +1,58 @@
+"""Which variables are meant: those that a call names, or all that can be trained here.
+
+Layer: L4. Imports: errors, runtime, scopes, gradient_arguments, variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from psync.errors import GradientError, UsageError
+from psync.gradient_arguments import AnyVariable
+from psync.runtime import current_runtime
+from psync.scopes import running_scopes
+from psync.variables import ShardedVariable, Variable
+
+
+def listed(var_list: Iterable[AnyVariable]) -> list[AnyVariable]:
+    """Return the variables that a call was given: one, or several.
+
+    Raises:
+        GradientError: Something else is among them.
+    """
+    variables = [var_list] if isinstance(var_list, Variable | ShardedVariable) else list(var_list)
+    for variable in variables:
+        if not isinstance(variable, Variable | ShardedVariable):
+            raise GradientError(f"var_list: expected variables, got {type(variable).__name__}")
+    return variables
+
+
+def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVariable]:
+    """Return the trainable variables of the strategy that is served here.
+
+    Args:
+        operation: For messages.
+        arrived: Those that came with an optimizer from another process.
+
+    Raises:
+        UsageError: There is none, or nobody can tell of which strategy.
+    """
+    runtime, scopes = current_runtime(), running_scopes()
+    if runtime is not None:
+        scopes = [scope for scope in scopes if scope.origin == runtime.origin]
+    elif len(scopes) > 1:
+        raise UsageError(
+            f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
+        )
+    if scopes:
+        variables = list(scopes[0].trainable_variables)
+    else:  # another process than the program's
+        origin = runtime.origin if runtime is not None else None
+        variables = [variable for variable in arrived if variable.origin == origin]
+    if not variables:
+        raise UsageError(
+            f"{operation}: no trainable variable is known here",
+            hint="declare variables before the step that captures this optimizer is first "
+            "scheduled, or say which variables",
+        )
+    return variables

@@ -1,0 +1,152 @@
+"""Gradients of some rows, from the optimizer in the user's hand to the ps tasks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from local_training import training
+
+import psync
+from psync import IndexedSlices, optimizers
+from psync.errors import GradientError
+
+
+def thirds(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [min(3, shape[0]), *[1] * (len(shape) - 1)]
+
+
+def ones(*indices: int) -> IndexedSlices:
+    return IndexedSlices(np.ones((len(indices), 2), np.float32), indices)
+
+
+async def test_rows_are_updated_and_duplicates_are_summed() -> None:
+    async with training(partitioner=thirds) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+        await optimizers.SGD(1.0).apply_gradients([(ones(9, 0, 9, 4), v)])
+        assert (await v.read())[:, 0].tolist() == [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]
+
+
+async def test_rows_and_whole_gradients_are_one_push() -> None:
+    async with training(partitioner=thirds) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+            b = psync.Variable(np.zeros(2, np.float32))
+        adam = optimizers.Adam(0.1)
+        result = await adam.apply_gradients([(ones(3), v), (np.ones(2, np.float32), b)])
+        assert (result.outcome, result.step) == (psync.Outcome.ACCEPTED, 1)
+        value, bias = await psync.pull((v, b))
+        assert value[3].tolist() == bias.tolist()
+        assert not value[np.arange(10) != 3].any()
+        slot = adam.get_slot(v, "m")
+        assert slot is not None
+        moment = await slot.read()
+        assert moment[3].all()
+        assert not moment[np.arange(10) != 3].any()
+
+
+async def test_a_shard_has_rows_of_its_own() -> None:
+    async with training(partitioner=thirds) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+        await optimizers.SGD(1.0).apply_gradients([(ones(0), v.variables[1])])
+        assert (await v.read())[:, 0].tolist() == [0, 0, 0, 0, -1, 0, 0, 0, 0, 0]
+
+
+async def test_no_rows_at_all_are_a_push_like_any_other() -> None:
+    async with training(partitioner=thirds) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+        sgd = optimizers.SGD(1.0)
+        empty = IndexedSlices(np.empty((0, 2), np.float32), [])
+        assert (await sgd.apply_gradients([(empty, v)])).step == 1
+        assert not (await v.read()).any()
+
+
+async def test_whatever_has_indices_and_values_will_do() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((4, 2), np.float32))
+        tensorflows = SimpleNamespace(
+            values=np.ones((1, 2), np.float32), indices=np.array([2], np.int32), dense_shape=(4, 2)
+        )
+        await optimizers.SGD(1.0).apply_gradients([(tensorflows, v)])
+        assert (await v.read())[:, 0].tolist() == [0, 0, -1, 0]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        (ones(3, 10), "row 10 does not exist, the variable has 10"),
+        (ones(-1), "row -1 does not exist, the variable has 10"),
+        (IndexedSlices(np.ones((1, 3), np.float32), [0]), r"expected shape \(1, 2\), got \(1, 3\)"),
+        (IndexedSlices(np.ones((1, 2)), [0]), "expected dtype float32, got float64"),
+        (
+            IndexedSlices(np.ones((1, 2), np.float32), [0], (9, 2)),
+            r"expected rows of an array of shape \(10, 2\), got dense_shape \(9, 2\)",
+        ),
+        (SimpleNamespace(values=np.ones((1, 2)), indices=[0.5]), "IndexedSlices: expected indices"),
+        (IndexedSlices(np.full((1, 2), np.nan, np.float32), [0]), "2 of 2 elements are NaN"),
+    ],
+)
+async def test_rows_that_do_not_fit_are_refused_before_the_push(
+    gradient: IndexedSlices, expected: str
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
+        with pytest.raises(GradientError, match=f'gradient for "v": {expected}'):
+            await optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(gradient, v)])
+        assert not (await v.read()).any()
+
+
+async def test_a_scalar_has_no_rows() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0), name="v")
+        with pytest.raises(GradientError, match='gradient for "v": a scalar has no rows'):
+            await optimizers.SGD(1.0).apply_gradients([(IndexedSlices([1.0], [0]), v)])
+
+
+async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_have_it() -> None:
+    async with training(2, 2, partitioner=thirds) as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+            b = psync.Variable(np.zeros(2, np.float32))
+            global_step = psync.get_or_create_global_step()
+        sync = psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, deterministic=True)
+
+        async def step() -> psync.Outcome:
+            await psync.pull((v, b))
+            index = psync.get_worker_index()
+            rows = np.array([0, 9] if index else [9, 4, 9])
+            values = np.full((len(rows), 2), 1 + index, np.float32)
+            gradient = psync.IndexedSlices(values, rows)
+            whole = np.full(2, 1 + index, np.float32)
+            result = await sync.apply_gradients([(gradient, v), (whole, b)], global_step)
+            return result.outcome
+
+        outcomes = [coordinator.schedule(step) for _ in range(4)]
+        await coordinator.join()
+        assert {await outcome for outcome in outcomes} == {psync.Outcome.ACCEPTED}
+        value, bias, steps = await psync.pull((v, b, global_step))
+        assert value[:, 0].tolist() == [-4, 0, 0, 0, -2, 0, 0, 0, 0, -4]
+        assert bias.tolist() == [-3, -3]
+        assert steps == 2
+
+
+async def test_the_divisor_of_rows_is_one_that_there_is() -> None:
+    with pytest.raises(psync.errors.ConfigurationError, match='sparse_divisor "per_index" or "tot'):
+        psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, sparse_divisor="rows")
+
+
+async def test_lamb_needs_the_gradient_of_all_rows() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones((10, 2), np.float32), name="v")
+        lamb = optimizers.Lamb(0.1)
+        with pytest.raises(GradientError, match="norm over the whole variable"):
+            await lamb.apply_gradients([(ones(1), v)])
+        assert (await v.read() == 1).all()

@@ -1,0 +1,67 @@
+"""A worker that is killed in the middle of a data shard: every shard is done once all the same.
+
+Everything here is a real process. The worker kills itself, with SIGKILL, between two batches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+
+import psync
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+NUM_SHARDS = 6
+BATCHES = 4
+FATAL = 3  # the shard that takes a worker with it
+
+
+def test_every_shard_is_done_once_and_the_one_of_the_killed_worker_is_named(
+    tmp_path: Path,
+) -> None:
+    files = [str(tmp_path / f"{index}.npy") for index in range(NUM_SHARDS)]
+    for index, file in enumerate(files):
+        np.save(file, np.full((BATCHES, 2), index))
+    killed = tmp_path / "killed"
+
+    async def main() -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            strategy = psync.ParameterServerStrategy(
+                cluster.resolver, psync.FixedShardsPartitioner(2)
+            )
+            async with psync.ClusterCoordinator(strategy) as coordinator:
+                with strategy.scope():
+                    applied = psync.Variable(np.zeros(NUM_SHARDS, np.int64))
+
+                async def step(file: str, fatal: bool) -> str:
+                    for number, batch in enumerate(np.load(file)):
+                        shard = int(batch[0])
+                        if fatal and shard == FATAL and number == 2 and not killed.exists():
+                            killed.touch()
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        await applied.assign_add(np.eye(NUM_SHARDS, dtype=np.int64)[shard])
+                    return file
+
+                visits = coordinator.distribute_once(files, num_epochs=2, shuffle_seed=5)
+                for epoch in visits:
+                    values = visits.schedule(step, args=(epoch == 0,))
+                    await coordinator.join()
+                    assert sorted(await coordinator.fetch(values)) == files
+                    # Batches were seen again, but none of their updates was applied again.
+                    assert (await applied.read()).tolist() == [BATCHES * (epoch + 1)] * NUM_SHARDS
+                assert killed.exists()
+                first, second = visits.account()
+                assert first.is_complete
+                assert second.is_complete
+                assert first.restarted[FATAL] == 2
+                assert second.restarted == {}
+                json.dumps(visits.state())
+
+    uvloop.run(main())

@@ -1,0 +1,176 @@
+"""The manifest of a checkpoint: what it says, and what of it is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.checkpoint_manifest import (
+    Manifest,
+    Slice,
+    Tensor,
+    check_state,
+    commit_line,
+    compare,
+    read_manifest,
+)
+from psync.errors import CheckpointCorrupt, CheckpointError
+
+
+def tensor(*cuts: int, name: str = "w", shape: tuple[int, ...] = (10, 2)) -> Tensor:
+    """A tensor of int8, cut before these rows; file i holds slice i."""
+    bounds = [0, *cuts, shape[0] if shape else 1]
+    width = 1
+    for extent in shape[1:]:
+        width *= extent
+    slices = tuple(
+        Slice(start, stop - start, f"data-{i}", 8, (stop - start) * width, 7)
+        for i, (start, stop) in enumerate(itertools.pairwise(bounds))
+    )
+    return Tensor(name, shape, "int8", slices)
+
+
+def manifest(*tensors: Tensor) -> Manifest:
+    files = {f"data-{i}": 1000 for i in range(9)}
+    return Manifest(3, {t.name: t for t in tensors}, {"epoch": [1, {"a": None}]}, files)
+
+
+def read(data: bytes) -> Manifest:
+    return read_manifest(data, commit_line(data), "ckpt-3")
+
+
+@pytest.mark.parametrize(
+    "state", [{"a": [1, "b", None, True]}, [1.5, float("inf"), float("nan")], {}, [[]]]
+)
+def test_plain_data_may_be_a_state(state: Any) -> None:
+    check_state("state", state)
+
+
+@pytest.mark.parametrize(
+    "state", [(1,), {"a": (1,)}, {1: 2}, [{1: 2}], {1: 2, "1": 3}, {(1, 2): 3}, {1, 2}, 1j]
+)
+def test_what_would_not_come_back_is_no_state(state: Any) -> None:
+    with pytest.raises(CheckpointError, match="state of 'progress'"):
+        check_state("progress", state)
+
+
+def test_what_is_written_is_read() -> None:
+    written = manifest(tensor(4, 7), tensor(name="scalar", shape=()))
+    assert read(written.to_bytes()) == written
+
+
+def test_the_state_of_an_object_keeps_its_order() -> None:
+    written = Manifest(1, {}, {"history": {"loss": [0.5], "accuracy": [0.9]}})
+    assert list(read(written.to_bytes()).states["history"]) == ["loss", "accuracy"]
+
+
+def test_a_manifest_that_was_not_committed_is_refused() -> None:
+    data = manifest(tensor()).to_bytes()
+    with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
+        read_manifest(data + b" ", commit_line(data), "ckpt-3")
+    with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
+        read_manifest(data, b"", "ckpt-3")
+
+
+@given(st.integers(0, 10), st.integers(0, 10), st.sets(st.integers(1, 9), max_size=4))
+def test_any_range_of_rows_is_found(start: int, stop: int, cuts: set[int]) -> None:
+    found = [
+        piece.offset + first + i
+        for piece, first, count in tensor(*sorted(cuts)).rows_in(start, stop)
+        for i in range(count)
+    ]
+    assert found == list(range(start, stop))
+
+
+def changed(path: list[Any], value: Any) -> bytes:
+    """The bytes of a manifest in which one thing is another."""
+    content = json.loads(manifest(tensor(4)).to_bytes())
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return json.dumps(content).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (["format"], "zip", "not one of psync"),
+        (["version"], "1", "version: expected a whole number, got '1'"),
+        (["number"], -1, "number: expected a whole number, got -1"),
+        (["number"], True, "number: expected a whole number, got True"),
+        (["files"], [], "files: expected an object, got"),
+        (["files", "../data"], 1, "name of a file: expected letters"),
+        (["files", ".data"], 1, "name of a file: expected letters"),
+        (["tensors"], {}, "tensors: expected a list"),
+        (["tensors", 0], 3, "a tensor: expected an object, got 3"),
+        (["tensors", 0, "name"], "", "name of a tensor: expected text"),
+        (["tensors", 0, "shape"], [1 << 70, 2], "shape of 'w': expected a whole number"),
+        (["tensors", 0, "dtype"], "object", "tensor 'w': dtype 'object' is not supported"),
+        (["tensors", 0, "slices", 0], [0, 4], "a slice of 'w': expected six entries"),
+        (["tensors", 0, "slices", 0, 0], 1, "expected a slice from row 0, got 1"),
+        (["tensors", 0, "slices", 0, 4], 9, "expected 8 bytes for 4 rows, got 9"),
+        (["tensors", 0, "slices", 0, 2], "data-77", "not that large, or is not listed"),
+        (["tensors", 0, "slices", 0, 3], 5000, "not that large, or is not listed"),
+        (["tensors", 0, "shape"], [11, 2], "expected 11 rows, got 10"),
+        (["states"], "x" * 200, r"states: expected an object, got 'x+\.\.\."),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_named(path: list[Any], value: Any, text: str) -> None:
+    with pytest.raises(CheckpointCorrupt, match=text) as caught:
+        read(changed(path, value))
+    assert str(caught.value).startswith("ckpt-3")
+
+
+def test_a_newer_version_is_not_called_damaged() -> None:
+    with pytest.raises(CheckpointError, match="format version 2, this psync reads 1") as caught:
+        read(changed(["version"], 2))
+    assert not isinstance(caught.value, CheckpointCorrupt)
+
+
+def test_a_tensor_that_occurs_twice_is_refused() -> None:
+    content = json.loads(manifest(tensor()).to_bytes())
+    content["tensors"] *= 2
+    with pytest.raises(CheckpointCorrupt, match="'w' occurs twice"):
+        read(json.dumps(content).encode())
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_bytes_from_anywhere_end_in_a_clear_error(data: bytes) -> None:
+    with pytest.raises(CheckpointError):
+        read(data)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@given(
+    st.sampled_from(["number", "tensors", "states", "files"]),
+    JSON,
+    st.lists(st.sampled_from(["name", "shape", "dtype", "slices"]), max_size=1),
+)
+def test_json_from_anywhere_ends_in_a_manifest_or_a_clear_error(
+    key: str, value: Any, inner: list[str]
+) -> None:
+    path = ["tensors", 0, *inner] if inner else [key]
+    with contextlib.suppress(CheckpointCorrupt):
+        read(changed(path, value))
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    saved = manifest(tensor(name="same"), tensor(name="other"), tensor(name="gone"))
+    wanted = {"same": ((10, 2), "int8"), "other": ((10, 2), "int16"), "new": ((), "int8")}
+    difference = compare(saved, wanted, ["epoch", "batch"])
+    assert difference.missing == ("batch", "new")
+    assert difference.extra == ("gone",)
+    assert difference.misshaped == ("other: saved as (10, 2) int8, declared as (10, 2) int16",)

@@ -1,0 +1,85 @@
+"""Which errors a join raises, and what they say; the rest of it is in test_closures."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.closure_errors import QueueErrors, error_of, input_error, loss_error, root_of
+from psync.closure_states import Closure
+from psync.errors import ClosureError, ClosureInputError, EndOfData, WorkerLost
+
+
+def ended(closure_id: int, error: BaseException) -> Closure:
+    closure = Closure(closure_id, name="step")
+    closure.error = error
+    return closure
+
+
+def test_errors_are_collected_once_with_the_end_of_data_behind_them() -> None:
+    errors = QueueErrors()
+    first, further, at_end = ValueError("first"), ValueError("further"), EndOfData("no more")
+    errors.note_end_of_data(ended(0, at_end))
+    errors.note_end_of_data(ended(1, EndOfData("a later one")))
+    errors.pending += [first, further]
+    assert errors.collect() == (first, (further, at_end))
+    assert errors.collect() is None
+
+
+def test_an_end_of_data_alone_is_the_first() -> None:
+    errors, at_end = QueueErrors(), EndOfData("no more")
+    errors.note_end_of_data(ended(0, at_end))
+    assert errors.collect() == (at_end, ())
+
+
+def test_what_was_collected_ends_nothing_any_more_unless_all_is_stopped() -> None:
+    errors = QueueErrors()
+    errors.ending = "closure 0 failed"
+    errors.collect()
+    assert errors.ending is None
+    errors.ending, errors.stopped = "the coordinator was closed", True
+    errors.collect()
+    assert errors.ending == "the coordinator was closed"
+
+
+def test_a_cancelled_closure_says_why_and_whether_it_is_of_use_to_schedule_it_again() -> None:
+    errors, closure = QueueErrors(), Closure(3, name="step")
+    assert str(errors.cancelled(closure)) == "closure 3 (step) was cancelled"
+    errors.ending = "closure 0 failed"
+    error = errors.cancelled(closure)
+    assert error.message == "closure 3 (step) was cancelled: closure 0 failed"
+    assert error.hint == "schedule it again after join has raised the error"
+    errors.stopped = True
+    assert errors.cancelled(closure).hint is None
+
+
+def test_an_input_error_has_the_first_error_of_the_chain_as_its_cause() -> None:
+    cause = ValueError("bad batch")
+    source = ended(0, cause)
+    between = ended(1, input_error(Closure(1, name="step"), source))
+    error = input_error(Closure(2, name="step"), between)
+    assert error.__cause__ is cause
+    assert "its input, closure 1 (step), ended with ValueError: bad batch" in str(error)
+
+
+def test_an_error_without_arguments_is_named_all_the_same() -> None:
+    error = input_error(Closure(1), ended(0, ValueError()))
+    assert str(error).endswith("ended with ValueError: ")
+
+
+def test_an_input_error_without_a_cause_is_its_own_root() -> None:
+    error = ClosureInputError("its input is gone")
+    assert root_of(ended(0, error)) is error
+
+
+def test_a_closure_lost_too_often_names_the_workers_it_was_lost_with() -> None:
+    closure = Closure(4, name="step")
+    closure.worker, closure.lost_on = "worker:1", ("worker:0", "worker:1")
+    error = loss_error(closure)
+    assert isinstance(error, ClosureError)
+    assert "lost with its worker 2 times: worker:0, worker:1" in str(error)
+    assert isinstance(error.__cause__, WorkerLost)
+
+
+def test_a_closure_without_a_value_has_an_error() -> None:
+    with pytest.raises(AssertionError, match="without a value and without an error"):
+        error_of(Closure(0))

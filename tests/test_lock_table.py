@@ -1,0 +1,129 @@
+"""Claims on shards: who holds what, who waits, and who is next."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from psync.lock_table import Claim, LockTable
+
+A, B, C = (1, 0), (1, 1), (2, 0)
+
+
+def test_updates_go_on_side_by_side() -> None:
+    table = LockTable()
+    assert table.claim([A], exclusive=False).held
+    assert table.claim([A, B], exclusive=False).held
+    assert not table.blocks([A])
+
+
+def test_a_lock_waits_for_the_updates_under_way() -> None:
+    table = LockTable()
+    first, second = table.begin([A]), table.begin([B])
+    lock = table.claim([A, B], exclusive=True)
+    assert not lock.held
+    assert table.end(first) == []
+    assert table.end(second) == [lock]
+    assert lock.held
+
+
+def test_everything_waits_for_a_lock_and_nothing_else_does() -> None:
+    table = LockTable()
+    lock = table.claim([A, B], exclusive=True)
+    assert lock.held
+    assert table.blocks([B, C])
+    assert not table.blocks([C])
+    assert table.claim([C], exclusive=False).held
+    update, other = table.claim([A], exclusive=False), table.claim([B, C], exclusive=True)
+    assert not update.held
+    assert not other.held
+    assert table.end(lock) == [update]  # the other lock waits for the update of C
+
+
+def test_whoever_waits_holds_back_those_who_come_later() -> None:
+    table = LockTable()
+    under_way = table.begin([A])
+    lock = table.claim([A, B], exclusive=True)
+    late = table.claim([B], exclusive=False)
+    assert not late.held  # else updates of B could keep the lock waiting for ever
+    assert table.blocks([B])
+    assert table.end(under_way) == [lock]
+    assert table.end(lock) == [late]
+
+
+def test_two_locks_alternate_with_the_updates_between_them() -> None:
+    table = LockTable()
+    first = table.claim([A], exclusive=True)
+    update = table.claim([A], exclusive=False)
+    second = table.claim([A], exclusive=True)
+    assert table.end(first) == [update]
+    assert table.end(update) == [second]
+
+
+def test_who_gives_up_waiting_is_in_nobodys_way() -> None:
+    table = LockTable()
+    held = table.claim([A], exclusive=True)
+    given_up = table.claim([A, B], exclusive=True)
+    later = table.claim([B], exclusive=False)
+    assert table.end(given_up) == [later]
+    assert table.end(given_up) == []
+    assert table.end(held) == []
+    assert not table.blocks([A, B])
+
+
+def test_work_that_belongs_to_a_claim_outlives_it() -> None:
+    table = LockTable()
+    update = table.claim([A], exclusive=False)
+    lock = table.claim([A], exclusive=True)
+    work = table.begin([A])  # of the update, which is answered for by its own claim
+    assert table.end(update) == []
+    assert table.end(work) == [lock]
+
+
+class ClaimsMachine(RuleBasedStateMachine):
+    """Whatever is claimed and given up in whatever order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LockTable()
+        self.claims: list[Claim] = []
+
+    @rule(keys=st.sets(st.sampled_from([A, B, C]), min_size=1), exclusive=st.booleans())
+    def claim(self, keys: set[tuple[int, int]], exclusive: bool) -> None:
+        blocked = self.table.blocks(keys)
+        claim = self.table.claim(keys, exclusive=exclusive)
+        if not exclusive:
+            assert claim.held is not blocked
+        self.claims.append(claim)
+
+    @rule(which=st.integers(0, 100))
+    def end(self, which: int) -> None:
+        if self.claims:
+            claim = self.claims.pop(which % len(self.claims))
+            granted = self.table.end(claim)
+            assert all(other.held for other in granted)
+            assert granted == [other for other in self.claims if other in granted]
+
+    @invariant()
+    def a_lock_is_alone(self) -> None:
+        held = [claim for claim in self.claims if claim.held]
+        for claim in held:
+            for other in held:
+                if claim is not other and claim.exclusive:
+                    assert claim.keys.isdisjoint(other.keys)
+
+    @invariant()
+    def the_first_has_what_it_wants(self) -> None:
+        for index, claim in enumerate(self.claims):
+            before = self.claims[:index]
+            in_the_way = any(
+                (claim.exclusive or other.exclusive) and not claim.keys.isdisjoint(other.keys)
+                for other in before
+            )
+            if not in_the_way:
+                assert claim.held
+
+
+TestClaims = ClaimsMachine.TestCase
+TestClaims.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

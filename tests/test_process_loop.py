@@ -1,0 +1,94 @@
+"""The loop of a task's process, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import uvloop
+
+from psync import process_loop
+from psync.errors import ConfigurationError
+from psync.process_loop import end_of_run, loop_factory, run_loop
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PSYNC_LOOP", raising=False)
+
+
+def test_without_a_name_the_loop_is_uvloops() -> None:
+    assert loop_factory() is uvloop.new_event_loop
+
+
+def test_the_standard_loop_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_LOOP", "asyncio")
+    assert loop_factory() is None
+
+
+def test_another_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_LOOP", "trio")
+    with pytest.raises(ConfigurationError, match="expected uvloop or asyncio, got 'trio'"):
+        loop_factory()
+
+
+@pytest.mark.parametrize("code", [0, 143])
+def test_sigterm_cancels_what_runs_and_ends_the_process_with_its_code(code: int) -> None:
+    cleaned = []
+
+    async def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("yes")
+
+    with pytest.raises(SystemExit) as caught:
+        run_loop(main, terminated_code=code)
+    assert caught.value.code == code
+    assert cleaned == ["yes"]
+
+
+def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    last_words = asyncio.Event()
+
+    async def main() -> None:
+        last_words.set()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(process_loop, "LAST_WORDS_S", 0.01)
+    with pytest.raises(SystemExit) as caught:
+        run_loop(main, last_words=last_words)
+    assert caught.value.code == 143
+
+
+# --- the end of the run --------------------------------------------------------------------------
+
+
+async def test_the_end_of_a_pipe_is_the_end_of_the_run() -> None:
+    read_end, write_end = os.pipe()
+    with end_of_run(read_end) as over:
+        await asyncio.sleep(0)
+        assert not over.is_set()
+        os.close(write_end)
+        await over.wait()
+
+
+async def test_one_who_begins_to_listen_late_hears_it_too() -> None:
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    with end_of_run(read_end) as over:
+        await over.wait()
+
+
+async def test_the_pipe_is_closed_with_the_context() -> None:
+    read_end, write_end = os.pipe()
+    with end_of_run(read_end) as over:
+        pass
+    os.close(write_end)
+    assert not over.is_set()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read_end)

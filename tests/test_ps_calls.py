@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from psync.ps_calls import all_of
+from tests.ps_cluster import WORKER, PsCluster, until
+
+pytestmark = pytest.mark.asyncio
+
+
+async def fail(error: Exception) -> int:
+    raise error
+
+
+async def give(value: int) -> int:
+    await asyncio.sleep(0)
+    return value
+
+
+async def test_all_calls_are_made_at_once_and_answered_in_order() -> None:
+    assert await all_of([give(1), give(2), give(3)]) == [1, 2, 3]
+
+
+async def test_the_first_error_is_raised_once_all_have_ended() -> None:
+    ended: list[int] = []
+
+    async def end_later() -> int:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        ended.append(1)
+        return 1
+
+    with pytest.raises(ValueError, match="first"):
+        await all_of([fail(ValueError("first")), end_later(), fail(ValueError("last"))])
+    assert ended == [1]
+
+
+async def test_who_is_cancelled_cancels_all() -> None:
+    cancelled: list[int] = []
+
+    async def wait(number: int) -> int:
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            cancelled.append(number)
+
+    task = asyncio.ensure_future(all_of([wait(1), wait(2)]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert sorted(cancelled) == [1, 2]
+
+
+async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:
+    async with PsCluster() as cluster:
+        client = cluster.client(WORKER)
+        begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def work() -> int:
+            begun.set()
+            await may_end.wait()
+            ended.set()
+            return 1
+
+        task = asyncio.ensure_future(client.shielded(lambda: [work()]))
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_end.set()
+        await client.drain()
+        assert ended.is_set()
+        await until(lambda: not client._pushes)

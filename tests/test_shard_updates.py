@@ -1,0 +1,90 @@
+"""One push and one shard, block by block. What comes of it is in test_store.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psync.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
+from psync.gradient_accumulation import GradientAccumulator
+from psync.layerwise_rules import Lamb
+from psync.shard_updates import ShardUpdate
+from psync.update_rules import SGD, Scratch, UpdateRule
+
+SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
+
+
+def array_of(values: np.ndarray) -> BlockArray:
+    return BlockArray.from_array(values, BlockPool())
+
+
+def value_of(array: BlockArray) -> np.ndarray:
+    return np.concatenate([array.block(i).array for i in range(array.num_blocks)])
+
+
+def slots_of(rule: UpdateRule) -> list[BlockArray]:
+    return [BlockArray(SIZE, np.dtype(np.float32)) for _ in rule.own_slots()]
+
+
+def drawn() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    param, grad = (rng.standard_normal(SIZE).astype(np.float32) for _ in range(2))
+    return param, grad
+
+
+def run(update: ShardUpdate) -> None:
+    for i in range(update.pieces):
+        update.piece(i)
+
+
+def test_the_blocks_of_an_elementwise_rule_are_the_pieces() -> None:
+    param, grad = drawn()
+    values, rule = array_of(param), SGD(0.5, 0.9)
+    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Scratch())
+    assert update.pieces == 3
+    run(update)
+    assert np.array_equal(value_of(values), param - np.float32(0.5) * grad)
+    assert update.copies == 0
+
+
+def test_a_layerwise_rule_measures_all_blocks_before_the_first_one_changes() -> None:
+    param, grad = drawn()
+    values, rule = array_of(param), Lamb(0.5)
+    slots = slots_of(rule)
+    update = ShardUpdate(rule, values, slots, grad, 0, BlockPool(), Scratch())
+    assert update.pieces == 6
+    for i in range(3):
+        update.piece(i)
+    assert np.array_equal(value_of(values), param)
+    for i in range(3, 6):
+        update.piece(i)
+    whole, whole_slots = param.copy(), [np.zeros_like(param) for _ in slots]
+    rule.apply(whole, grad, whole_slots, whole, whole_slots, 0, Scratch())
+    assert value_of(values).tobytes() == whole.tobytes()
+    assert value_of(slots[1]).tobytes() == whole_slots[1].tobytes()
+
+
+def test_a_ratio_that_is_given_saves_the_measuring() -> None:
+    param, grad = drawn()
+    values, rule = array_of(param), Lamb(0.5)
+    update = ShardUpdate(rule, values, slots_of(rule), grad, 0, BlockPool(), Scratch(), ratio=0.25)
+    assert update.pieces == 3
+    run(update)
+    # the first update of Adam is the sign of the gradient
+    np.testing.assert_allclose(value_of(values), param - 0.125 * np.sign(grad), rtol=0, atol=0.05)
+
+
+def test_what_is_not_due_changes_no_block_of_the_values() -> None:
+    param, grad = drawn()
+    values, rule = array_of(param), Lamb(0.5)
+    sums, pool, scratch = BlockArray(SIZE, np.dtype(np.float32)), BlockPool(), Scratch()
+    seen = values.export()
+    for due in (False, True):
+        accumulator = GradientAccumulator(sums, 2, due, pool, Scratch(BLOCK_ELEMENTS))
+        update = ShardUpdate(rule, values, slots_of(rule), grad, 0, pool, scratch, accumulator)
+        run(update)
+        assert update.copies == (3 if due else 0)
+    whole, whole_slots = param.copy(), [np.zeros_like(param) for _ in range(2)]
+    rule.apply(whole, grad, whole_slots, whole, whole_slots, 0, Scratch())
+    assert value_of(values).tobytes() == whole.tobytes()
+    assert not value_of(sums).any()
+    del seen

@@ -1,0 +1,81 @@
+"""docs/tensorflow.md: what its tables name is there, and each row is run or says why not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import psync
+
+TESTS = Path(__file__).parent
+DOCUMENT = (TESTS.parent / "docs" / "tensorflow.md").read_text()
+
+
+class Row(NamedTuple):
+    tensorflow: str
+    psync: str
+    differs: str
+    test: str
+
+
+def rows() -> list[Row]:
+    lines = [line for line in DOCUMENT.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert {len(row) for row in cells} == {4}
+    headings = [["TensorFlow", "psync", "differs", "test"], ["---"] * 4]
+    return [Row(*row) for row in cells if row not in headings]
+
+
+ROWS = rows()
+CODE = re.compile(r"`([^`]+)`")
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    """The names of a file's test functions."""
+    (path,) = TESTS.rglob(file)
+    nodes = ast.walk(ast.parse(path.read_text()))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {function.name for function in functions if function.name.startswith("test_")}
+
+
+def test_there_are_rows() -> None:
+    assert len(ROWS) > 150
+    assert len({row.tensorflow for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.tensorflow)
+def test_each_row_names_tests_that_are_there_or_a_reason(row: Row) -> None:
+    tests = CODE.findall(row.test)
+    if not tests:
+        assert (row.psync, row.test) == ("–", "–")
+        assert len(row.differs.split()) > 5
+        return
+    assert row.psync != "–"
+    assert row.test == ", ".join(f"`{test}`" for test in tests)
+    for test in tests:
+        file, _, name = test.partition("::")
+        assert names_in(file), file
+        assert not name or name in names_in(file), test
+
+
+def public_names() -> set[str]:
+    return set(re.findall(r"\bpsync(?:\.[A-Za-z_]\w*)+", DOCUMENT))
+
+
+@pytest.mark.parametrize("name", sorted(public_names()))
+def test_each_name_of_psync_is_there(name: str) -> None:
+    first, *rest = name.removeprefix("psync.").split(".")
+    assert first in psync.__all__
+    found = getattr(psync, first)
+    for part in rest:
+        if part in getattr(found, "__annotations__", {}):  # a field without a default
+            return
+        if re.search(rf"Attributes:\n(.*\n)*? +{part}: ", found.__doc__ or ""):
+            return
+        found = getattr(found, part)

@@ -1,0 +1,31 @@
+"""Which variables are meant; in other processes, with two strategies: test_optimizer_handles.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from local_training import strategy_of, training
+
+import psync
+from psync.errors import GradientError, UsageError
+from psync.variable_lists import listed, trainable_here
+
+
+def test_one_variable_or_several_are_listed_and_nothing_else() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros(2, np.float32), name="v")
+        w = psync.Variable(np.zeros(2, np.float32), name="w")
+    assert listed(v) == [v]
+    assert listed(each for each in (w, v)) == [w, v]
+    with pytest.raises(GradientError, match="var_list: expected variables, got ndarray"):
+        listed([v, np.zeros(2)])  # type: ignore[list-item]
+
+
+async def test_the_trainable_variables_of_the_strategy_that_runs_are_meant() -> None:
+    with pytest.raises(UsageError, match="minimize: no trainable variable is known here"):
+        trainable_here("minimize", ())
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+            psync.Variable(0, name="counter", trainable=False)
+        assert trainable_here("minimize", ()) == [v]
