@@ -17,7 +17,7 @@ RULES := errors specs cluster cluster_roles partitioners placement placement_rep
 	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks session_members \
 	pulled_steps metric_rules visitation element_specs checkpoint_manifest \
 	replica_sums distributed_values variable_copies
-WIRE := limits tensors frames codec messages handshake protocol remote_errors
+WIRE := limits tensors frames codec messages recovery_messages handshake protocol remote_errors
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 

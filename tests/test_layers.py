@@ -21,6 +21,7 @@ LAYERS = {
     "L0 ground": ["errors", "specs", "cluster", "cluster_roles"],
     "L1 wire": [
         "wire", "wire.limits", "wire.tensors", "wire.frames", "wire.codec", "wire.messages",
+        "wire.recovery_messages",
         "wire.remote_errors", "wire.handshake", "wire.protocol",
     ],
     "L1 rules": [

@@ -1,0 +1,168 @@
+"""Messages about cuts, checkpoints and recovery.
+
+Layer: L1 wire. Imports: codec.
+
+A *cut* is one instant over all ps tasks: every update is wholly in it or wholly out. An *image* is
+what a ps holds at a cut: a state, as JSON, and arrays, its *items*, by their place in the state. See
+docs/design.md, sections 18 and 19.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psync.wire.codec import Message, message
+
+# Coordinator → ps: a cut.
+
+
+@message(74)
+@dataclass(frozen=True, slots=True)
+class Gate(Message):
+    """Begin no update that has not been begun, and close no step; answered by Gated."""
+
+    cut: int  # number of the cut, from 1, of this coordinator
+
+
+@message(75)
+@dataclass(frozen=True, slots=True)
+class Gated(Message):
+    """No step is being closed here, and these messages belong to updates that have begun here."""
+
+    # (ps, client's task, its incarnation, sequence)
+    others: list[tuple[int, str, int, int]]
+
+
+@message(76)
+@dataclass(frozen=True, slots=True)
+class Admit(Message):
+    """Let these messages through the gate; answered by Done once all of them are settled."""
+
+    cut: int
+    updates: list[tuple[str, int, int]]  # (client's task, its incarnation, sequence)
+
+
+@message(77)
+@dataclass(frozen=True, slots=True)
+class Freeze(Message):
+    """Hold the present contents until DropFrozen; answered by Frozen."""
+
+    cut: int
+
+
+@message(78)
+@dataclass(frozen=True, slots=True)
+class Frozen(Message):
+    """Segment: the state of the image."""
+
+    # Closures whose gradients count in a synchronous step that has not been applied.
+    pending: list[int]
+
+
+@message(79)
+@dataclass(frozen=True, slots=True)
+class OpenGate(Message):
+    """Go on with updates; answered by Done, also if there is no such gate."""
+
+    cut: int
+
+
+@message(84)
+@dataclass(frozen=True, slots=True)
+class DropFrozen(Message):
+    """Hold the contents no longer; answered by Done, also if they are not held."""
+
+    cut: int
+
+
+@message(85)
+@dataclass(frozen=True, slots=True)
+class AskShared(Message):
+    """Is there a file of this path with this text? Answered by Shared."""
+
+    path: str
+    nonce: str
+
+
+@message(86)
+@dataclass(frozen=True, slots=True)
+class Shared(Message):
+    """Whether there is."""
+
+    same: bool
+
+
+@message(87)
+@dataclass(frozen=True, slots=True)
+class WriteFrozen(Message):
+    """Write items of an image to a new file. Answered by Written.
+
+    Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
+    """
+
+    cut: int
+    path: str  # of a safetensors file, which must not exist
+
+
+@message(88)
+@dataclass(frozen=True, slots=True)
+class Written(Message):
+    """The file is on the disk. Segment: a JSON list of [first byte, bytes, crc32], one an item."""
+
+    size: int  # of the file, in bytes
+
+
+@message(89)
+@dataclass(frozen=True, slots=True)
+class ReadFrozen(Message):
+    """Bytes of an item of an image; answered by FrozenBytes."""
+
+    cut: int
+    item: int
+    start: int  # first byte
+    stop: int  # the one after the last; at most 16 MiB on
+
+
+@message(92)
+@dataclass(frozen=True, slots=True)
+class FrozenBytes(Message):
+    """Segment: the bytes."""
+
+
+# Coordinator → ps: back to an image.
+
+
+@message(93)
+@dataclass(frozen=True, slots=True)
+class PrepareImage(Message):
+    """Make ready to hold another image; what is held now stays. Answered by Done, when it is ready.
+
+    Segments: the state of the image; then, if there is a path, a JSON list of [item, first byte,
+    bytes, crc32] in the file. Else the bytes follow, by FillImage.
+    """
+
+    load: int  # number of this loading; one that was begun before is given up
+    path: str  # of a file that this ps can read, or ""
+
+
+@message(94)
+@dataclass(frozen=True, slots=True)
+class FillImage(Message):
+    """Bytes of an item of the image that is being prepared; answered by Done. Segment: they."""
+
+    load: int
+    item: int
+    start: int  # first byte
+
+
+@message(95)
+@dataclass(frozen=True, slots=True)
+class TakeImage(Message):
+    """Hold the prepared image from now on, under a new timeline; answered by Done.
+
+    What was begun before is given up. A repetition changes nothing.
+    """
+
+    load: int
+    timeline: int
+    fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)

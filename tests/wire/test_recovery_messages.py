@@ -1,0 +1,63 @@
+"""Messages about cuts and images: their numbers and their bytes do not change by accident."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.wire import messages, recovery_messages
+from psync.wire.codec import Message, decode, encode
+from psync.wire.recovery_messages import (
+    Admit,
+    AskShared,
+    DropFrozen,
+    FillImage,
+    Freeze,
+    Frozen,
+    FrozenBytes,
+    Gate,
+    Gated,
+    OpenGate,
+    PrepareImage,
+    ReadFrozen,
+    Shared,
+    TakeImage,
+    WriteFrozen,
+    Written,
+)
+
+GOLDEN: list[tuple[Message, str]] = [
+    (Gate(1), "924a01"),
+    (Gated([(1, "w", 7, 3)]), "924b919401a1770703"),
+    (Admit(1, [("w", 7, 3)]), "934c019193a1770703"),
+    (Freeze(1), "924d01"),
+    (Frozen([5]), "924e9105"),
+    (OpenGate(1), "924f01"),
+    (DropFrozen(1), "925401"),
+    (AskShared("p", "n"), "9355a170a16e"),
+    (Shared(True), "9256c3"),
+    (WriteFrozen(1, "p"), "935701a170"),
+    (Written(9), "925809"),
+    (ReadFrozen(1, 2, 0, 8), "955901020008"),
+    (FrozenBytes(), "915c"),
+    (PrepareImage(1, ""), "935d01a0"),
+    (FillImage(1, 2, 8), "945e010208"),
+    (TakeImage(1, 2, [("w", 8)]), "945f01029192a17708"),
+]
+
+
+@pytest.mark.parametrize(("message", "header"), GOLDEN, ids=lambda value: type(value).__name__)
+def test_a_message_has_these_bytes_and_comes_back(message: Message, header: str) -> None:
+    assert encode(message).hex() == header
+    assert decode(bytes.fromhex(header)) == message
+
+
+def test_every_message_is_listed_above_and_has_a_number_of_its_own() -> None:
+    def kinds(module: object) -> set[type[Message]]:
+        return {
+            kind
+            for kind in vars(module).values()
+            if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message
+        }
+
+    assert {type(message) for message, _ in GOLDEN} == kinds(recovery_messages)
+    assert not {m.code for m in kinds(messages)} & {m.code for m in kinds(recovery_messages)}
