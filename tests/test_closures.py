@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closure_states import Closure, State
+from psync.closure_states import Closure, Replica, State
 from psync.closures import (
     Action,
     Cancel,
@@ -214,6 +214,28 @@ def test_worker_that_takes_several_closures_with_it_too_often_fails_one_of_them(
         "closure 1 (step) was cancelled: closure 0 (step) failed on a\n"
         "hint: schedule it again after join has raised the error"
     )
+
+
+def test_closure_whose_worker_is_gone_for_a_known_reason_runs_again_and_no_loss_is_counted() -> (
+    None
+):
+    bench = Bench("a", max_losses=1)
+    bench.run(0)
+    assert bench.queue.worker_lost("a", blame=False) == []
+    assert bench.states() == {0: "queued"}
+    assert bench.closures[0].attempts == 0
+    assert bench.queue.statistics().put_back == 1
+    assert bench.queue.worker_joined("b") == [bench.dispatch("b", 0)]
+    assert bench.queue.worker_lost("b") == [bench.settle(0)], "blamed, it is given up"
+
+
+def test_replica_of_a_worker_that_is_gone_for_a_known_reason_is_lost_all_the_same() -> None:
+    bench = Bench("a", "b")
+    replicas = [("a", Replica(0)), ("b", Replica(1))]
+    bench.queue.begin_gang(replicas)
+    bench.queue.worker_lost("a", blame=False)
+    assert isinstance(replicas[0][1].error, WorkerLost)
+    assert replicas[1][1].state is State.HELD
 
 
 def test_closures_given_back_run_elsewhere_and_no_attempt_is_counted() -> None:

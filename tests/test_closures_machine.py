@@ -293,11 +293,18 @@ class ClosureQueueMachine(RuleBasedStateMachine):
     def die(self, data: st.DataObject) -> None:
         self.lose(data.draw(st.sampled_from(sorted(self.workers))))
 
-    def lose(self, name: str) -> None:
-        """A worker dies: what it had not told is never told."""
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def is_sent_away(self, data: st.DataObject) -> None:
+        before = [closure.lost_on for closure in self.closures]
+        self.lose(data.draw(st.sampled_from(sorted(self.workers))), blame=False)
+        assert [closure.lost_on for closure in self.closures] == before
+
+    def lose(self, name: str, *, blame: bool = True) -> None:
+        """A worker is gone: what it had not told is never told."""
         del self.workers[name]
         self.sent_to = {i: other for i, other in self.sent_to.items() if other != name}
-        self.perform(self.queue.worker_lost(name))
+        self.perform(self.queue.worker_lost(name, blame=blame))
         assert all(c.attempts < MAX_LOSSES for c in self.closures if not c.is_final)
 
     @precondition(lambda self: any(w.to_worker for w in self.workers.values()))

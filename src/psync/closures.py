@@ -93,7 +93,7 @@ class QueueStatistics:
     failed: int
     exhausted: int  # ended because their data, or that of an input, had ended
     cancelled: int
-    put_back: int  # times a closure was queued again because its worker was lost
+    put_back: int  # times a closure was queued again because its worker was gone
     given_back: int  # times a worker returned a closure unstarted
     workers: tuple[WorkerStatistics, ...]
 
@@ -289,8 +289,13 @@ class ClosureQueue:
         self._dispatcher.join(worker)
         return self._actions()
 
-    def worker_lost(self, worker: str) -> list[Action]:
+    def worker_lost(self, worker: str, *, blame: bool = True) -> list[Action]:
         """A worker is gone. What it held is queued again, in its place, or ends cancelled.
+
+        Args:
+            worker: Name of the worker.
+            blame: Whether what it held may be the cause, and is given up when that has happened
+                too often. False where the reason is known: the worker left, or was sent away.
 
         Raises:
             LocalProtocolError: If no such worker is here.
@@ -299,7 +304,8 @@ class ClosureQueue:
         for closure in closures:
             if closure.is_replica:  # none other is held beside it
                 return self._lost_replica(worker, closure)
-            closure.lost_on += (worker,)
+            if blame:
+                closure.lost_on += (worker,)
         self._num_put_back += self._come_back(closures, Event.LOSE)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
