@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.checkpoint_manifest import (
+    Image,
     Manifest,
+    Place,
     Slice,
     Tensor,
     check_state,
@@ -38,7 +40,11 @@ def tensor(*cuts: int, name: str = "w", shape: tuple[int, ...] = (10, 2)) -> Ten
 
 def manifest(*tensors: Tensor) -> Manifest:
     files = {f"data-{i}": 1000 for i in range(9)}
-    return Manifest(3, {t.name: t for t in tensors}, {"epoch": [1, {"a": None}]}, files)
+    images = (
+        Image("data-7", 5, "data-0", (Place(0, 8, 40, 9), Place(1, 48, 0, 0))),
+        Image("data-8", 6, "data-1", ()),
+    )
+    return Manifest(3, {t.name: t for t in tensors}, {"epoch": [1, {"a": None}]}, files, images)
 
 
 def read(data: bytes) -> Manifest:
@@ -119,6 +125,15 @@ def changed(path: list[Any], value: Any) -> bytes:
         (["tensors", 0, "slices", 0, 2], "data-77", "not that large, or is not listed"),
         (["tensors", 0, "slices", 0, 3], 5000, "not that large, or is not listed"),
         (["tensors", 0, "shape"], [11, 2], "expected 11 rows, got 10"),
+        (["images"], {}, "images: expected a list"),
+        (["images", 0], 3, "an image: expected an object, got 3"),
+        (["images", 0, "data"], "data-77", "file of an image: expected one that is listed"),
+        (["images", 0, "state"], "a/b", "name of a file: expected letters"),
+        (["images", 0, "crc32"], None, "checksum of 'data-7': expected a whole number"),
+        (["images", 0, "places"], 3, "places in 'data-0': expected a list"),
+        (["images", 0, "places", 0], [0, 8, 40], "a place in 'data-0': expected four entries"),
+        (["images", 0, "places", 0, 1], -1, "a place in 'data-0': expected a whole number"),
+        (["images", 0, "places", 0, 2], 993, "expected one within 1000 bytes"),
         (["states"], "x" * 200, r"states: expected an object, got 'x+\.\.\."),
     ],
 )
@@ -126,6 +141,12 @@ def test_what_is_not_as_it_must_be_is_named(path: list[Any], value: Any, text: s
     with pytest.raises(CheckpointCorrupt, match=text) as caught:
         read(changed(path, value))
     assert str(caught.value).startswith("ckpt-3")
+
+
+def test_one_of_an_older_psync_has_no_images() -> None:
+    content = json.loads(manifest(tensor()).to_bytes())
+    del content["images"]
+    assert read(json.dumps(content).encode()).images == ()
 
 
 def test_a_newer_version_is_not_called_damaged() -> None:
@@ -155,7 +176,7 @@ JSON = st.recursive(
 
 
 @given(
-    st.sampled_from(["number", "tensors", "states", "files"]),
+    st.sampled_from(["number", "tensors", "states", "files", "images"]),
     JSON,
     st.lists(st.sampled_from(["name", "shape", "dtype", "slices"]), max_size=1),
 )
@@ -173,4 +194,5 @@ def test_what_does_not_fit_is_listed() -> None:
     difference = compare(saved, wanted, ["epoch", "batch"])
     assert difference.missing == ("batch", "new")
     assert difference.extra == ("gone",)
+    assert compare(saved, wanted, ["epoch", "batch"], ["gone", "rate"]).extra == ()
     assert difference.misshaped == ("other: saved as (10, 2) int8, declared as (10, 2) int16",)

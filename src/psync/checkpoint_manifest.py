@@ -8,6 +8,9 @@ trusted: whatever is not as it must be is a CheckpointCorrupt that names it.
 A tensor is a logical array. Its rows may be spread over several files, as they were over ps
 tasks when it was saved; ``rows_in`` says where to find any range of them. So it can be restored
 into any number of shards.
+
+Beside that it lists *images*: what each ps held, wholly, from which the same program can go on if
+a ps is lost. Their arrays are the same bytes in the same files.
 """
 
 from __future__ import annotations
@@ -68,6 +71,25 @@ class Tensor:
                 yield piece, first - piece.offset, last - first
 
 
+class Place(NamedTuple):
+    """Where an array of an image lies."""
+
+    item: int  # its place in the image's state
+    start: int  # first byte in the file
+    nbytes: int
+    crc32: int  # of these bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """Where to find what one ps held."""
+
+    state: str  # name of the file with everything but the arrays: JSON
+    crc32: int  # of that file
+    data: str  # name of the file with the arrays
+    places: tuple[Place, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything about a checkpoint but the bytes of its tensors."""
@@ -76,6 +98,7 @@ class Manifest:
     tensors: Mapping[str, Tensor]  # by name
     states: Mapping[str, Any] = field(default_factory=dict)  # of objects without tensors: JSON
     files: Mapping[str, int] = field(default_factory=dict)  # name → size in bytes
+    images: tuple[Image, ...] = ()  # of each ps, or none
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
@@ -93,6 +116,13 @@ class Manifest:
                 ],
                 "states": self.states,
                 "files": self.files,
+                "images": [
+                    {
+                        "state": image.state, "crc32": image.crc32, "data": image.data,
+                        "places": [list(place) for place in image.places],
+                    }
+                    for image in self.images
+                ],
             },
             indent=1,  # in the order of the objects' own state, which comes back as it was
         ).encode()  # fmt: skip
@@ -145,7 +175,30 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         if tensors.setdefault(tensor.name, tensor) is not tensor:
             raise CheckpointCorrupt(f"{where}: tensor {tensor.name!r} occurs twice")
     states = read.mapping(top.get("states"), "states")
-    return Manifest(read.number(top.get("number"), "number"), tensors, states, files)
+    images = tuple(
+        _image(read, read.mapping(entry, "an image"), files)
+        for entry in read.sequence(top.get("images", []), "images")  # older ones have none
+    )
+    return Manifest(read.number(top.get("number"), "number"), tensors, states, files, images)
+
+
+def _image(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Image:
+    state, data = read.file(entry.get("state")), read.file(entry.get("data"))
+    for file in (state, data):
+        if file not in files:
+            raise read.wrong("file of an image", "one that is listed", file)
+    places = []
+    for listed in read.sequence(entry.get("places"), f"places in {data!r}"):
+        numbers = read.sequence(listed, f"a place in {data!r}")
+        if len(numbers) != len(Place._fields):
+            raise read.wrong(f"a place in {data!r}", "four entries", numbers)
+        place = Place(*(read.number(number, f"a place in {data!r}") for number in numbers))
+        if place.start + place.nbytes > files[data]:
+            raise read.wrong(f"a place in {data!r}", f"one within {files[data]} bytes", numbers)
+        places.append(place)
+    return Image(
+        state, read.number(entry.get("crc32"), f"checksum of {state!r}"), data, tuple(places)
+    )
 
 
 def _tensor(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Tensor:
@@ -245,7 +298,10 @@ class Difference(NamedTuple):
 
 
 def compare(
-    manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...], str]], states: Sequence[str]
+    manifest: Manifest,
+    wanted: Mapping[str, tuple[tuple[int, ...], str]],
+    states: Sequence[str],
+    optional: Sequence[str] = (),
 ) -> Difference:
     """Return what does not fit.
 
@@ -253,6 +309,7 @@ def compare(
         manifest: Of the checkpoint.
         wanted: Shape and dtype of each tensor to restore, by name.
         states: Names of the states to restore.
+        optional: Names of those that are restored if they are there.
     """
     has = {*manifest.tensors, *manifest.states}
     asked = {*wanted, *states}
@@ -263,7 +320,9 @@ def compare(
             misshaped.append(
                 f"{name}: saved as {tensor.shape} {tensor.dtype}, declared as {shape} {dtype}"
             )
-    return Difference(tuple(sorted(asked - has)), tuple(sorted(has - asked)), tuple(misshaped))
+    return Difference(
+        tuple(sorted(asked - has)), tuple(sorted(has - asked - set(optional))), tuple(misshaped)
+    )
 
 
 def _fields(piece: Slice) -> tuple[int | str, ...]:
