@@ -366,3 +366,42 @@ class Updates(RuleBasedStateMachine):
 
 TestUpdates = Updates.TestCase
 TestUpdates.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_message_is_settled_once_it_can_change_nothing_any_more() -> None:
+    ledger = Ledger(floor=3)
+    client = ("/job:worker/task:0", 5)
+    assert not ledger.is_settled(client, 1)  # nobody has heard of it
+    assert ledger.is_settled(("/job:worker/task:0", 2), 1)  # below the floor
+    verdict = ledger.begin(client, 1, 0, None, 0, 1)
+    assert isinstance(verdict, Fresh)
+    assert not ledger.is_settled(client, 1)
+    assert not ledger.is_settled((client[0], 6), 1)  # a newer incarnation that is yet to come
+    ledger.finish(verdict.ticket, "accepted")
+    assert ledger.is_settled(client, 1)
+    ledger.acknowledge(client, 2)
+    assert ledger.is_settled(client, 1)  # forgotten, since its client has the answer
+    assert not ledger.knows(client, 1)
+    assert ledger.is_settled((client[0], 4), 9)  # of an incarnation that was replaced
+
+
+def test_a_refused_message_is_settled_until_it_is_acknowledged_or_begun_anew() -> None:
+    ledger = Ledger(floor=3)
+    client = ("/job:worker/task:0", 5)
+    ledger.refuse((client[0], 2), 1)  # below the floor: nothing to remember
+    ledger.refuse(client, 1)  # before it was judged
+    assert ledger.is_settled(client, 1)
+    again = ledger.begin(client, 1, 0, None, 0, 1)
+    assert isinstance(again, Fresh)
+    assert not ledger.is_settled(client, 1)
+    ledger.refuse(client, 1)  # it is being applied: nothing to note
+    ledger.fail(again.ticket)
+    assert ledger.is_settled(client, 1)
+    ledger.acknowledge(client, 1)
+    assert ledger.is_settled(client, 1)
+    ledger.acknowledge(client, 2)
+    late = ledger.begin(client, 2, 2, None, 0, 1)
+    assert isinstance(late, Fresh)
+    ledger.acknowledge(client, 3)
+    ledger.fail(late.ticket)  # its client has given up waiting
+    assert ledger.is_settled(client, 2)

@@ -66,7 +66,7 @@ async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:
             ended.set()
             return 1
 
-        task = asyncio.ensure_future(client.shielded(lambda: [work()]))
+        task = asyncio.ensure_future(client.shielded(work))
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

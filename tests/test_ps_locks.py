@@ -80,7 +80,7 @@ async def test_the_holder_may_assign_and_pull_under_its_lock() -> None:
         holder = cluster.client()
         await lock(holder, v)
         keys = [(v.variable_id, 0)]
-        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", None, 1)
+        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
         value = memoryview(np.array([3.0]).tobytes())
         answer = await say_body(holder, message, value)
         assert answer.outcome == "accepted"
@@ -104,7 +104,7 @@ async def test_who_holds_no_lock_may_not_speak_under_it() -> None:
             with pytest.raises(LockLost):
                 await say_body(
                     client,
-                    AssignLocked(1, 1, -1, 0, 9, keys, "assign", None, number),
+                    AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=number),
                     memoryview(bytes(8)),
                 )
         assert await value_of(other, v) == 0
@@ -115,7 +115,7 @@ async def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() ->
         v = await cluster.create("v", [0.0])
         client = cluster.client()
         keys = [(v.variable_id, 0)]
-        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", None, 1)
+        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
         with pytest.raises(LockLost):
             await say_body(client, message, memoryview(bytes(8)))
         await lock(client, v)

@@ -184,8 +184,7 @@ class AccumulatorClient:
                 link.answered(sequence)
             return _expect(received, GradientApplied, "a gradient")
 
-        (answer,) = await self._ps.shielded(lambda: [send()])
-        return answer
+        return await self._ps.shielded(send)
 
 
 def _expect(received: Received, kind: type[M], question: str) -> M:

@@ -241,6 +241,10 @@ class LockLost(PsyncError):
     """A lock on shards ended before that for which it was taken; the message says what was done."""
 
 
+class CutLost(PsyncError):
+    """A cut over all ps tasks could not be taken, or is over; nothing has changed: try again."""
+
+
 class NotEnoughReplicas(PsyncError):
     """Fewer living workers than ``min_replicas`` for too long; the message names the missing."""
 

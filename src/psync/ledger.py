@@ -111,6 +111,7 @@ class LedgerStatistics:
 class _Message:
     ticket: Ticket
     answer: object = None  # None until finished
+    spread: Sequence[Sequence[int]] = ()  # (ps, sequence there) of the same update's others
 
 
 @dataclass(slots=True)
@@ -118,6 +119,7 @@ class _Sender:
     incarnation: int  # the lowest one served
     acked_below: int = 0  # it has the answers to all sequences below
     messages: dict[int, _Message] = field(default_factory=dict)  # by sequence
+    refused: set[int] = field(default_factory=set)  # sequences, not below ``acked_below``
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class Ledger:
         ordinal: int,
         variable_set: int | bytes,
         variables: Sequence[str] = (),
+        spread: Sequence[Sequence[int]] = (),
     ) -> Verdict:
         """Judge an update by the table above.
 
@@ -167,6 +170,7 @@ class Ledger:
             ordinal: Number of the call within the closure.
             variable_set: Hash of the variables that the call updates, the same in each process.
             variables: Their names, for messages.
+            spread: (ps, sequence there) of the other messages of the same update.
 
         Raises:
             FencedError: If the client has been replaced by a newer incarnation.
@@ -192,7 +196,7 @@ class Ledger:
                     return InProgress(applied.ticket)
             first = applied is None and call[0] >= self._final_below
         ticket = Ticket(client, sequence, call, first)
-        sender.messages[sequence] = _Message(ticket)
+        sender.messages[sequence] = _Message(ticket, None, spread)
         if not first:
             self._already_applied += 1
             return AlreadyApplied(ticket)
@@ -226,6 +230,8 @@ class Ledger:
         self._failed += 1
         if sender is not None:
             del sender.messages[ticket.sequence]
+            if ticket.sequence >= sender.acked_below:
+                sender.refused.add(ticket.sequence)
         if ticket.call is not None and ticket.first:
             closure, ordinal = ticket.call
             calls = self._closures.get(closure)
@@ -251,6 +257,51 @@ class Ledger:
                 s for s, m in messages.items() if s < acked_below and m.ticket.settled
             ]:
                 del messages[sequence]
+            if sender.refused:
+                sender.refused = {s for s in sender.refused if s >= acked_below}
+
+    def refuse(self, client: Client, sequence: int) -> None:
+        """Note that a message was refused before it was judged: ``is_settled`` knows of it."""
+        if client[1] < self._floor:
+            return
+        self.fence(*client)
+        sender = self._senders[client[0]]
+        known = sequence in sender.messages or sequence < sender.acked_below
+        if sender.incarnation == client[1] and not known:
+            sender.refused.add(sequence)
+
+    def knows(self, client: Client, sequence: int) -> bool:
+        """Return whether a message has been judged, and is not forgotten yet."""
+        sender = self._senders.get(client[0])
+        return (
+            sender is not None and sender.incarnation == client[1] and sequence in sender.messages
+        )
+
+    def is_settled(self, client: Client, sequence: int) -> bool:
+        """Return whether a message will change nothing here any more.
+
+        It has been answered, or refused, or its client has been replaced.
+        """
+        sender = self._senders.get(client[0])
+        if sender is None or sender.incarnation < client[1]:
+            return client[1] < self._floor
+        if sender.incarnation > client[1] or sequence < sender.acked_below:
+            return True
+        message = sender.messages.get(sequence)
+        return sequence in sender.refused if message is None else message.ticket.settled
+
+    def others(self) -> list[tuple[int, str, int, int]]:
+        """Return what belongs to the updates that are known here, and is for other ps tasks.
+
+        Returns:
+            (ps, client's task, its incarnation, sequence) of each message.
+        """
+        return [
+            (ps, task, sender.incarnation, number)
+            for task, sender in self._senders.items()
+            for message in sender.messages.values()
+            for ps, number in message.spread
+        ]
 
     def final_below(self, closure: int) -> None:
         """Forget the calls of all closures below ``closure``: none will count any more."""

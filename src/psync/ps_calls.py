@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from psync.blocks import BlockPool
@@ -21,6 +22,21 @@ from psync.wire.messages import DefineOptimizer, Message, Pushed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Spread = list[tuple[int, int]] | None
+"""(ps, sequence there) of the other messages of an update; None: it is the only one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePart:
+    """One message of an update, to one ps."""
+
+    link: PsLink
+    build: Callable[[Peer, int, Spread], Message]  # of its sequence, and of its update's spread
+    segments: Sequence[Segment] = ()
+    bulk: bool = False
+    set_id: int | None = None
+    locked: bool = False
 
 
 class PsCalls:
@@ -48,25 +64,21 @@ class PsCalls:
         self.failpoints = endpoint.platform.failpoints
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
 
-    async def shielded(self, calls: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
-        """Make all ``calls`` at once and return what they return.
+    async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Do ``work`` and return what it returns.
 
         Raises:
-            Exception: The first error, once all have ended.
+            Exception: What it raises.
 
-        Cancellation: They go on in the background, see ``drain``; an error is logged then.
+        Cancellation: It goes on in the background, see ``drain``; an error is logged then.
         """
-
-        async def send() -> list[T]:
-            return await self.together(calls())
-
-        work = asyncio.ensure_future(send())
-        self._pushes.add(work)
-        work.add_done_callback(self._pushes.discard)
+        under_way = asyncio.ensure_future(work())
+        self._pushes.add(under_way)
+        under_way.add_done_callback(self._pushes.discard)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(under_way)
         except asyncio.CancelledError:
-            work.add_done_callback(_note_result)
+            under_way.add_done_callback(_note_result)
             raise
 
     async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -104,28 +116,43 @@ class PsCalls:
         message = DefineOptimizer(optimizer, config)
         await all_of([link.call(lambda peer: message) for link in self.links])
 
-    async def _update_one(
-        self,
-        link: PsLink,
-        build: Callable[[Peer, int], Message],
-        segments: Sequence[Segment] = (),
-        *,
-        bulk: bool = False,
-        set_id: int | None = None,
-        locked: bool = False,
-    ) -> Pushed:
-        """Send what changes shards under a sequence of its own; return the answer to it."""
-        sequence = link.draw_sequence()
-        try:
-            received = await link.call(
-                lambda peer: build(peer, sequence), segments, bulk=bulk, set_id=set_id,
-                locked=locked,
-            )  # fmt: skip
-        finally:
-            link.answered(sequence)
+    async def update(self, parts: Sequence[UpdatePart]) -> list[Pushed]:
+        """Send the messages of one update, all at once; return the answer to each.
+
+        Each has a sequence of its own and names the others', so that a cut finds them all or none.
+        They count as answered when all are: what one ps has been told to forget is settled on all.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: As ``shielded``.
+        """
+        drawn = [(part.link.index, part.link.draw_sequence()) for part in parts]
+
+        async def send() -> list[Pushed]:
+            try:
+                return await self.together(
+                    [
+                        self._send_part(part, sequence, _others(drawn, position))
+                        for position, (part, (_, sequence)) in enumerate(
+                            zip(parts, drawn, strict=True)
+                        )
+                    ]
+                )
+            finally:
+                for part, (_, sequence) in zip(parts, drawn, strict=True):
+                    part.link.answered(sequence)
+
+        return await self.shielded(send)
+
+    async def _send_part(self, part: UpdatePart, sequence: int, spread: Spread) -> Pushed:
+        received = await part.link.call(
+            lambda peer: part.build(peer, sequence, spread), part.segments, bulk=part.bulk,
+            set_id=part.set_id, locked=part.locked,
+        )  # fmt: skip
         if not isinstance(received.message, Pushed):
             raise RemoteProtocolError(
-                f"{link.task} answered an update with {type(received.message).__name__}"
+                f"{part.link.task} answered an update with {type(received.message).__name__}"
             )
         return received.message
 
@@ -172,6 +199,12 @@ async def _outcome(call: Awaitable[T]) -> T | Exception:
         return await call
     except Exception as exc:
         return exc
+
+
+def _others(drawn: Sequence[tuple[int, int]], position: int) -> Spread:
+    if len(drawn) == 1:
+        return None
+    return [*drawn[:position], *drawn[position + 1 :]]
 
 
 def _note_result(work: asyncio.Future[Any]) -> None:

@@ -21,7 +21,7 @@ from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
 from psync.indexed_slices import IndexedSlices
 from psync.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
-from psync.ps_calls import all_of
+from psync.ps_calls import Spread, UpdatePart, all_of
 from psync.ps_link import knows_set
 from psync.ps_rows import PsRows, check_exist
 from psync.pulled_steps import PulledSteps
@@ -44,6 +44,9 @@ from psync.wire.tensors import to_bytes_view
 
 MAX_PLANS = 1024
 """Sets of variables whose plans are kept, the least recently used go first."""
+
+BuildUpdate = Callable[[Peer, Request, int, list[int] | None, Spread], Message]
+"""Makes the message of one request: of its sequence, numbers of rows, and its update's spread."""
 
 PART_BITS = 16
 """A call's number and that of its message to one ps share an integer on the wire."""
@@ -221,13 +224,16 @@ class PsClient(PsRows):
         Cancellation: A push once begun is shielded: it ends in the background.
         """
 
-        def build(peer: Peer, request: Request, sequence: int, rows: list[int] | None) -> Push:
+        def build(
+            peer: Peer, request: Request, sequence: int, rows: list[int] | None, spread: Spread
+        ) -> Push:
             defines = None if optimizer in self._optimizers[request.ps] else config
             return Push(
                 sequence, self.links[request.ps].acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request),
                 optimizer, defines, step, rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
+                spread,
             )  # fmt: skip
 
         gradients = [
@@ -270,11 +276,13 @@ class PsClient(PsRows):
         Cancellation: As ``push``.
         """
 
-        def build(peer: Peer, request: Request, sequence: int, rows: list[int] | None) -> Assign:
+        def build(
+            peer: Peer, request: Request, sequence: int, rows: list[int] | None, spread: Spread
+        ) -> Assign:
             common = (
                 sequence, self.links[request.ps].acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request), op,
-                rows,
+                rows, spread,
             )  # fmt: skip
             return AssignLocked(*common, lock) if lock else Assign(*common)
 
@@ -342,24 +350,24 @@ class PsClient(PsRows):
         Cancellation: As ``push``.
         """
 
-        async def average(request: Request) -> Pushed:
+        def part(request: Request) -> UpdatePart:
             link = self.links[request.ps]
             shards = [(number, originals[number], index) for number, index in request.members]
-            return await self._update_one(
+            return UpdatePart(
                 link,
-                lambda peer, sequence: AverageShards(
+                lambda peer, sequence, spread: AverageShards(
                     sequence, link.acked_below, closure, ordinal << PART_BITS | request.part,
-                    shards, decay,
+                    shards, decay, spread,
                 ),
             )  # fmt: skip
 
-        return await self.shielded(lambda: [average(request) for request in plan.requests])
+        return await self.update([part(request) for request in plan.requests])
 
     async def _mutate(
         self,
         plan: Plan,
         arrays: Sequence[np.ndarray | IndexedSlices],
-        build: Callable[[Peer, Request, int, list[int] | None], Message],
+        build: BuildUpdate,
         *,
         locked: bool = False,
     ) -> list[Pushed]:
@@ -370,24 +378,20 @@ class PsClient(PsRows):
         given = [
             array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
         ]
-        answers = await self.shielded(
-            lambda: [self._mutate_one(request, given, build, locked) for request in plan.requests]
+        answers = await self.update(
+            [self._part(request, given, build, locked) for request in plan.requests]
         )
         self.failpoints.hit("worker.push.answered")
         return answers
 
-    async def _mutate_one(
-        self,
-        request: Request,
-        given: Sequence[Given],
-        build: Callable[[Peer, Request, int, list[int] | None], Message],
-        locked: bool,
-    ) -> Pushed:
+    def _part(
+        self, request: Request, given: Sequence[Given], build: BuildUpdate, locked: bool
+    ) -> UpdatePart:
         segments, rows = body_of(request, given)
         nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
-        return await self._update_one(
+        return UpdatePart(
             self.links[request.ps],
-            lambda peer, sequence: build(peer, request, sequence, rows),
+            lambda peer, sequence, spread: build(peer, request, sequence, rows, spread),
             segments,
             bulk=nbytes > SMALL_BODY_BYTES,
             set_id=request.set_id,

@@ -1,8 +1,9 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, long_work,
-accumulator_service, clock_service, session_service, ps_locks, ps_pulls, ps_sync, ps_updates,
-step_closer, wire.
+accumulator_service, clock_service, session_service, ps_locks, gate_service, ps_pulls, ps_report,
+ps_sync,
+ps_updates, step_closer, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -31,6 +32,7 @@ from psync.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from psync.gate_service import GateService
 from psync.ledger import (
     Ledger,
 )
@@ -38,6 +40,7 @@ from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
 from psync.ps_locks import PsLocks
 from psync.ps_pulls import PsPulls
+from psync.ps_report import describe_ps
 from psync.ps_sync import CLOSER, PsSync
 from psync.ps_updates import PsUpdates
 from psync.row_pulls import RowPulls
@@ -89,12 +92,12 @@ class PsTask:
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
-        self._updates, self._sync, self._locks, self._pulls = self._new_services()
+        self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
+        self._new_services()
         self._rows = RowPulls(
             self.task, platform.limits, self._work, self._pool,
             lambda: self._store, lambda: self._sync.steps(),
         )  # fmt: skip
-        self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._clocks = ClockService(
             self.task, lambda *who: self._ledger.check_incarnation(*who), self._in_groups
         )
@@ -120,6 +123,7 @@ class PsTask:
         Cancellation: Safe; updates go on.
         """
         self._locks.close()  # who waits for one has its turn
+        self._gate.close()
         await self._work.drain()  # and let their senders know
         await self._endpoint.close()
         if self._closer is not None:
@@ -131,6 +135,13 @@ class PsTask:
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
         return self._work.is_torn
+
+    def describe(self) -> list[str]:
+        """Say what this task holds and who waits here; for reports."""
+        return describe_ps(
+            self.task, self._coordinator, self.statistics(), self._locks, self._in_groups(),
+            self._endpoint.peers,
+        )  # fmt: skip
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
@@ -160,10 +171,7 @@ class PsTask:
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._rows.handlers(),
-            **self._updates.handlers(),
-            **self._sync.handlers(),
-            **self._locks.handlers(),
-            **self._pulls.handlers(),
+            **self._service_handlers(),
             **self._clocks.handlers(),
             **self._accumulators.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
@@ -203,11 +211,9 @@ class PsTask:
         self._ledger = Ledger(floor=attach.coordinator)
         self._accumulators.restart(self._ledger)
         self._locks.close()
-        self._updates, self._sync, self._locks, self._pulls = self._new_services()
-        self._endpoint.handlers.update(self._updates.handlers())
-        self._endpoint.handlers.update(self._sync.handlers())
-        self._endpoint.handlers.update(self._locks.handlers())
-        self._endpoint.handlers.update(self._pulls.handlers())
+        self._gate.close()
+        self._new_services()
+        self._endpoint.handlers.update(self._service_handlers())
         if self._index == 0:
             if self._closer is not None:
                 self._closer.replaced()
@@ -220,15 +226,34 @@ class PsTask:
     def _in_groups(self) -> frozenset[tuple[str, int]]:
         return frozenset() if self._closer is None else self._closer.steps.waiting
 
-    def _new_services(self) -> tuple[PsUpdates, PsSync, PsLocks, PsPulls]:
-        """Return what serves the pulls and updates of one coordinator's tasks."""
-        locks = PsLocks(self.task, self._store)
-        parts = (
-            self._platform, self.task, self._store, self._ledger, self._work, self._pool, locks,
+    def _new_services(self) -> None:
+        """Make what serves the pulls and updates of one coordinator's tasks."""
+        self._locks = PsLocks(self.task, self._store)
+        self._gate = GateService(
+            self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,
+            self._resume_steps,
         )  # fmt: skip
-        sync = PsSync(*parts)
-        pulls = PsPulls(self.task, self._store, self._work, sync, locks)
-        return PsUpdates(*parts), sync, locks, pulls
+        parts = (
+            self._platform, self.task, self._store, self._ledger, self._work, self._pool,
+            self._locks,
+        )  # fmt: skip
+        self._sync = PsSync(*parts)
+        self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
+        self._updates = PsUpdates(*parts, self._gate)
+
+    def _service_handlers(self) -> dict[type[Message], Handler]:
+        handlers: dict[type[Message], Handler] = {}
+        for service in (self._updates, self._sync, self._locks, self._pulls, self._gate):
+            handlers.update(service.handlers())
+        return handlers
+
+    async def _pause_steps(self) -> None:
+        if self._closer is not None:
+            await self._closer.pause()
+
+    def _resume_steps(self) -> None:
+        if self._closer is not None:
+            self._closer.resume()
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
         if peer.task != CLOSER or peer.incarnation != self._coordinator:
@@ -239,6 +264,7 @@ class PsTask:
     def _refuse_below(self, task: str, below: int) -> None:
         self._ledger.fence(task, below)
         self._sync.fence(task, below)
+        self._gate.look_again()
         self._accumulators.fence(task, below)
         if self._closer is not None:
             self._closer.lost(task, below)

@@ -1,7 +1,7 @@
 """Pushes and assigns on a ps: each is judged, checked whole, applied, answered.
 
 Layer: L3. Imports: blocks, lock_table, store, ledger, platform, rpc, long_work, ps_locks, updates,
-slot_service, measure_service, wire.
+gate_service, slot_service, measure_service, wire.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Sequence
 from typing import cast
 
 from psync.blocks import BlockPool
+from psync.gate_service import GateService
 from psync.ledger import (
     AlreadyApplied,
     Duplicate,
@@ -64,6 +65,7 @@ class PsUpdates:
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        gate: Who must wait while a cut is taken.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class PsUpdates:
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self._failpoints = platform.failpoints
@@ -84,6 +87,7 @@ class PsUpdates:
         self._work = work
         self._pool = pool
         self._locks = locks
+        self._gate = gate
         self._slots = SlotService(task, store, work, pool)
         self._measures = MeasureService(task, store, work, pool)
 
@@ -102,18 +106,31 @@ class PsUpdates:
         self, peer: Peer, message: Push | Assign, lengths: tuple[int, ...]
     ) -> Sequence[memoryview]:
         """Check everything that needs no bytes before memory is taken for them."""
-        known = set_of(peer, message, self._task)
-        if isinstance(message, Push) and message.config is not None:
-            self._store.define_optimizer(message.optimizer, message.config)
-        known.look_up(self._store)
-        known.check_lengths(lengths, self._task, message.rows)
+        try:
+            known = set_of(peer, message, self._task)
+            if isinstance(message, Push) and message.config is not None:
+                self._store.define_optimizer(message.optimizer, message.config)
+            known.look_up(self._store)
+            known.check_lengths(lengths, self._task, message.rows)
+        except Exception:
+            self._refused(peer, message)
+            raise
         return memory_for(self._pool, sum(lengths), varies=message.rows is not None)
+
+    def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
+        """Note that a message was refused before it was judged: no cut waits for it."""
+        self._ledger.refuse((peer.task, peer.incarnation), message.sequence)
+        self._gate.look_again()
 
     def _update(
         self, peer: Peer, message: Push | Assign, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        known = set_of(peer, message, self._task).look_up(self._store)
-        whole = known.body_of(body, self._task, message.rows)
+        try:
+            known = set_of(peer, message, self._task).look_up(self._store)
+            whole = known.body_of(body, self._task, message.rows)
+        except Exception:
+            self._refused(peer, message)
+            raise
         self._failpoints.hit("ps.push.received")
         update = Update(
             (peer.task, peer.incarnation), message, known, whole, self._store,
@@ -125,7 +142,11 @@ class PsUpdates:
         self, peer: Peer, message: AverageShards, _: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
         known = ShardSet(tuple((average, index) for average, _, index in message.shards))
-        known.look_up(self._store)
+        try:
+            known.look_up(self._store)
+        except Exception:
+            self._refused(peer, message)
+            raise
         client = (peer.task, peer.incarnation)
         return self._judged(Update(client, message, known, NO_BYTES, self._store, self._ledger))
 
@@ -144,7 +165,15 @@ class PsUpdates:
             self._locks.end(claim)
         return answer if isinstance(answer, Reply) else await answer
 
+    async def _when_open(self, update: Update) -> Reply:
+        """Nor of one that waits at the gate."""
+        await self._gate.turn(update.client, update.message.sequence)
+        answer = self._judged(update)
+        return answer if isinstance(answer, Reply) else await answer
+
     def _judged_now(self, update: Update) -> Reply | Awaitable[Reply]:
+        if self._gate.holds(update.client, update.message.sequence):
+            return self._when_open(update)
         verdict = update.judge()
         if isinstance(verdict, InProgress):
             return self._update_later(update, verdict.ticket)
@@ -171,9 +200,11 @@ class PsUpdates:
             update.begin()
         except Exception:
             update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
+            self._gate.look_again()
             raise
         if not self._work.fits_now(update.store, update.needed, sum(update.costs)):
             claim = self._locks.begin(update.needed)
+            self._gate.began()
             return self._work.to_the_end(self._apply_slowly(update, ticket, claim))
         try:
             update.at_once()
@@ -189,6 +220,7 @@ class PsUpdates:
             return self._applied(update, ticket)
         finally:
             self._locks.end(claim)
+            self._gate.ended()
             self._work.wake()  # repetitions that wait for the answer
 
     def _applied(self, update: Update, ticket: Ticket) -> Reply:
@@ -197,5 +229,7 @@ class PsUpdates:
         update.ledger.finish(ticket, answer)
         self.pushes += push
         self.assigns += not push
+        if self._gate.is_shut:
+            self._gate.look_again()
         self._failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
         return Reply(answer)

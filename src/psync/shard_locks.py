@@ -103,8 +103,7 @@ async def assign_at_once(
                     hint="assign the whole value again",
                 ) from exc
 
-    (answers,) = await ps.shielded(lambda: [assign()])
-    return answers
+    return await ps.shielded(assign)
 
 
 @asynccontextmanager
@@ -123,7 +122,7 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
         yield number
     finally:
         renewing.cancel()
-        await ps.shielded(lambda: [_unlock(asked, number)])
+        await ps.shielded(lambda: _unlock(asked, number))
 
 
 async def _renew(held: Sequence[PsLink], number: int) -> None:

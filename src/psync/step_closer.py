@@ -88,6 +88,8 @@ class StepCloser:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
+        self._paused: list[Close] | None = None  # while a cut is taken: steps decided meanwhile
+        self._resumed = asyncio.Event()
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -109,6 +111,8 @@ class StepCloser:
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
+        self._paused = None
+        self._resumed.set()
         if self._timer is not None:
             self._timer.cancel()
         await self._all_ps.close()
@@ -214,7 +218,9 @@ class StepCloser:
         self._check_coordinator(peer)
         while self._over is None and not self.steps.is_settled:
             self._perform(self.steps.finish())
-            if self._under_way:
+            if self._paused is not None:
+                await self._resumed.wait()
+            elif self._under_way:
                 await asyncio.wait(list(self._under_way))
         return Reply(Done())
 
@@ -331,7 +337,28 @@ class StepCloser:
 
     # Closing.
 
+    async def pause(self) -> None:
+        """Close no step from now on, and wait for that which is being closed.
+
+        Cancellation: Safe; it is paused.
+        """
+        if self._paused is None:
+            self._paused = []
+            self._resumed.clear()
+        while self._under_way:
+            await asyncio.wait(list(self._under_way))
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        closes, self._paused = self._paused or (), None
+        self._resumed.set()
+        for close in closes:
+            self._close(close)
+
     def _close(self, close: Close) -> None:
+        if self._paused is not None:
+            self._paused.append(close)
+            return
         try:
             self._failpoints.hit("ps0.step.decided")
         except PsyncError as exc:

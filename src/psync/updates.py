@@ -287,7 +287,7 @@ class Update:
         return self.ledger.begin(
             self.client, message.sequence, message.acked_below,
             message.closure if message.closure >= 0 else None, message.ordinal,
-            self.known.digest, self.known.names,
+            self.known.digest, self.known.names, message.spread or (),
         )  # fmt: skip
 
     def begin(self) -> None:

@@ -293,6 +293,8 @@ class Push(Message):
     # Of layerwise optimizers, for each member the ratio of its whole variable. None: the ps finds
     # it, from the shard alone.
     ratios: list[float] | None = None
+    # (ps, sequence there) of the other messages of the same update. None: it is the only one.
+    spread: list[tuple[int, int]] | None = None
 
 
 @message(80)
@@ -328,6 +330,7 @@ class Assign(Message):
     members: list[tuple[int, int]] | None
     op: str  # "assign", "add" or "sub"; for rows also "mul", "div", "min" or "max"
     rows: list[int] | None = None  # as in Push
+    spread: list[tuple[int, int]] | None = None  # as in Push
 
 
 @message(38)
@@ -351,6 +354,7 @@ class AverageShards(Message):
     # (variable id of the average, id of the variable that it follows, index of both shards)
     shards: list[tuple[int, int, int]]
     decay: float  # average -= (1 - decay) * (average - value)
+    spread: list[tuple[int, int]] | None = None  # as in Push
 
 
 @message(41)

@@ -1,0 +1,169 @@
+"""The gate of a ps: holds updates back while a cut is taken, and lets admitted ones through.
+
+Layer: L3. Imports: errors, ledger, update_gate, rpc, wire.
+
+One object serves one coordinator and timeline, with its ledger; a newer one gets another.
+
+    message     then
+    Gate        nothing begins any more; answered when what was under way has ended: which messages
+                to other ps tasks belong to it
+    Admit       these messages may begin; answered when they are settled
+    OpenGate    everything that waits goes on
+    connection  the gate opens when that over which it was shut is lost
+    lease       and when it has been shut for too long
+
+Source: docs/design.md, section 18.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from psync.ledger import Client, Ledger
+from psync.rpc import Handler, Peer, Reply
+from psync.update_gate import UpdateGate
+from psync.wire.messages import Done, Message
+from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
+
+logger = logging.getLogger(__name__)
+
+MAX_SHUT_S = 60.0
+"""A coordinator that is stuck holds nobody up for longer."""
+
+
+class GateService:
+    """Serves one coordinator's cuts on one ps.
+
+    Args:
+        task: Name of the ps, for the log.
+        ledger: Knows what has begun.
+        exempt: See ``UpdateGate``.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
+        pause_steps: Returns when no synchronous step is being closed, and lets none begin.
+        resume_steps: Lets them go on.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        ledger: Ledger,
+        exempt: str,
+        check_coordinator: Callable[[Peer], None],
+        pause_steps: Callable[[], Awaitable[None]],
+        resume_steps: Callable[[], None],
+    ) -> None:
+        self.cuts = 0  # for which the gate was shut
+        self._task = task
+        self._gate = UpdateGate(ledger, exempt)
+        self._check_coordinator = check_coordinator
+        self._pause_steps = pause_steps
+        self._resume_steps = resume_steps
+        self._under_way = 0  # updates that take longer than a turn
+        self._waiting: list[asyncio.Future[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._peers: set[Peer] = set()  # whose end is heard of
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            Gate: Handler(self._shut),
+            Admit: Handler(self._admit),
+            OpenGate: Handler(self._open_for),
+        }
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether a cut is being taken."""
+        return self._gate.cut > 0
+
+    def close(self) -> None:
+        """Open for good: whoever waits goes on."""
+        self._open(self._gate.cut)
+
+    # For updates.
+
+    def holds(self, client: Client, sequence: int) -> bool:
+        """Return whether a message has to wait, see ``turn``."""
+        return self._gate.cut > 0 and self._gate.holds(client, sequence)
+
+    async def turn(self, client: Client, sequence: int) -> None:
+        """Wait until a message may begin. Cancellation: safe."""
+        while self._gate.holds(client, sequence):
+            await self._changed()
+
+    def began(self) -> None:
+        """An update has begun that takes longer than a turn of the loop."""
+        self._under_way += 1
+
+    def ended(self) -> None:
+        """It has ended."""
+        self._under_way -= 1
+        self.look_again()
+
+    def look_again(self) -> None:
+        """A message was settled, or a client was replaced."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    # Messages.
+
+    async def _shut(self, peer: Peer, message: Gate, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        self._gate.shut(message.cut)
+        self.cuts += 1
+        if peer not in self._peers:
+            self._peers.add(peer)
+            peer.on_closed.append(self._connection_lost)
+        self._set_timer(message.cut)
+        await self._pause_steps()
+        while self._under_way:
+            await self._changed()
+        return Reply(Gated(self._gate.others()))
+
+    async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
+        self._gate.admit(message.cut, updates)
+        self.look_again()
+        while self._gate.cut == message.cut and self._gate.unsettled(updates):
+            await self._changed()
+        return Reply(Done())
+
+    def _open_for(self, peer: Peer, message: OpenGate, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        self._open(message.cut)
+        return Reply(Done())
+
+    # Opening.
+
+    def _open(self, cut: int) -> None:
+        if self._gate.open(cut):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._resume_steps()
+            self.look_again()
+
+    def _connection_lost(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        self._open(self._gate.cut)
+
+    def _set_timer(self, cut: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(MAX_SHUT_S, self._expired, cut)
+
+    def _expired(self, cut: int) -> None:
+        if self._gate.cut == cut:
+            logger.warning(
+                "%s: a cut has held updates up for %.0f s and is given up", self._task, MAX_SHUT_S
+            )
+            self._open(cut)
+
+    async def _changed(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn

@@ -1,0 +1,81 @@
+"""The gate of a ps: what waits while a cut is taken, and what is let through."""
+
+from __future__ import annotations
+
+from psync.ledger import Fresh, Ledger
+from psync.update_gate import UpdateGate
+
+W0, W1 = ("/job:worker/task:0", 5), ("/job:worker/task:1", 5)
+CLOSER = ("/job:ps/task:0", 9)
+
+
+def begun(ledger: Ledger, client: tuple[str, int], sequence: int, **options: object) -> Fresh:
+    verdict = ledger.begin(client, sequence, 0, None, 0, 1, **options)  # type: ignore[arg-type]
+    assert isinstance(verdict, Fresh)
+    return verdict
+
+
+def test_an_open_gate_holds_nobody() -> None:
+    gate = UpdateGate(Ledger(), CLOSER[0])
+    assert not gate.holds(W0, 1)
+    assert not gate.open(0)
+
+
+def test_a_shut_gate_holds_what_is_new_and_lets_pass_what_has_begun_and_ps_0() -> None:
+    ledger = Ledger()
+    gate = UpdateGate(ledger, CLOSER[0])
+    begun(ledger, W0, 1)
+    gate.shut(3)
+    assert gate.cut == 3
+    assert not gate.holds(W0, 1)  # a repetition
+    assert gate.holds(W0, 2)
+    assert gate.holds(W1, 1)
+    assert not gate.holds(CLOSER, 1)
+
+
+def test_admitted_messages_pass_until_the_gate_is_opened() -> None:
+    gate = UpdateGate(Ledger(), CLOSER[0])
+    gate.shut(3)
+    assert gate.admit(3, [(W0, 2)])
+    assert not gate.holds(W0, 2)
+    assert gate.holds(W0, 3)
+    assert gate.open(3)
+    assert not gate.holds(W0, 3)
+    gate.shut(4)
+    assert gate.holds(W0, 2)  # that was for the cut before
+
+
+def test_only_the_present_cut_admits_and_opens() -> None:
+    gate = UpdateGate(Ledger(), CLOSER[0])
+    gate.shut(3)
+    gate.shut(2)  # it comes late
+    assert gate.cut == 3
+    assert not gate.admit(2, [(W0, 2)])
+    assert not gate.open(2)
+    assert gate.holds(W0, 2)
+    gate.shut(4)
+    assert not gate.open(3)
+
+
+def test_what_is_settled_is_not_waited_for() -> None:
+    ledger = Ledger()
+    gate = UpdateGate(ledger, CLOSER[0])
+    answered, under_way = begun(ledger, W0, 1), begun(ledger, W0, 2)
+    ledger.finish(answered.ticket, "accepted")
+    wanted = [(W0, 1), (W0, 2), (W0, 3)]
+    assert gate.unsettled(wanted) == [(W0, 2), (W0, 3)]
+    ledger.finish(under_way.ticket, "accepted")
+    assert gate.unsettled(wanted) == [(W0, 3)]
+    ledger.fence(W0[0], 6)
+    assert gate.unsettled(wanted) == []
+
+
+def test_what_belongs_to_an_update_elsewhere_is_known_until_it_is_acknowledged() -> None:
+    ledger = Ledger()
+    gate = UpdateGate(ledger, CLOSER[0])
+    first = begun(ledger, W0, 1, spread=[(1, 7), (2, 4)])
+    assert gate.others() == [(1, *W0, 7), (2, *W0, 4)]
+    ledger.finish(first.ticket, "accepted")
+    assert gate.others() == [(1, *W0, 7), (2, *W0, 4)]
+    ledger.acknowledge(W0, 2)
+    assert gate.others() == []
