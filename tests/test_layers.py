@@ -38,10 +38,11 @@ LAYERS = {
         "element_specs",
     ],
     "L2 shell": [
-        "access", "checkpoint_files", "resolvers", "union_resolver", "slurm_resolver",
+        "access", "checkpoint_files", "checkpoint_writer", "checkpoint_images",
+        "resolvers", "union_resolver", "slurm_resolver",
         "kubernetes_resolver", "testing_notes", "testing_switches", "weak_rules", "failpoints",
-        "platform", "transport", "connection", "exchanges", "serving", "lost_messages", "rpc",
-        "endpoint", "environment",
+        "stacks", "task_reports", "platform", "transport", "connection", "exchanges", "serving", "lost_messages", "rpc",
+        "endpoint", "chief_presence", "environment",
     ],
     "L3 roles": [
         "context", "captures", "payloads", "failures", "functions", "dataset_functions",
@@ -54,7 +55,7 @@ LAYERS = {
         "ps_updates", "row_pulls", "group_table", "ps_sync", "token_waits", "ps_pulls", "all_ps",
         "step_rounds", "step_closer", "image_service", "ps_task", "step_thread", "gang_member",
         "closure_inputs", "worker_session", "worker_task", "remote_value", "closure_messages",
-        "closure_timeout", "closure_service", "gang_merges", "gang_runner", "joins",
+        "closure_timeout", "watchdog", "closure_service", "gang_merges", "gang_runner", "joins",
         "cluster_links", "schedule_reporter", "coordinator", "session_links",
     ],
     "L4 user API": [

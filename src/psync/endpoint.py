@@ -269,7 +269,7 @@ class Endpoint:
     ) -> Peer:
         peer = Peer(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self._admit, refused,
+            on_opened, on_closed, self._admit, refused, self.platform.losses,
         )  # fmt: skip
         self._peers.add(peer)
         return peer

@@ -1,6 +1,7 @@
 """The platform of a task that runs in a process of its own, from its environment variables.
 
-Layer: L2. Imports: access, errors, failpoints, platform, resolvers, transport, wire.limits.
+Layer: L2. Imports: access, errors, failpoints, lost_messages, platform, resolvers, transport,
+wire.limits.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 from psync.access import insecure_by_environ, load_secret, require_secret
 from psync.errors import ConfigurationError
 from psync.failpoints import Failpoints
+from psync.lost_messages import MessageLosses
 from psync.platform import Platform
 from psync.resolvers import ClusterResolver
 from psync.transport import SocketNetwork
@@ -31,6 +35,9 @@ training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_ove
 
 run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", default=None)
 """Set when the run ends beside which a launcher has started this evaluator; None: none has."""
+
+
+_newest_incarnation = 0  # of all that platforms of this process have given
 
 
 def platform_of(
@@ -64,7 +71,43 @@ def platform_of(
         secret,
         limits=_limits(environ),
         failpoints=Failpoints.from_environment(environ),
+        losses=MessageLosses.from_environment(environ),
+        apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
+        new_incarnation=_new_incarnation,
     )
+
+
+def newest_incarnation() -> int:
+    """Return the newest incarnation under which this process has spoken; 0: it has not."""
+    return _newest_incarnation
+
+
+def _new_incarnation() -> int:
+    global _newest_incarnation
+    _newest_incarnation = max(time.time_ns(), _newest_incarnation + 1)
+    return _newest_incarnation
+
+
+def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return after how many seconds of silence the watchdog reports; None: never.
+
+    TensorFlow's variable is read where psync's own is not set. 0 or less turns the watchdog off.
+
+    Raises:
+        ConfigurationError: If the one that counts is no number.
+    """
+    for variable in ("PSYNC_WATCHDOG_TIMEOUT", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"):
+        text = environ.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds):
+            raise ConfigurationError(f"{variable}: expected seconds, got {text!r}")
+        return seconds if seconds > 0 else None
+    return None
 
 
 def _inherited(address: str) -> dict[str, socket.socket]:

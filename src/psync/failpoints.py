@@ -1,10 +1,13 @@
 """Named places where a test can make a task die, fail or wait.
 
-Layer: L2. Imports: errors.
+Layer: L2. Imports: errors, testing_notes, testing_switches.
 
 ``PSYNC_FAILPOINTS="ps.push.applied=kill@3, worker.push.sent=error"`` kills the process
 when the place is reached for the third time, and raises at the other one the first time.
 Without that variable a failpoint costs one dictionary look-up.
+
+What else a test may do to a task comes along: safeguards that are switched off, and notes of
+what was done.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import signal
 from collections.abc import Callable, Mapping
 
 from psync.errors import ConfigurationError, PsyncError
+from psync.testing_notes import Notes
+from psync.testing_switches import switched_off
 
 NAMES = frozenset(
     {
@@ -52,12 +57,18 @@ class Failpoints:
 
     Args:
         text: As in the variable ``PSYNC_FAILPOINTS``.
+        without: Safeguards that are switched off: see ``testing_switches``.
+        notes: Told of each failpoint that acts.
 
     Raises:
         ConfigurationError: If the text names an unknown place or action.
     """
 
-    def __init__(self, text: str = "") -> None:
+    def __init__(
+        self, text: str = "", *, without: frozenset[str] = frozenset(), notes: Notes | None = None
+    ) -> None:
+        self.without = without
+        self.notes = Notes() if notes is None else notes
         self._armed: dict[str, tuple[Callable[[], None], int]] = {}
         self.hits: dict[str, int] = {}  # how often each armed place was reached
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -73,7 +84,11 @@ class Failpoints:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Failpoints:
         """Return those that ``PSYNC_FAILPOINTS`` arms."""
-        return cls(environ.get("PSYNC_FAILPOINTS", ""))
+        return cls(
+            environ.get("PSYNC_FAILPOINTS", ""),
+            without=switched_off(environ),
+            notes=Notes.from_environment(environ),
+        )
 
     def arm(self, name: str, action: Callable[[], None], count: int = 1) -> None:
         """Run ``action`` when ``name`` is reached for the ``count``-th time.
@@ -99,6 +114,7 @@ class Failpoints:
             return
         self.hits[name] += 1
         if self.hits[name] == armed[1]:
+            self.notes.add("failpoint", name)
             armed[0]()
 
 

@@ -20,6 +20,7 @@ from psync.failpoints import Failpoints
 from psync.wire.limits import Limits
 
 if TYPE_CHECKING:
+    from psync.lost_messages import MessageLosses
     from psync.transport import Network
 
 
@@ -31,6 +32,8 @@ class Platform:
     secret: Secret | None = None  # None: the cluster runs without one
     limits: Limits = field(default_factory=Limits)
     failpoints: Failpoints = field(default_factory=Failpoints)
+    losses: MessageLosses | None = None  # requests of others that a test wants to be lost here
+    apply_log: str = ""  # directory in which a ps writes down what it applies, for tests
     random_bytes: Callable[[int], bytes] = os.urandom  # nonces
     uniform: Callable[[], float] = random.random  # jitter, in [0, 1)
     new_incarnation: Callable[[], int] = time.time_ns  # grows each time a task starts

@@ -1,6 +1,6 @@
 """Requests and replies between tasks, both ways on one connection.
 
-Layer: L2. Imports: errors, blocks, connection, exchanges, serving, wire.
+Layer: L2. Imports: errors, blocks, connection, exchanges, lost_messages, serving, wire.
 
 ``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, knows
 who waits for which reply, and says where the bodies that come belong; ``serving`` answers theirs.
@@ -28,6 +28,7 @@ from psync.exchanges import Into as Into
 from psync.exchanges import Later as Later
 from psync.exchanges import Received as Received
 from psync.exchanges import Reply as Reply
+from psync.lost_messages import LossyServer, MessageLosses
 from psync.serving import Handler as Handler
 from psync.serving import RequestServer, Spawn
 from psync.wire.codec import Message, decode, encode
@@ -60,6 +61,7 @@ class Peer:
         on_closed: Told when the connection is gone, unless it was never made.
         admit: See ``wire.protocol.Protocol``.
         refused: Likewise.
+        losses: Which of the peer's requests a test wants to be lost.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Peer:
         on_closed: Callable[[Peer, Exception | None], None],
         admit: Admit | None = None,
         refused: Refused | None = None,
+        losses: MessageLosses | None = None,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink, admit, refused)
         self.connection = Connection(wire, self)
@@ -90,7 +93,8 @@ class Peer:
         self._report_closed = on_closed
         self._calls: dict[int, Call] = {}
         self._next_id = 1
-        self._server = RequestServer(self, handlers, limits, spawn)
+        serving = (self, handlers, limits, spawn)
+        self._server = RequestServer(*serving) if losses is None else LossyServer(losses, *serving)
         self._pongs: deque[asyncio.Future[None]] = deque()
         self._gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()

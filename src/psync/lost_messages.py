@@ -1,0 +1,180 @@
+"""Requests and replies that are lost now and then, because a test wants it.
+
+Layer: L2. Imports: errors, serving, testing_notes, wire.
+
+TCP loses no single message: what is lost is the connection, at a moment. So who is to lose a
+message cuts the connection at that moment, on the side of who serves it:
+
+    form        the connection is cut                          the caller knows   it was served
+    request     when the request is there whole                nothing            no
+    reply       when the answer is known, instead of sending   nothing            yes
+    in_flight   when the handler begins, which works on        nothing            not yet, but soon
+
+``PSYNC_TESTING_LOSS`` is JSON: for each kind of request (the name of its message, or "*" for all
+that are not named) how often which form is drawn, and how often each form happens at least
+(``min_each``), to the first requests of the kind; and the seed.
+
+    {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.05, "min_each": 2}, "seed": 7}
+
+What was lost is written to the notes of the task, from which its next life goes on: so the minimum
+holds for all lives together, and a life does not lose what the one before it has lost. Without the
+variable no connection knows of any of this.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from psync.errors import ConfigurationError, ConnectionLost
+from psync.exchanges import Reply
+from psync.serving import RequestServer
+from psync.testing_notes import Notes
+from psync.wire.codec import Message, decode
+from psync.wire.frames import Frame, Kind
+
+VARIABLE = "PSYNC_TESTING_LOSS"
+
+FORMS = ("request", "reply", "in_flight")
+
+ANY = "*"
+
+
+class MessageLosses:
+    """Which messages one task loses.
+
+    Args:
+        plan: What ``PSYNC_TESTING_LOSS`` says.
+        notes: Of the task.
+
+    Attributes:
+        seen: How many requests of each kind came.
+        lost: How many of each (kind, form) were lost, by earlier lives of the task, too.
+
+    Raises:
+        ConfigurationError: The plan makes no sense.
+    """
+
+    def __init__(self, plan: Mapping[str, Any], notes: Notes | None = None) -> None:
+        self.seen: Counter[str] = Counter()
+        self.lost: Counter[tuple[str, str]] = Counter()
+        self._notes = Notes() if notes is None else notes
+        self._rates = {name: _checked(name, of) for name, of in plan.items() if name != "seed"}
+        for line, count in self._notes.earlier().items():
+            match line.split():
+                case ["lost", kind, form]:
+                    self.lost[kind, form] += count
+                case ["met", kind]:
+                    self.seen[kind] = 0  # it is known to occur
+        life = self.lost.total()
+        self._random = random.Random(f"{plan.get('seed', 0)}/{self._notes.task}/{life}")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> MessageLosses | None:
+        """Return what ``PSYNC_TESTING_LOSS`` says, or None."""
+        text = environ.get(VARIABLE)
+        if not text:
+            return None
+        try:
+            plan = json.loads(text)
+        except ValueError as exc:
+            raise ConfigurationError(f"{VARIABLE}: no JSON: {exc}") from exc
+        if not isinstance(plan, dict):
+            raise ConfigurationError(f"{VARIABLE}: expected an object, got {text!r}")
+        return cls(plan, Notes.from_environment(environ))
+
+    def draw(self, kind: str) -> str | None:
+        """Return the form in which a request of this kind is lost, or None: it is not."""
+        rates = self._rates.get(kind) or self._rates.get(ANY)
+        if rates is None:
+            return None
+        if kind not in self.seen:
+            self._notes.add("met", kind)
+        self.seen[kind] += 1
+        form = self._draw(kind, rates)
+        if form is not None:
+            self.lost[kind, form] += 1
+            self._notes.add("lost", kind, form)
+        return form
+
+    def _draw(self, kind: str, rates: Mapping[str, float]) -> str | None:
+        drawn = self._random.random()  # in any case: one draw for each request
+        for form in FORMS:
+            if self.lost[kind, form] < rates.get("min_each", 0):
+                return form
+        for form in FORMS:
+            drawn -= rates.get(form, 0.0)
+            if drawn < 0:
+                return form
+        return None
+
+
+class LossyServer(RequestServer):
+    """Serves the requests of a peer, and cuts the connection where ``losses`` say so.
+
+    Args:
+        losses: Of the task; the others as for ``RequestServer``.
+    """
+
+    def __init__(self, losses: MessageLosses, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._losses = losses
+        self._silent: set[int] = set()  # requests whose answer is lost
+
+    def serve(self, frame: Frame) -> None:
+        """Serve a request, or lose it or its answer."""
+        if frame.token is None:
+            frame.token = decode(frame.header)
+        kind = type(frame.token).__name__
+        form = self._losses.draw(kind) if isinstance(frame.token, Message) else None
+        if form == "request":
+            self._cut(f"the request {kind} was lost")
+            return
+        if form == "in_flight":
+            self._cut(f"the reply to {kind} was lost while it was worked on")
+        elif form == "reply" and frame.kind == Kind.REQUEST:
+            self._silent.add(frame.request_id)
+        super().serve(frame)
+        if form == "reply" and frame.kind != Kind.REQUEST:  # nobody answers a notification
+            self._cut(f"the connection was lost after {kind}")
+
+    def _answer(self, request_id: int, reply: Reply | None) -> None:
+        if request_id in self._silent:
+            self._cut("the reply was lost")
+        else:
+            super()._answer(request_id, reply)
+
+    def _answer_error(self, request_id: int, exc: BaseException) -> None:
+        if request_id in self._silent:
+            self._cut("the reply, an error, was lost")
+        else:
+            super()._answer_error(request_id, exc)
+
+    def _cut(self, reason: str) -> None:
+        self._connection.abort(ConnectionLost(f"{reason} ({VARIABLE})"))
+
+
+def _checked(name: str, rates: Any) -> Mapping[str, float]:
+    """Return what the plan says of one kind of requests."""
+    kinds = {cls.__name__ for cls in Message.__subclasses__()}
+    if name != ANY and name not in kinds:
+        raise ConfigurationError(
+            f"{VARIABLE}: there is no message {name!r}", hint="such as Push, Assign, Contribute"
+        )
+    fits = isinstance(rates, dict) and all(
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value >= 0 and value == int(value) if key == "min_each" else 0 <= value <= 1)
+        and key in (*FORMS, "min_each")
+        for key, value in rates.items()
+    )
+    if not fits or sum(rates.get(form, 0) for form in FORMS) > 1:
+        raise ConfigurationError(
+            f"{VARIABLE}: {name}: expected shares of {', '.join(FORMS)} that make at most 1, and a "
+            f"whole number min_each, got {rates!r}"
+        )
+    checked: Mapping[str, float] = rates
+    return checked

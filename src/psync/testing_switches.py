@@ -1,0 +1,56 @@
+"""Safeguards that a test can switch off, to see that its oracle notices.
+
+Layer: L2. Imports: errors.
+
+``PSYNC_TESTING_WITHOUT=dedup,staleness`` makes every task that reads it wrong on purpose. It is
+no setting: nobody who trains wants any of these off.
+
+    name            what is missing without it
+    dedup           nothing is remembered of an update: a repetition is applied again
+    fencing         whoever was replaced is served on
+    low_water       calls are forgotten when newer closures come, not when they are final
+    staleness       a synchronous push counts however old its values are
+    staged_commit   a synchronous push counts before all of its parts are there
+    timeline        after a recovery what was begun before it is served on
+    one_cut         each ps freezes when it likes, with no gate
+    commit_marker   a checkpoint counts as complete before it is
+    replica_ack     an update is answered before the replica has it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from psync.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "PSYNC_TESTING_WITHOUT"
+
+NAMES = frozenset(
+    {
+        "dedup", "fencing", "low_water", "staleness", "staged_commit", "timeline", "one_cut",
+        "commit_marker", "replica_ack",
+    }
+)  # fmt: skip
+"""Every safeguard that has a switch."""
+
+
+def switched_off(environ: Mapping[str, str]) -> frozenset[str]:
+    """Return the names in ``PSYNC_TESTING_WITHOUT``.
+
+    Raises:
+        ConfigurationError: There is no such safeguard.
+    """
+    names = frozenset(filter(None, map(str.strip, environ.get(VARIABLE, "").split(","))))
+    if not names <= NAMES:
+        raise ConfigurationError(
+            f"{VARIABLE}: unknown safeguard {', '.join(sorted(names - NAMES))}",
+            hint=f"known: {', '.join(sorted(NAMES))}",
+        )
+    if names:
+        logger.warning(
+            "%s: this task is wrong on purpose, without %s", VARIABLE, ", ".join(sorted(names))
+        )
+    return names

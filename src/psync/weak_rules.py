@@ -1,0 +1,106 @@
+"""Rules without one of their safeguards: what ``testing_switches`` puts in their place.
+
+Layer: L2. Imports: ledger, sync_groups, sync_steps.
+
+Each is the rule itself, told something wrong. So the code that trains knows nothing of switches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from psync.ledger import Client, Ledger, Verdict
+from psync.sync_groups import Action, Contribution
+from psync.sync_steps import SyncSteps
+
+CALLS_KEPT = 2
+"""Closures of which a ledger without its low-water mark knows calls."""
+
+
+class WeakLedger(Ledger):
+    """A ledger that lacks what ``without`` names."""
+
+    without: frozenset[str] = frozenset()
+    _numbers = itertools.count(1)
+
+    def begin(
+        self,
+        client: Client,
+        sequence: int,
+        acked_below: int,
+        closure: int | None,
+        ordinal: int,
+        variable_set: int | bytes,
+        variables: Sequence[str] = (),
+    ) -> Verdict:
+        """Judge an update, or what it is made out to be."""
+        if "fencing" in self.without:
+            client = self._apart(client)
+        if "dedup" in self.without:  # each message is the first of its kind
+            sequence = acked_below = next(WeakLedger._numbers)
+            closure = None
+        verdict = super().begin(
+            client, sequence, acked_below, closure, ordinal, variable_set, variables
+        )
+        if "low_water" in self.without:
+            self._forget_early()
+        return verdict
+
+    def check_incarnation(self, task: str, incarnation: int) -> None:
+        """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""
+        if "fencing" not in self.without:
+            super().check_incarnation(task, incarnation)
+
+    def fence(self, task: str, incarnation: int) -> None:
+        """Serve only this and newer incarnations of ``task`` from now on."""
+        if "fencing" not in self.without or "#" in task:
+            super().fence(task, incarnation)
+
+    def acknowledge(self, client: Client, acked_below: int) -> None:
+        """Forget the answers that a client has received."""
+        if "fencing" in self.without and "#" not in client[0]:
+            client = self._apart(client)
+        super().acknowledge(client, acked_below)
+
+    def final_below(self, closure: int) -> None:
+        """Forget the calls of all closures below ``closure``."""
+        if "low_water" not in self.without:
+            super().final_below(closure)
+
+    def _apart(self, client: Client) -> Client:
+        """Every incarnation is a client of its own, which nobody replaces."""
+        return (f"{client[0]}#{client[1]}", client[1])
+
+    def _forget_early(self) -> None:
+        """A cache that is full forgets the oldest."""
+        settled = [
+            number
+            for number, calls in sorted(self._closures.items())
+            if all(applied.ticket.settled for applied in calls.values())
+        ]
+        for number in settled[: max(0, len(self._closures) - CALLS_KEPT)]:
+            del self._closures[number]
+
+
+class WeakSteps(SyncSteps):
+    """Synchronous steps in which no push is stale."""
+
+    def contribute(self, group: int, contribution: Contribution) -> list[Action]:
+        """Judge a push as if its values were those of the present step."""
+        present = dataclasses.replace(contribution, local_step=self.step(group))
+        return super().contribute(group, present)
+
+
+def weakened(ledger: Ledger, without: frozenset[str]) -> Ledger:
+    """Return a ledger, which from now on lacks what ``without`` names."""
+    if without & {"dedup", "fencing", "low_water"}:
+        ledger.__class__ = WeakLedger
+        ledger.without = without  # type: ignore[attr-defined]
+    return ledger
+
+
+def steps_without(without: frozenset[str]) -> SyncSteps:
+    """Return the rule of synchronous steps, or one that lacks what ``without`` names."""
+    return WeakSteps() if "staleness" in without else SyncSteps()
