@@ -1,6 +1,6 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, endpoint, rpc, updates, long_work,
+Layer: L3. Imports: errors, specs, blocks, store, ledger, weak_rules, endpoint, rpc, updates, long_work,
 accumulator_service, clock_service, session_service, ps_locks, gate_service, ps_pulls, ps_report,
 ps_sync,
 ps_updates, step_closer, wire.
@@ -51,6 +51,7 @@ from psync.step_closer import StepCloser
 from psync.store import Key, ShardStore
 from psync.transport import Listener
 from psync.updates import NO_BYTES, memory_for
+from psync.weak_rules import weaken
 from psync.wire.messages import (
     AskStatistics,
     AttachPs,
@@ -228,6 +229,7 @@ class PsTask:
 
     def _new_services(self) -> None:
         """Make what serves the pulls and updates of one coordinator's tasks."""
+        weaken(self._ledger, self._platform.failpoints.without)
         self._locks = PsLocks(self.task, self._store)
         self._gate = GateService(
             self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,

@@ -1,6 +1,6 @@
 """Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
 
-Layer: L3. Imports: errors, cluster, blocks, sync_config, sync_steps, platform, rpc,
+Layer: L3. Imports: errors, cluster, blocks, sync_config, sync_steps, weak_rules, platform, rpc,
 long_work, whole_sets, ps_sync, token_waits, all_ps, step_rounds, wire.
 
 Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
@@ -32,8 +32,9 @@ from psync.platform import Platform
 from psync.ps_sync import CLOSER, PsSync
 from psync.rpc import Handler, Later, Peer, Received, Reply
 from psync.step_rounds import StepRounds
-from psync.sync_steps import Action, Close, Contribution, SyncSteps
+from psync.sync_steps import Action, Close, Contribution
 from psync.token_waits import PushKey, TokenWaits
+from psync.weak_rules import steps_without
 from psync.whole_sets import FOR_VALUES, Values, WholeSet, whole_set_of
 from psync.wire.messages import (
     AskStep,
@@ -72,7 +73,7 @@ class StepCloser:
         pool: BlockPool,
         waits_changed: Callable[[], None],
     ) -> None:
-        self.steps = SyncSteps()
+        self.steps = steps_without(platform.failpoints.without)
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self._all_ps = AllPs(platform, attach, sync, work, pool)

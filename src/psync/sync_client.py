@@ -15,6 +15,7 @@ draws anew in each group, and by which ps 0 answers a repetition from memory.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -192,7 +193,12 @@ class SyncClient:
                 if own is not None:
                     along, segments, rows = whole_of([own.request]), own.segments, own.rows
                 staged = [part for part in parts if part is not own]
-                await self._stage(staged, group, config, number, local_step)
+                staging = self._stage(staged, group, config, number, local_step)
+                if "staged_commit" in self._ps.failpoints.without:
+                    unawaited = asyncio.create_task(staging)
+                    unawaited.add_done_callback(lambda task: task.cancelled() or task.exception())
+                else:
+                    await staging
                 if along and staged:
                     self._ps.failpoints.hit("worker.push.between_ps")
             self._ps.failpoints.hit("worker.push.staged")

@@ -34,6 +34,7 @@ class WeakLedger(Ledger):
         ordinal: int,
         variable_set: int | bytes,
         variables: Sequence[str] = (),
+        spread: Sequence[Sequence[int]] = (),
     ) -> Verdict:
         """Judge an update, or what it is made out to be."""
         if "fencing" in self.without:
@@ -42,7 +43,7 @@ class WeakLedger(Ledger):
             sequence = acked_below = next(WeakLedger._numbers)
             closure = None
         verdict = super().begin(
-            client, sequence, acked_below, closure, ordinal, variable_set, variables
+            client, sequence, acked_below, closure, ordinal, variable_set, variables, spread
         )
         if "low_water" in self.without:
             self._forget_early()
@@ -63,6 +64,10 @@ class WeakLedger(Ledger):
         if "fencing" in self.without and "#" not in client[0]:
             client = self._apart(client)
         super().acknowledge(client, acked_below)
+
+    def is_settled(self, client: Client, sequence: int) -> bool:
+        """Return whether a message will change nothing here any more; a cut asks."""
+        return bool(self.without & {"dedup", "fencing"}) or super().is_settled(client, sequence)
 
     def final_below(self, closure: int) -> None:
         """Forget the calls of all closures below ``closure``."""
@@ -93,12 +98,11 @@ class WeakSteps(SyncSteps):
         return super().contribute(group, present)
 
 
-def weakened(ledger: Ledger, without: frozenset[str]) -> Ledger:
-    """Return a ledger, which from now on lacks what ``without`` names."""
+def weaken(ledger: Ledger, without: frozenset[str]) -> None:
+    """Let a ledger lack from now on what ``without`` names."""
     if without & {"dedup", "fencing", "low_water"}:
         ledger.__class__ = WeakLedger
         ledger.without = without  # type: ignore[attr-defined]
-    return ledger
 
 
 def steps_without(without: frozenset[str]) -> SyncSteps:
