@@ -280,6 +280,11 @@ class BlockArray:
         return len(self._blocks) - self._blocks.count(None)
 
     @property
+    def is_constant(self) -> bool:
+        """Whether nothing was ever written: all elements are ``fill``."""
+        return not self.num_made
+
+    @property
     def fill(self) -> float | np.ndarray:
         """Value of all elements of blocks that have not come into being."""
         return self._fill

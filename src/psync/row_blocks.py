@@ -89,6 +89,11 @@ class RowBlocks(BlockArray):
 
     # As any BlockArray.
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether no row was ever written."""
+        return not self._written.any()
+
     def block(self, i: int) -> Block:
         """Return block ``i``, whose rows all are written then."""
         block = self._blocks[i]

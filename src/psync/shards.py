@@ -15,7 +15,7 @@ leaves the shard busy for good, as its value is torn: the task must end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -160,6 +160,14 @@ class ShardTable:
     def keys(self) -> list[Key]:
         """Return the keys of all shards, in the order of their creation."""
         return list(self._shards)
+
+    def shards(self) -> Mapping[Key, Shard]:
+        """Return all shards themselves, for those who keep images of them."""
+        return self._shards
+
+    def optimizers(self) -> Mapping[int, Optimizer]:
+        """Return all optimizers, by their number; not to be changed."""
+        return self._optimizers
 
     def spec(self, key: Key) -> ShardSpec:
         """Return the spec of a shard.

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import BusyError, FencedError, UsageError
+from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.ledger_image import LedgerState, SenderState, ledger_of, state_of
+
+W0, W1 = ("/job:worker/task:0", 21), ("/job:worker/task:1", 21)
+FLOOR = 20
+SET = -77
+
+
+def pack(answer: object) -> bytes | None:
+    return str(answer).encode() if isinstance(answer, str) else None
+
+
+def unpack(data: bytes) -> object:
+    return data.decode()
+
+
+def again(ledger: Ledger) -> Ledger:
+    return ledger_of(state_of(ledger, pack), FLOOR, unpack)
+
+
+def push(
+    ledger: Ledger, client: tuple[str, int] = W0, sequence: int = 0, *,
+    acked: int = 0, closure: int | None = 5, ordinal: int = 0, variable_set: Any = SET,
+) -> Verdict:  # fmt: skip
+    return ledger.begin(client, sequence, acked, closure, ordinal, variable_set, ("w", "b"))
+
+
+def apply(ledger: Ledger, *args: Any, answer: object = "accepted", **kwargs: Any) -> None:
+    verdict = push(ledger, *args, **kwargs)
+    assert isinstance(verdict, Fresh | AlreadyApplied)
+    ledger.finish(verdict.ticket, answer)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(FLOOR)
+
+
+def test_a_message_that_was_answered_gets_the_same_answer(ledger: Ledger) -> None:
+    apply(ledger, answer="step 4")
+    apply(ledger, sequence=1, closure=None, answer="step 5")
+    copy = again(ledger)
+    for _ in range(2):
+        assert push(copy) == Duplicate("step 4")
+        assert push(copy, sequence=1, closure=None) == Duplicate("step 5")
+
+
+def test_another_run_of_a_closure_is_a_duplicate(ledger: Ledger) -> None:
+    apply(ledger)
+    copy = again(ledger)
+    verdict = push(copy, W1)
+    assert isinstance(verdict, AlreadyApplied)
+    assert isinstance(push(copy, W1, 1, ordinal=1), Fresh)
+    with pytest.raises(UsageError, match=r"other variables \(w, b\) than in its first run \(w, b"):
+        push(copy, W1, 2, variable_set=SET + 1)
+
+
+def test_what_is_final_and_who_is_fenced_stays_so(ledger: Ledger) -> None:
+    apply(ledger, closure=3)
+    ledger.final_below(4)
+    ledger.fence(W1[0], 23)
+    copy = again(ledger)
+    assert isinstance(push(copy, ("/job:worker/task:2", 21), closure=3), AlreadyApplied)
+    with pytest.raises(FencedError, match="replaced by 23"):
+        push(copy, W1)
+    with pytest.raises(FencedError, match=f"replaced by {FLOOR}"):
+        push(copy, ("/job:worker/task:3", FLOOR - 1))
+    assert copy.statistics().calls == 0
+
+
+def test_an_acknowledged_message_stays_acknowledged(ledger: Ledger) -> None:
+    apply(ledger)
+    ledger.acknowledge(W0, 1)
+    with pytest.raises(UsageError, match="has acknowledged"):
+        push(again(ledger))
+
+
+def test_the_same_number_for_another_call_is_still_a_bug(ledger: Ledger) -> None:
+    apply(ledger)
+    with pytest.raises(UsageError, match="again for closure 6, call 0"):
+        push(again(ledger), closure=6)
+
+
+def test_a_restored_entry_can_be_acknowledged_and_made_final(ledger: Ledger) -> None:
+    apply(ledger)
+    copy = again(ledger)
+    copy.acknowledge(W0, 1)
+    copy.final_below(6)
+    assert copy.statistics().answers == copy.statistics().calls == 0
+
+
+def test_updates_of_accumulators_are_left_out(ledger: Ledger) -> None:
+    apply(ledger, variable_set=b"ApplyGradient a", answer=7)
+    apply(ledger, sequence=1, closure=None, variable_set=b"ApplyGradient a", answer=8)
+    copy = again(ledger)
+    assert isinstance(push(copy, variable_set=b"ApplyGradient a"), Fresh)
+    assert isinstance(push(copy, sequence=1, closure=None), Fresh)
+
+
+@pytest.mark.parametrize("closure", [5, None])
+def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: int | None) -> None:
+    verdict = push(ledger, closure=closure)
+    with pytest.raises(BusyError, match="update 0 of /job:worker/task:0 is being applied"):
+        state_of(ledger, pack)
+    assert isinstance(verdict, Fresh)
+    ledger.finish(verdict.ticket, "accepted")
+    assert state_of(ledger, pack) == LedgerState(
+        (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
+        () if closure is None else ((5, 0, SET, ("w", "b")),),
+    )
+
+
+def test_an_update_of_a_client_that_was_fenced_meanwhile_counts_too(ledger: Ledger) -> None:
+    push(ledger)
+    ledger.fence(W0[0], 22)
+    with pytest.raises(BusyError):
+        state_of(ledger, pack)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([W0, W1]), st.integers(0, 5),
+            st.none() | st.integers(0, 3), st.integers(0, 1),
+        )
+    ),
+    st.integers(0, 3),
+)  # fmt: skip
+def test_a_copy_judges_as_the_original(
+    updates: list[tuple[tuple[str, int], int, int | None, int]], final_below: int
+) -> None:
+    original = Ledger(FLOOR)
+    for client, sequence, closure, ordinal in updates:
+        try:
+            verdict = push(original, client, sequence, closure=closure, ordinal=ordinal)
+        except UsageError:
+            continue
+        if isinstance(verdict, Fresh | AlreadyApplied):
+            original.finish(verdict.ticket, f"{type(verdict)} {sequence}")
+    original.final_below(final_below)
+    copy = again(original)
+    assert state_of(copy, pack) == state_of(original, pack)
+    for client, sequence, closure, ordinal in updates:
+        one, other = (
+            push(ledger, client, sequence, closure=closure, ordinal=ordinal)
+            if is_known(original, client, sequence, closure, ordinal)
+            else None
+            for ledger in (original, copy)
+        )
+        assert one == other
+
+
+def is_known(ledger: Ledger, client: Any, sequence: int, closure: Any, ordinal: int) -> bool:
+    call = None if closure is None else (closure, ordinal)
+    return ledger._senders[client[0]].messages[sequence].ticket.call == call
