@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from psync.embeddings import embedding_lookup as embedding_lookup
     from psync.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
     from psync.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
+    from psync.errors import AttachError as AttachError
     from psync.errors import AuthenticationError as AuthenticationError
     from psync.errors import BusyError as BusyError
     from psync.errors import CaptureError as CaptureError
@@ -172,7 +173,7 @@ _HOMES = {
         "embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse",
     ),
     "errors": (
-        "AuthenticationError", "BusyError", "CaptureError", "CheckpointCorrupt",
+        "AttachError", "AuthenticationError", "BusyError", "CaptureError", "CheckpointCorrupt",
         "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
         "ClosureCancelled",
         "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",

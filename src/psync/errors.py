@@ -37,6 +37,7 @@ The class answers one question: who must act.
     │   └── ClosureInputError                  an input of the closure had failed
     ├── LockLost                          a lock on shards ended before its time
     ├── NotEnoughReplicas                 fewer living workers than a synchronous step needs
+    ├── AttachError                       ps tasks do not hold what the program would go on with
     ├── TrainingEnded                     the token channel was closed: there is no further step
     ├── EndOfData                         a per-worker dataset is exhausted
     └── CheckpointError
@@ -247,6 +248,10 @@ class CutLost(PsyncError):
 
 class NotEnoughReplicas(PsyncError):
     """Fewer living workers than ``min_replicas`` for too long; the message names the missing."""
+
+
+class AttachError(PsyncError):
+    """A program cannot go on with what the ps tasks hold; nothing was changed."""
 
 
 class TrainingEnded(PsyncError):

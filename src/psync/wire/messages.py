@@ -62,7 +62,7 @@ class Welcome(Message):
 class Refused(Message):
     """The connection ends here."""
 
-    reason: str  # "version", "authentication", "protocol", "fenced" or "full"
+    reason: str  # "version", "authentication", "tls", "protocol", "fenced" or "full"
     detail: str
 
 
@@ -153,6 +153,8 @@ class ClosureResults(Message):
 
     results: list[tuple[int, str, int, tuple[str, str, str] | None]]
     mean_seconds: float  # of those that succeeded
+    # (id, calls that it has made) of those that succeeded and updated something
+    updates: list[tuple[int, int]] | None = None
 
 
 @message(22)
@@ -226,13 +228,15 @@ class Statistics(Message):
 class AttachPs(Message):
     """The coordinator takes a ps into its cluster; answered by Done.
 
-    A coordinator incarnation that the ps has not seen yet empties it and fences the older one.
+    A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
+    for that is dropped, or kept to be adopted; see ``DescribeShards``.
     """
 
     coordinator: int
     ps_index: int
     ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
     ps_timeout_s: float
+    keep: bool = False  # what is held; what has begun is then carried to its end first
 
 
 @message(33)

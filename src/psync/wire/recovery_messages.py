@@ -1,4 +1,4 @@
-"""Messages about cuts, checkpoints and recovery.
+"""Messages about cuts, checkpoints and recovery, and about workers that leave.
 
 Layer: L1 wire. Imports: codec.
 
@@ -166,3 +166,76 @@ class TakeImage(Message):
     load: int
     timeline: int
     fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
+
+
+# Workers that leave.
+
+
+@message(112)
+@dataclass(frozen=True, slots=True)
+class LeaveCluster(Message):
+    """Worker → coordinator: send nothing more; answered by Done, after which nothing more comes.
+
+    Coordinator → worker: leave, and end; answered by Done, at once.
+    """
+
+    reason: str
+
+
+@message(113)
+@dataclass(frozen=True, slots=True)
+class EndSession(Message):
+    """Worker → coordinator: this session ends; answered by Done, once all before it is heard.
+
+    In order: the worker has left, and has said all that it has to say. Else: it cannot go on.
+    """
+
+    reason: str
+    in_order: bool
+
+
+# A coordinator that comes, or comes back.
+
+
+@message(108)
+@dataclass(frozen=True, slots=True)
+class GrantCoordinator(Message):
+    """Under which incarnation may I be the coordinator? Answered by CoordinatorGranted.
+
+    ps 0 grants a new one; every other task says which is the highest that it has served.
+    """
+
+    previous: int  # what ps 0 has granted this coordinator before; 0: nothing
+    seen: int  # the highest that another task has served, as far as it is known; 0: none
+
+
+@message(109)
+@dataclass(frozen=True, slots=True)
+class CoordinatorGranted(Message):
+    """See GrantCoordinator."""
+
+    incarnation: int
+
+
+@message(110)
+@dataclass(frozen=True, slots=True)
+class DescribeShards(Message):
+    """What do you hold of earlier programs that nobody has adopted? Answered by ShardsDescribed."""
+
+
+@message(111)
+@dataclass(frozen=True, slots=True)
+class ShardsDescribed(Message):
+    """Segment: ``adoption.Holding`` as JSON."""
+
+
+@message(120)
+@dataclass(frozen=True, slots=True)
+class AdoptShards(Message):
+    """Let the present program have what an earlier one has left; idempotent. Answered by Done.
+
+    Segment: ``adoption.Adopted`` as JSON.
+    """
+
+    life: int  # the number by which all ps tasks know this state from now on; 0: as it is
+    last: bool  # drop what is left then
