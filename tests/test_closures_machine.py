@@ -45,6 +45,7 @@ class Report:
     tell: Callable[[ClosureQueue], list[Action]]
     given_back: tuple[int, ...] = ()
     is_answer: bool = False
+    retires: bool = False
 
 
 class Worker:
@@ -62,11 +63,22 @@ class Worker:
         self.mean_s = 1.0
         self.sated = False  # gave back some of what it holds, and no end was reported since
         self.asked = False  # a GiveBack was sent to it and its answer has not arrived
+        self.leaving = False  # it has said so, or is about to
+        self.retired = False  # the queue has heard of it
+
+    def leave(self) -> None:
+        """Say that it leaves, and give back what it has not started."""
+        self.leaving = True
+        name = self.name
+        self.to_queue.append(Report(lambda queue: queue.worker_leaves(name), retires=True))
+        self.give_back(tuple(self.unstarted), is_answer=False)
 
     def receive(self) -> None:
         match self.to_worker.popleft():
             case Dispatch(_, closures):
                 self.unstarted |= {closure.id: closure for closure in closures}
+                if self.leaving:  # these crossed its message
+                    self.give_back(tuple(self.unstarted), is_answer=False)
             case Cancel(_, ids):
                 for closure_id in ids:
                     if self.unstarted.pop(closure_id, None) is not None:
@@ -162,7 +174,9 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                     assert not worker.asked, "asked again before the answer"
                     assert not self.errors
                     assert not self.pauses
-                    assert any(other not in self.sent_to.values() for other in self.workers)
+                    assert not worker.retired, "it gives back unasked"
+                    staying = [w.name for w in self.workers.values() if not w.retired]
+                    assert any(other not in self.sent_to.values() for other in staying)
                     assert self.queue.statistics().queued == 0
                     worker.asked = True
                     worker.to_worker.append(action)
@@ -195,6 +209,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         ids = []
         for dispatch in dispatches:
             worker = self.workers[dispatch.worker]
+            assert not worker.retired, "sent to a worker that leaves"
             held_before = [i for i, name in self.sent_to.items() if name == worker.name]
             for closure in dispatch.closures:
                 assert closure.state is State.HELD
@@ -300,6 +315,28 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.lose(data.draw(st.sampled_from(sorted(self.workers))), blame=False)
         assert [closure.lost_on for closure in self.closures] == before
 
+    @precondition(lambda self: any(not w.leaving for w in self.workers.values()))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.draw(data, lambda worker: not worker.leaving).leave()
+
+    @precondition(lambda self: any(w.retired for w in self.workers.values()))
+    @rule(data=st.data())
+    def has_left(self, data: st.DataObject) -> None:
+        """A worker that leaves ends what it runs, tells everything, and is gone."""
+        worker = self.draw(data, lambda worker: worker.retired)
+        while worker.to_worker:
+            worker.receive()
+        if worker.running:
+            worker.end(None)
+        worker.flush()
+        before = [closure.lost_on for closure in self.closures]
+        while worker.to_queue:
+            self.take_report(worker)
+        assert worker.name not in self.sent_to.values(), "nothing has to run twice"
+        self.lose(worker.name, blame=False)
+        assert [closure.lost_on for closure in self.closures] == before
+
     def lose(self, name: str, *, blame: bool = True) -> None:
         """A worker is gone: what it had not told is never told."""
         del self.workers[name]
@@ -380,8 +417,13 @@ class ClosureQueueMachine(RuleBasedStateMachine):
             del self.sent_to[closure_id]
         if report.is_answer:
             worker.asked = False
+        if report.retires:
+            worker.retired = True
         worker.sated = bool(report.given_back) and worker.name in self.sent_to.values()
         self.perform(report.tell(self.queue))
+
+    def staying(self) -> list[str]:
+        return sorted(worker.name for worker in self.workers.values() if not worker.leaving)
 
     def draw(self, data: st.DataObject, condition: Callable[[Worker], object]) -> Worker:
         return data.draw(
@@ -427,11 +469,11 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         self.deliver_everything()
         if self.errors or self.pauses:
             return
-        if any(worker.running is None for worker in self.workers.values()):
+        if any(w.running is None and not w.leaving for w in self.workers.values()):
             assert self.queue.statistics().queued == 0
             assert not any(worker.unstarted for worker in self.workers.values())
 
-    @precondition(lambda self: len(self.workers) > 1 and not self.errors)
+    @precondition(lambda self: len(self.staying()) > 1 and not self.errors)
     @rule(data=st.data(), num_stuck=st.integers(1, 2))
     def nothing_waits_behind_a_closure_that_waits(
         self, data: st.DataObject, num_stuck: int
@@ -439,7 +481,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
         """If some workers run a closure that does not end, the others run all the rest."""
         while self.pauses:
             self.resume()
-        names = data.draw(st.permutations(sorted(self.workers)))
+        names = data.draw(st.permutations(self.staying()))
         stuck = names[: min(num_stuck, len(names) - 1)]
         self.deliver_everything()
         while running := [w for w in self.workers.values() if w.running and w.name not in stuck]:
@@ -462,7 +504,7 @@ class ClosureQueueMachine(RuleBasedStateMachine):
                 if worker.running:
                     worker.end(None)
             self.deliver_everything()
-        if self.workers or self.errors:
+        if self.staying() or self.errors:
             assert self.final == set(range(len(self.closures)))
             assert self.queue.low_water() == self.queue.next_id
             assert self.queue.is_settled(self.queue.next_id)

@@ -459,6 +459,38 @@ def test_mean_that_is_no_duration_is_refused_and_nothing_is_taken(mean_s: float)
     assert bench.held() == {"a": [1]}
 
 
+def test_worker_that_leaves_gets_nothing_more_and_is_asked_for_nothing() -> None:
+    bench = Bench("a", "b")
+    bench.add(0, 1, 2, 3, 4)
+    bench.decide()
+    assert bench.held() == {"a": [0, 2], "b": [1]}
+    bench.dispatcher.retire("a")
+    bench.dispatcher.retire("a")  # again: nothing new
+    assert bench.run_all("b") == [1, 3, 4]
+    assert bench.held() == {"a": [0, 2]}
+    assert bench.decide() == [], "b is idle, and a gives back unasked"
+    assert sent(bench.give_back("a", 2)) == {"b": [2]}
+    assert bench.finish("a", 0) == []
+    bench.add(5, 6)
+    assert bench.decide() == []
+    assert sent(bench.finish("b", 2)) == {"b": [5]}
+    assert bench.lose("a") == []
+
+
+def test_idle_worker_that_leaves_gets_nothing_more() -> None:
+    bench = Bench("a")
+    bench.dispatcher.retire("a")
+    bench.add(0)
+    assert bench.decide() == []
+    with pytest.raises(LocalProtocolError, match="cannot be sent to a, which is not idle"):
+        bench.dispatcher.give("a", Closure(1))
+    bench.lose("a")
+    with pytest.raises(LocalProtocolError, match="a has not joined, or was lost"):
+        bench.dispatcher.retire("a")
+    bench.dispatcher.join("a")
+    assert sent(bench.decide()) == {"a": [0]}, "it is back"
+
+
 def test_worker_joins_once_and_leaves_once() -> None:
     bench = Bench("a")
     with pytest.raises(LocalProtocolError, match=r"^a joined twice$"):

@@ -33,7 +33,7 @@ LAYERS = {
         "shard_updates", "gradient_store", "store", "ledger", "update_gate", "ledger_image",
         "untrusted_json", "image_state", "ps_image", "step_norms", "closure_states", "metric_rules",
         "checkpoint_manifest", "dispatching", "closure_waits", "closure_errors", "closures",
-        "gangs", "membership", "sync_config", "tokens", "sync_groups", "sync_steps", "staging",
+        "gangs", "membership", "flapping", "sync_config", "tokens", "sync_groups", "sync_steps", "staging",
         "session_members", "pulled_steps", "schedule_report", "round_clocks", "visitation",
         "element_specs",
     ],

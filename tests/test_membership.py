@@ -100,6 +100,64 @@ def test_worker_that_returned_is_served_although_its_earlier_life_is_fenced() ->
     assert membership.incarnation(W0) >= fences[0].below
 
 
+# --- workers that leave, and new ones -----------------------------------------------------------
+
+
+def test_worker_that_leaves_is_fenced_and_not_waited_for() -> None:
+    membership = cluster(alive=(P0, P1, W0))
+    assert membership.left(W0) == [
+        Fence(P0, W0, below=1),
+        Fence(P1, W0, below=1),
+        WorkerIsLost(W0, 0),
+    ]
+    assert membership.state(W0) is TaskState.LEFT
+    assert membership.missing() == [(W1, "w1:1")]
+    assert membership.gone() == [W0]
+    assert membership.alive_workers() == []
+
+
+def test_worker_that_left_may_return_under_a_higher_incarnation() -> None:
+    membership = cluster(alive=(W0,))
+    membership.left(W0)
+    assert membership.connected(W0, 0) == [Assign(W0, 1)]
+    assert membership.gone() == []
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_worker_that_is_not_there_may_be_given_up_and_that_is_nobodys_loss(lost: bool) -> None:
+    membership = cluster(alive=(P0, W0))
+    if lost:
+        membership.disconnected(W0, 0.0)
+    worker = W0 if lost else W1
+    assert membership.left(worker) == []
+    assert membership.left(worker) == [], "again"
+    assert worker not in [task for task, _ in membership.missing()]
+
+
+def test_worker_that_is_added_is_waited_for() -> None:
+    membership = cluster(alive=(P0, P1, W0, W1))
+    added = "/job:worker/task:2"
+    membership.add_worker(added, "w2:1")
+    assert membership.missing() == [(added, "w2:1")]
+    membership.connected(added, 5)
+    assert membership.alive_workers() == [W0, W1, added]
+    with pytest.raises(LocalProtocolError, match=f"^{added} cannot be added: it is alive$"):
+        membership.add_worker(added, "w3:1")
+
+
+def test_name_of_a_worker_that_left_is_given_to_another_one_whose_incarnation_is_higher() -> None:
+    membership = cluster(alive=(P0, W1))
+    membership.left(W1)
+    membership.add_worker(W1, "elsewhere:1")
+    assert (W1, "elsewhere:1") in membership.missing()
+    assert membership.connected(W1, 0) == [Assign(W1, 1)]
+
+
+def test_a_ps_cannot_leave() -> None:
+    with pytest.raises(LocalProtocolError, match=f"^{P0} cannot leave: it holds variables$"):
+        cluster(alive=(P0,)).left(P0)
+
+
 # --- ps --------------------------------------------------------------------------------------
 
 

@@ -289,6 +289,17 @@ class ClosureQueue:
         self._dispatcher.join(worker)
         return self._actions()
 
+    def worker_leaves(self, worker: str) -> list[Action]:
+        """A worker is about to leave: send it nothing more. It gives back what it has not started.
+
+        What it runs it reports, and then it is lost, blamelessly.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        self._dispatcher.retire(worker)
+        return self._actions()
+
     def worker_lost(self, worker: str, *, blame: bool = True) -> list[Action]:
         """A worker is gone. What it held is queued again, in its place, or ends cancelled.
 
@@ -404,6 +415,11 @@ class ClosureQueue:
     def has_failed(self) -> bool:
         """Whether there is an error that was not collected."""
         return bool(self._errors.pending)
+
+    @property
+    def pending_errors(self) -> tuple[BaseException, ...]:
+        """What a join is going to raise and to name, in order."""
+        return tuple(self._errors.pending)
 
     @property
     def ready_to_raise(self) -> bool:

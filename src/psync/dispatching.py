@@ -33,6 +33,9 @@ loaded worker alone, because the order should hold and because a silent worker m
 others from being asked. A worker may also give back unasked, if its step has been waiting for
 long; it is sent nothing ahead until it next reports how a closure ended.
 
+**A worker that leaves** is sent nothing more. It gives back what it has not started, without being
+asked, and reports what it runs.
+
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
 """
@@ -89,7 +92,9 @@ class WorkerStatistics:
 class _Worker:
     """What is known of one living worker."""
 
-    __slots__ = ("ahead", "asked", "finished", "held", "held_bytes", "mean_s", "name", "sated")
+    __slots__ = (
+        "ahead", "asked", "finished", "held", "held_bytes", "leaving", "mean_s", "name", "sated",
+    )  # fmt: skip
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -99,6 +104,7 @@ class _Worker:
         self.mean_s: float | None = None
         self.asked: tuple[int, ...] = ()  # ids asked back and not answered for
         self.sated = False  # gave back and has reported no end since: gets nothing ahead
+        self.leaving = False  # gets nothing any more
         self.finished = 0
 
     def take(self, ids: Iterable[int], verb: str) -> list[Closure]:
@@ -201,11 +207,24 @@ class Dispatcher:
         record = self._workers[worker] = _Worker(worker)
         self._idle.append(record)
 
+    def retire(self, worker: str) -> None:
+        """A worker is about to leave: send it nothing more. What it holds it reports as ever.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        record = self._record(worker)
+        if not record.leaving:
+            record.leaving = True
+            if not record.held:
+                self._idle.remove(record)
+            self._classify(record)
+
     def leave(self, worker: str) -> list[Closure]:
         """A worker is gone. Return what it held, in the order sent."""
         record = self._record(worker)
         del self._workers[worker]
-        if not record.held:
+        if not record.held and not record.leaving:
             self._idle.remove(record)
         self._roomy.pop(record, None)
         self._loaded.pop(record, None)
@@ -219,7 +238,7 @@ class Dispatcher:
             LocalProtocolError: If no such worker is here, or it holds something.
         """
         record = self._record(worker)
-        if record.held:
+        if record.held or record.leaving:
             raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
         self._idle.remove(record)
         move(closure, Event.DISPATCH)
@@ -379,18 +398,18 @@ class Dispatcher:
     def _released(self, record: _Worker, num: int) -> None:
         """Note that a worker, which held them just now, holds ``num`` closures less."""
         self.num_in_flight -= num
-        if num and not record.held:
+        if num and not record.held and not record.leaving:
             self._idle.append(record)
         self._classify(record)
 
     def _classify(self, record: _Worker) -> None:
         num_held = len(record.held)
         room = record.ahead + 1 - num_held
-        if num_held and 2 * room >= record.ahead and not record.sated:
+        if num_held and 2 * room >= record.ahead and not record.sated and not record.leaving:
             self._roomy[record] = None
         else:
             self._roomy.pop(record, None)
-        if num_held > 1 and not record.asked:
+        if num_held > 1 and not record.asked and not record.leaving:
             self._loaded[record] = None
         else:
             self._loaded.pop(record, None)

@@ -13,6 +13,11 @@ broke and came back is a new client too: its closures run elsewhere by then.
 **A worker** is lost as soon as its connection is: its closures are cheap to run again. Before that,
 every ps is told to refuse what the lost incarnation may still send.
 
+**A worker that leaves** says so before its connection ends. It is not waited for, and is taken back
+if it returns. Its incarnation is fenced like a lost one's: nobody knows what it may still send.
+**Workers may be added** while training goes on. A name is never forgotten, so that whoever bears it
+next gets incarnations above all earlier ones.
+
 **A ps** holds state, so a broken connection says little. It is unreachable at first. If it returns
 under the same boot incarnation, its memory is as it was; under another one it is empty, and so its
 shards are lost; if it stays away for ``ps_timeout_s`` they are given up. One that was given up and
@@ -44,26 +49,35 @@ class TaskState(Enum):
     ALIVE = "alive"
     UNREACHABLE = "unreachable"  # a ps that may return with its memory
     LOST = "lost"  # may return; what it held is given up
+    LEFT = "left"  # a worker that went in order, or is not wanted any more: nobody waits for it
 
 
 class TaskEvent(Enum):
     CONNECT = "connect"
     LOSE_WORKER = "lose its connection (worker)"
+    LEAVE = "leave"
+    ADD = "be added"
     LOSE_PS = "lose its connection (ps)"
     TIME_OUT = "time out"
 
 
 MOVES: dict[TaskState, dict[TaskEvent, TaskState]] = {
-    TaskState.CONNECTING: {TaskEvent.CONNECT: TaskState.ALIVE},
+    TaskState.CONNECTING: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
     TaskState.ALIVE: {
         TaskEvent.LOSE_WORKER: TaskState.LOST,
+        TaskEvent.LEAVE: TaskState.LEFT,
         TaskEvent.LOSE_PS: TaskState.UNREACHABLE,
     },
     TaskState.UNREACHABLE: {
         TaskEvent.CONNECT: TaskState.ALIVE,
         TaskEvent.TIME_OUT: TaskState.LOST,
     },
-    TaskState.LOST: {TaskEvent.CONNECT: TaskState.ALIVE},
+    TaskState.LOST: {TaskEvent.CONNECT: TaskState.ALIVE, TaskEvent.LEAVE: TaskState.LEFT},
+    TaskState.LEFT: {
+        TaskEvent.CONNECT: TaskState.ALIVE,
+        TaskEvent.ADD: TaskState.CONNECTING,
+        TaskEvent.LEAVE: TaskState.LEFT,
+    },
 }
 
 
@@ -89,7 +103,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIsLost:
-    """Put back what the worker held."""
+    """The worker is gone, lost or because it left: put back what it held."""
 
     task: str
     incarnation: int
@@ -168,6 +182,19 @@ class Membership:
         tasks = ", ".join(f"{name} {task.state.value}" for name, task in self._tasks.items())
         return f"<Membership: {tasks}>"
 
+    def add_worker(self, task: str, address: str) -> None:
+        """A worker belongs to the cluster from now on: one that is new, or that has left.
+
+        Raises:
+            LocalProtocolError: If it belongs to it already.
+        """
+        record = self._tasks.get(task)
+        if record is None:
+            self._tasks[task] = _Task(address, is_ps=False)
+            return
+        self._move(task, record, TaskEvent.ADD)
+        record.address = address
+
     def connected(self, task: str, boot_incarnation: int) -> list[Action]:
         """A connection to the task was made, whose handshake gave its boot incarnation.
 
@@ -209,13 +236,30 @@ class Membership:
             record.deadline = now + self._ps_timeout_s
             return [ParameterServerUnreachable(task)]
         self._move(task, record, TaskEvent.LOSE_WORKER)
+        return self._gone(task, record)
+
+    def left(self, worker: str) -> list[Action]:
+        """A worker has left in order, or is not wanted any more.
+
+        Raises:
+            LocalProtocolError: If it is unknown, or a ps.
+        """
+        record = self._record(worker)
+        if record.is_ps:
+            raise LocalProtocolError(f"{worker} cannot leave: it holds variables")
+        was_alive = record.state is TaskState.ALIVE
+        self._move(worker, record, TaskEvent.LEAVE)
+        return self._gone(worker, record) if was_alive else []
+
+    def _gone(self, worker: str, record: _Task) -> list[Action]:
+        """Fence a worker whose connection has ended."""
         record.fenced_below = record.incarnation + 1
         actions: list[Action] = [
-            Fence(name, task, record.fenced_below)
+            Fence(name, worker, record.fenced_below)
             for name, other in self._tasks.items()
             if other.is_ps and other.state is TaskState.ALIVE
         ]
-        actions.append(WorkerIsLost(task, record.incarnation))
+        actions.append(WorkerIsLost(worker, record.incarnation))
         return actions
 
     def tick(self, now: float) -> list[Action]:
@@ -256,12 +300,16 @@ class Membership:
         return every_ps and len(self.alive_workers()) >= min_workers
 
     def missing(self) -> list[tuple[str, str]]:
-        """Return (name, address) of every task that is not connected, ps tasks first."""
+        """Return (name, address) of every task that is waited for, ps tasks first."""
         return [
             (name, record.address)
             for name, record in self._tasks.items()
-            if record.state is not TaskState.ALIVE
+            if record.state not in (TaskState.ALIVE, TaskState.LEFT)
         ]
+
+    def gone(self) -> list[str]:
+        """Return the names of the workers that have left and are not back."""
+        return [name for name, record in self._tasks.items() if record.state is TaskState.LEFT]
 
     def _record(self, task: str) -> _Task:
         try:
