@@ -21,12 +21,12 @@ import contextlib
 import logging
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from psync.errors import ConnectionLost, PsyncError
 from psync.wire import protocol as wire
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame
-from psync.wire.limits import HANDSHAKE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, protocol: wire.Protocol, owner: ConnectionOwner) -> None:
         self.wire = protocol
         self.peername = "?"  # address of the other side, for messages
+        # Told where the peer is, as its socket says it, before anything is said; may close.
+        self.on_made: Callable[[object], None] | None = None
         self.bytes_received = 0
         self.bytes_sent = 0
         self._owner = owner
@@ -88,7 +90,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the handshake."""
         self._transport = transport
-        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._give_up)
+        self._deadline = self._loop.call_later(self.wire.limits.handshake_seconds, self._give_up)
         if self._closing:  # before it was up
             self._transport.abort()
             return
@@ -96,6 +98,10 @@ class Connection(asyncio.BufferedProtocol):
         with contextlib.suppress(OSError):  # the peer may be gone already
             _set_options(transport.get_extra_info("socket"))
             self.peername = _name(transport.get_extra_info("peername"))
+        if self.on_made is not None:
+            self.on_made(transport.get_extra_info("peername"))
+            if self._closing:
+                return
         self._go_on_shaking_hands()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -109,6 +115,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._flush_due = True  # below: no need to come back for it
         try:
+            if not self._open:
+                self.wire.bind(self._transport.get_extra_info("channel_binding", b""))
             frame = self.wire.received(nbytes)
             if not self._open:
                 frame = self._go_on_shaking_hands()
@@ -261,7 +269,8 @@ class Connection(asyncio.BufferedProtocol):
         return None
 
     def _give_up(self) -> None:
-        self.abort(ConnectionLost(f"the handshake was not over within {HANDSHAKE_TIMEOUT_S:g} s"))
+        seconds = self.wire.limits.handshake_seconds
+        self.abort(ConnectionLost(f"the handshake was not over within {seconds} s"))
 
 
 def _name(peername: Any) -> str:

@@ -1,11 +1,12 @@
 """A task's place on the network: it listens, connects, and owns its peers and handlers.
 
-Layer: L2. Imports: errors, blocks, membership (back-off), platform, rpc, transport, wire.
+Layer: L2. Imports: errors, blocks, handshake_limits, membership (back-off), platform, rpc, transport, wire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,17 +17,18 @@ from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectFailed,
+    ConnectionLost,
     FencedError,
     ProtocolError,
     PsyncError,
 )
+from psync.handshake_limits import FailedHandshakes, crowding, source_of
 from psync.membership import backoff
 from psync.platform import Platform
 from psync.rpc import Handler, Peer
 from psync.transport import Listener, reason
 from psync.wire.codec import Message
 from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
-from psync.wire.limits import HANDSHAKE_TIMEOUT_S
 from psync.wire.messages import Hello, Refused
 from psync.wire.protocol import State
 
@@ -69,7 +71,9 @@ class Endpoint:
         self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
         self._admit = admit
         self._peers: set[Peer] = set()  # open, or in their handshake
-        self._unproven: set[Peer] = set()  # of them, accepted ones in their handshake
+        # Of them, accepted ones in their handshake, the oldest first, and where they come from.
+        self._unproven: dict[Peer, str | None] = {}
+        self._failures = FailedHandshakes(platform.limits.handshake_failures)
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
         self._listeners: list[Listener] = []
         self._closed = False
@@ -136,7 +140,7 @@ class Endpoint:
         )  # fmt: skip
         peer = self._new_peer(handshake, on_opened, on_closed)
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(self.platform.limits.handshake_seconds):
                 await self.platform.network.connect(address, lambda: peer.connection)
                 await opened
         except BaseException as exc:
@@ -147,9 +151,8 @@ class Endpoint:
             if isinstance(exc, PsyncError):
                 raise
             if isinstance(exc, TimeoutError):
-                raise ConnectFailed(
-                    f"{expect} at {address}: no answer within {HANDSHAKE_TIMEOUT_S:g} s"
-                ) from exc
+                seconds = self.platform.limits.handshake_seconds
+                raise ConnectFailed(f"{expect} at {address}: no answer within {seconds} s") from exc
             if isinstance(exc, OSError):
                 raise ConnectFailed(f"{expect} at {address}: {reason(exc)}") from exc
             raise
@@ -238,25 +241,49 @@ class Endpoint:
         refused: Refused | None = None
         if len(self._peers) >= limits.connections:
             refused = Refused("full", f"it has {limits.connections} connections")
-        elif len(self._unproven) >= limits.handshakes:
+        elif len(self._unproven) >= limits.handshakes and not self._make_room():
             refused = Refused("full", f"{limits.handshakes} others are at their handshake")
         peer = self._new_peer(
             handshake, self._on_accepted_opened, self._on_accepted_closed, refused
         )
-        self._unproven.add(peer)
+        self._unproven[peer] = None
+        peer.connection.on_made = functools.partial(self._check_source, peer)
         if self._closed:
             peer.abort()
         return peer.connection
 
+    def _make_room(self) -> bool:
+        victim = crowding(self._unproven)
+        if victim is None:
+            return False
+        del self._unproven[victim]
+        victim.abort(ConnectionLost("its place was needed for a peer from another address"))
+        return True
+
+    def _check_source(self, peer: Peer, peername: object) -> None:
+        source = source_of(peername)
+        if not self._failures.allows(source, asyncio.get_running_loop().time()):
+            self._unproven.pop(peer, None)
+            peer.abort()
+        elif peer in self._unproven:
+            self._unproven[peer] = source
+
     def _on_accepted_opened(self, peer: Peer) -> None:
-        self._unproven.discard(peer)
+        self._failures.succeeded(self._unproven.pop(peer, None))
         for listener in self.on_peer:
             listener(peer)
 
     def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
         self._peers.discard(peer)
-        self._unproven.discard(peer)
+        source = self._unproven.pop(peer, None)
         self._report_closed(peer, error)
+        if source is None or self._closed or not _has_failed(peer, error):
+            return
+        if self._failures.failed(source, asyncio.get_running_loop().time()):
+            logger.warning(
+                "%s: %d handshakes with %s have failed; most connections from there are closed at "
+                "once, until that ends", self.task, self.platform.limits.handshake_failures, source,
+            )  # fmt: skip
 
     # Both.
 
@@ -306,6 +333,15 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _has_failed(peer: Peer, error: Exception | None) -> bool:
+    """Whether a handshake that is over counts as failed."""
+    refused = peer.connection.wire.refused
+    if refused is not None:
+        return refused.reason not in ("full", "fenced")
+    # A peer that has said nothing, and left, was a probe, or died.
+    return isinstance(error, PsyncError) or peer.connection.bytes_received > 0
 
 
 def _one_line(error: Exception) -> str:

@@ -360,6 +360,11 @@ def test_memory_of_another_size_than_the_body_is_an_error_here(nbytes: int) -> N
             "expected a psync frame, which starts with b'PSYN', got b'GET '",
         ),
         (
+            bytes.fromhex("1603010200010001fc0303") + bytes(32),
+            RemoteProtocolError,
+            "the peer uses TLS, this task does not",
+        ),
+        (
             prefix(version=2),
             VersionMismatch,
             "the peer speaks version 2 of the wire protocol, this task speaks 1",

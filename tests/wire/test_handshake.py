@@ -60,9 +60,11 @@ def test_two_that_hold_the_same_secret_agree(secret: bytes | None) -> None:
     assert len(proof.mac) == len(challenge.mac) == (32 if secret else 0)
 
 
-def test_golden_proofs() -> None:
+@pytest.mark.parametrize("binding", [b"", hashlib.sha256(b"a certificate").digest()])
+def test_golden_proofs(binding: bytes) -> None:
     """Recomputed here from the description alone, so that it stays true."""
     client, server = client_with(), server_with()
+    client.binding = server.binding = binding
     challenge = challenge_of(server, client.hello)
     unsigned = Challenge(1, PS, 5, SERVER_NONCE, True, b"")
     transcript = b""
@@ -72,7 +74,7 @@ def test_golden_proofs() -> None:
 
     def mac(label: bytes) -> bytes:
         key = hmac.new(SECRET, b"psync/1 key " + label, "sha256").digest()
-        text = b"psync/1 " + label + hashlib.sha256(transcript).digest()
+        text = b"psync/1 " + label + hashlib.sha256(transcript + binding).digest()
         return hmac.new(key, text, "sha256").digest()
 
     assert challenge.mac == mac(b"server")
@@ -127,6 +129,28 @@ def test_a_client_says_who_lacks_the_secret(
     assert caught.value.hint == (
         "give all tasks of the cluster the same PSYNC_SECRET, or start all of them with --insecure"
     )
+
+
+@pytest.mark.parametrize("seen", [b"", bytes(32)], ids=["none", "another"])
+def test_who_sees_another_certificate_than_the_servers_is_not_proved_to(seen: bytes) -> None:
+    client, server = client_with(), server_with()
+    client.binding, server.binding = seen, hashlib.sha256(b"a certificate").digest()
+    with pytest.raises(AuthenticationError) as caught:
+        client.answer(challenge_of(server, client.hello))
+    assert caught.value.message == f"{PS} does not hold the same secret as this task" + (
+        ", or somebody between the two ends its TLS" if seen else ""
+    )
+
+
+def test_a_proof_made_for_another_certificate_is_refused() -> None:
+    client, server = client_with(), server_with()
+    client.binding = bytes(32)
+    answered = server_with()
+    answered.binding = bytes(32)
+    challenge_of(server, client.hello)
+    proof = client.answer(challenge_of(answered, client.hello))
+    server.binding = hashlib.sha256(b"a certificate").digest()
+    assert server.verify(proof) == Refused("authentication", "the proof does not match")
 
 
 def test_a_proof_cannot_be_replayed() -> None:
@@ -293,6 +317,11 @@ def test_a_client_may_expect_nobody_in_particular() -> None:
             "authentication",
             AuthenticationError,
             "give all tasks of the cluster the same PSYNC_SECRET",
+        ),
+        (
+            "tls",
+            AuthenticationError,
+            "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none",
         ),
         ("fenced", FencedError, None),
         ("full", ConnectFailed, None),

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, HANDSHAKE_TIMEOUT_S, Limits
+from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 
 
 def test_defaults_hold_a_large_shard_and_a_small_header() -> None:
@@ -21,7 +21,7 @@ def test_a_stranger_may_send_a_small_header_and_nothing_else() -> None:
     assert HANDSHAKE_LIMITS.segments == 0
     assert HANDSHAKE_LIMITS.segment_bytes == 0
     assert HANDSHAKE_LIMITS.body_bytes == 0
-    assert HANDSHAKE_TIMEOUT_S == 5.0
+    assert DEFAULT_LIMITS.handshake_seconds == 5
 
 
 def test_limits_do_not_change() -> None:

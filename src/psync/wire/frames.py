@@ -35,6 +35,9 @@ from psync.errors import (
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 MAGIC = b"PSYN"
+TLS_HELLO = b"\x16\x03"
+"""How TLS begins: a record of its handshake."""
+
 VERSION = 1
 PREFIX = struct.Struct("<4sBBHQIIQ")
 PREFIX_BYTES = PREFIX.size
@@ -307,6 +310,12 @@ class FrameDecoder:
 
 
 def _not_a_frame(magic: bytes, version: int, kind: int, flags: int) -> RemoteProtocolError:
+    if magic.startswith(TLS_HELLO):
+        return RemoteProtocolError(
+            "the peer uses TLS, this task does not",
+            hint="set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, "
+            "or none",
+        )
     if magic != MAGIC:
         return RemoteProtocolError(
             f"expected a psync frame, which starts with {MAGIC!r}, got {magic!r}",

@@ -15,6 +15,10 @@ a key of its own (no reflection). The server proves first: a client that reaches
 stranger tells it nothing. Without TLS this proves who is at the other end when the
 connection opens; it neither hides nor seals what follows.
 
+With TLS the transcript also holds the *binding*: the hash of the server's certificate, as each
+side sees it. So the proof is of the secret and of this TLS connection: whoever ends TLS in between,
+even with a certificate of the cluster's own authority, and passes the handshake on, is found out.
+
 Both halves are plain objects: message in, message out. Nonces are given, never drawn.
 """
 
@@ -44,6 +48,9 @@ LANES = ("control", "bulk", "lock")
 
 _SAME_VERSION = "install the same version of psync for all tasks"
 _SAME_SECRET = "give all tasks of the cluster the same PSYNC_SECRET"
+_SAME_TLS = (
+    "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none"
+)
 
 
 def _is_greeting(task: str, nonce: bytes) -> bool:
@@ -51,13 +58,15 @@ def _is_greeting(task: str, nonce: bytes) -> bool:
     return len(nonce) == NONCE_BYTES and len(task) <= MAX_NAME_CHARS and task.isprintable()
 
 
-def _mac(secret: bytes, label: bytes, hello: Hello, challenge: Challenge) -> bytes:
+def _mac(secret: bytes, label: bytes, hello: Hello, challenge: Challenge, binding: bytes) -> bytes:
     key = hmac.digest(secret, b"psync/1 key " + label, "sha256")
     unsigned = replace(challenge, mac=b"")
     first, second = encode(hello), encode(unsigned)
     transcript = hashlib.sha256(
-        len(first).to_bytes(4, "little") + first + len(second).to_bytes(4, "little") + second
-    ).digest()
+        len(first).to_bytes(4, "little") + first
+        + len(second).to_bytes(4, "little") + second
+        + binding
+    ).digest()  # fmt: skip
     return hmac.digest(key, b"psync/1 " + label + transcript, "sha256")
 
 
@@ -71,7 +80,13 @@ class ClientHandshake:
         lane: One of ``LANES``.
         nonce: 32 fresh random bytes.
         expect: Name of the task that should answer, or None for any.
+
+    Attributes:
+        binding: Hash of the certificate that the server has shown; b"" without TLS. Set before
+            ``answer``.
     """
+
+    binding = b""
 
     def __init__(
         self,
@@ -110,10 +125,11 @@ class ClientHandshake:
                 hint=f"{_SAME_SECRET}, or start all of them with --insecure",
             )
         if self._secret is not None:
-            expected = _mac(self._secret, b"server", self.hello, challenge)
+            expected = _mac(self._secret, b"server", self.hello, challenge, self.binding)
             if not hmac.compare_digest(expected, challenge.mac):
+                between = ", or somebody between the two ends its TLS" if self.binding else ""
                 raise AuthenticationError(
-                    f"{challenge.task} does not hold the same secret as this task",
+                    f"{challenge.task} does not hold the same secret as this task{between}",
                     hint=_SAME_SECRET,
                 )
         if self._expect is not None and challenge.task != self._expect:
@@ -123,7 +139,7 @@ class ClientHandshake:
             )
         if self._secret is None:
             return Proof(b"")
-        return Proof(_mac(self._secret, b"client", self.hello, challenge))
+        return Proof(_mac(self._secret, b"client", self.hello, challenge, self.binding))
 
 
 class ServerHandshake:
@@ -134,7 +150,13 @@ class ServerHandshake:
         task: Own task name.
         incarnation: Own incarnation.
         nonce: 32 fresh random bytes.
+
+    Attributes:
+        binding: Hash of the certificate that this task has shown; b"" without TLS. Set before
+            ``challenge``.
     """
+
+    binding = b""
 
     def __init__(self, secret: bytes | None, task: str, incarnation: int, nonce: bytes) -> None:
         self._secret = secret
@@ -161,7 +183,7 @@ class ServerHandshake:
             VERSION, self._task, self._incarnation, self._nonce, self._secret is not None, b""
         )
         if self._secret is not None:
-            mac = _mac(self._secret, b"server", hello, self._challenge)
+            mac = _mac(self._secret, b"server", hello, self._challenge, self.binding)
             self._challenge = replace(self._challenge, mac=mac)
         return self._challenge
 
@@ -169,7 +191,7 @@ class ServerHandshake:
         """Return None if the client proved that it holds the secret. Call after ``challenge``."""
         if self._secret is None:
             return None
-        expected = _mac(self._secret, b"client", self.hello, self._challenge)
+        expected = _mac(self._secret, b"client", self.hello, self._challenge, self.binding)
         if not hmac.compare_digest(expected, proof.mac):
             return Refused("authentication", "the proof does not match")
         return None
@@ -184,6 +206,8 @@ def refusal(refused: Refused, task: str) -> PsyncError:
             return VersionMismatch(text, hint=_SAME_VERSION)
         case "authentication":
             return AuthenticationError(text, hint=_SAME_SECRET)
+        case "tls":
+            return AuthenticationError(text, hint=_SAME_TLS)
         case "fenced":
             return FencedError(text)
         case "full":  # it may have room later

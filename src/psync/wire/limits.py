@@ -25,6 +25,10 @@ class Limits:
     gathered_bytes: int = 256 << 20  # rows of all shards that one request asks for
     connections: int = 4096  # open connections of one listening task
     handshakes: int = 64  # connections of one listening task that have not proved who they are
+    handshake_seconds: int = 5  # from the connection to its end, with TLS's own
+    # Failed handshakes a minute from one address, above which it is refused for a while; see
+    # ``handshake_limits``.
+    handshake_failures: int = 10
     # Pushes of synchronous steps that are not closed yet, on one ps; see ``staging``.
     staging_bytes: int = 2 << 30
 
@@ -33,6 +37,3 @@ DEFAULT_LIMITS = Limits()
 
 HANDSHAKE_LIMITS = Limits(header_bytes=4096, segments=0, segment_bytes=0, body_bytes=0)
 """What a peer may send before it has proved that it knows the secret."""
-
-HANDSHAKE_TIMEOUT_S = 5.0
-"""A peer that has not finished its handshake by then is disconnected."""

@@ -87,7 +87,7 @@ class Protocol:
         refused: Refused | None = None,
     ) -> None:
         self._handshake = handshake
-        self._limits = limits
+        self.limits = limits
         self._admit = admit
         self._decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
         self._out: list[Buffer] = []
@@ -105,6 +105,10 @@ class Protocol:
             self.state = State.AWAIT_HELLO
             if refused is not None:
                 self._refuse(refused)
+
+    def bind(self, binding: bytes) -> None:
+        """Say over which TLS connection the handshake goes; see ``handshake``."""
+        self._handshake.binding = binding
 
     def received(self, nbytes: int) -> Frame | None:
         """Account for ``nbytes`` in the last buffer; return a frame of the open connection.
@@ -185,7 +189,7 @@ class Protocol:
             return
         self.state = following
         if following is State.OPEN:
-            self._decoder.limits = self._limits
+            self._decoder.limits = self.limits
 
     def _server_step(self, handshake: ServerHandshake, message: Message) -> Refused | None:
         if isinstance(message, Hello):
