@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import CheckpointCorrupt, CheckpointError
+from psync.image_state import ImageItem, ImageState, OptimizerImage
+from psync.ledger_image import LedgerState, SenderState
+from psync.moment_rules import Adam
+from psync.rule_options import RuleOptions
+from psync.schedules import Constant, ExponentialDecay
+from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
+from psync.update_rules import SGD
+
+HALF = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
+FLAGS = ShardSpec("flags", 3, 0, 0, (4,), "bool", 1)
+ADAM = Adam(ExponentialDecay(0.1, 10, 0.5))
+SLOW = SGD(0.5, 0.9).with_options(RuleOptions(gradient_accumulation_steps=3))
+
+STATE = ImageState(
+    (HALF, FLAGS),
+    (
+        ImageItem(HALF.key, -1, "", (2, 3), "bfloat16"),
+        ImageItem(HALF.key, 1, "m", (2, 3), "float32"),
+        ImageItem(HALF.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
+        ImageItem(FLAGS.key, -1, "", (4,), "bool", b"\1"),
+    ),
+    {HALF.key: 7, FLAGS.key: 0},
+    {HALF.key: {2: 4}},
+    {
+        1: OptimizerImage(ADAM.to_config(), Constant(0.25).to_config(), 9),
+        2: OptimizerImage(SLOW.to_config(), SLOW.learning_rate.to_config(), 31),
+    },
+    LedgerState(
+        (
+            SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),
+            SenderState("/job:worker/task:1", 22, 0, ()),
+        ),
+        ((3, 0, -77, ("h", "flags")), (3, 1, 12, ()), (4, 0, -77, ("h", "flags"))),
+        3,
+    ),
+    ((b"definition", 4),),
+)
+
+
+def read(content: Any) -> ImageState:
+    return ImageState.from_bytes(json.dumps(content).encode(), "image of ps 1")
+
+
+@pytest.fixture
+def content() -> Any:
+    made = json.loads(STATE.to_bytes())
+    assert read(made) == STATE
+    return made
+
+
+class TestRoundTrip:
+    def test_a_state_comes_back_as_it_was(self, content: Any) -> None:
+        again = read(content)
+        assert again == STATE
+        assert again.to_bytes() == STATE.to_bytes()
+        assert again.calls == {3: 2, 4: 1}
+        assert again.iterations == 10
+
+    def test_names_of_variables_are_written_once_for_all_calls(self) -> None:
+        assert STATE.to_bytes().count(b'["h","flags"]') == 1
+
+    @given(
+        st.lists(
+            st.tuples(
+                st.text(min_size=1), st.lists(st.integers(0, 5), max_size=3).map(tuple),
+                st.sampled_from(DTYPE_NAMES), st.booleans(), st.integers(0, 2**40),
+            ),
+            max_size=4,
+        ),
+        st.dictionaries(st.text(min_size=1), st.tuples(st.integers(0, 2**60), st.binary())),
+        st.dictionaries(
+            st.tuples(st.integers(0, 9), st.integers(0, 2)),
+            st.tuples(st.integers(-(2**63), 2**63 - 1), st.lists(st.text(min_size=1)).map(tuple)),
+        ),
+    )  # fmt: skip
+    def test_whatever_it_holds(
+        self, shards: Any, senders: dict[str, tuple[int, bytes]], calls: dict[Any, Any]
+    ) -> None:
+        specs, items, versions = [], [], {}
+        for number, (name, shape, dtype, constant, version) in enumerate(shards):
+            spec = ShardSpec(name, number, 0, 0, shape, dtype, 0)
+            fill = np.ones(1, dtype_of(dtype)).tobytes() if constant else None
+            specs.append(spec)
+            items.append(ImageItem(spec.key, -1, "", shape, dtype, fill))
+            versions[spec.key] = version
+        ledger = LedgerState(
+            tuple(
+                SenderState(task, number, 1, ((3, None, answer + b"!"),))
+                for task, (number, answer) in senders.items()
+            ),
+            tuple((*call, *applied) for call, applied in calls.items()),
+        )
+        state = ImageState(tuple(specs), tuple(items), versions, {}, {}, ledger)
+        assert ImageState.from_bytes(state.to_bytes(), "here") == state
+
+
+def at(*path: Any, value: Any) -> Callable[[Any], None]:
+    """Put a value somewhere; a callable makes it of what is there."""
+
+    def change(content: Any) -> None:
+        *way, last = path
+        for step in way:
+            content = content[step]
+        content[last] = value(content[last]) if callable(value) else value
+
+    return change
+
+
+def twice(listed: list[Any]) -> list[Any]:
+    return [*listed, listed[0]]
+
+
+SHARD = ("shards", 0)
+DAMAGE = [
+    (at("format", value="psync checkpoint"), "format: expected 'psync image'"),
+    (at("version", value="1"), "version: expected a whole number"),
+    (at("shards", value=None), "shards: expected a list"),
+    (at("shards", value=twice), "a shard: expected each once, got '3 of 2'"),
+    (at("shards", 0, value=3), "a shard: expected an object"),
+    (at(*SHARD, "variable", value=""), "name of a variable: expected text"),
+    (at(*SHARD, "id", value=-1), "id of a shard of 'h': expected a whole number from 0"),
+    (at(*SHARD, "offset", value=None), "offset of a shard of 'h'"),
+    (at(*SHARD, "shape", value=[2, -3]), "shape of a shard of 'h': expected a whole number from"),
+    (at(*SHARD, "shape", value=[2**40, 2**40]), "shape of a shard of 'h': expected what fits"),
+    (at(*SHARD, "dtype", value="object"), "dtype of 'h': expected dtype 'object' is not supp"),
+    (at(*SHARD, "version", value=1.5), r'version of "h/part_1": expected a whole number'),
+    (at(*SHARD, "fill", value="00"), r'the element of "h/part_1": expected one of bfloat16'),
+    (at(*SHARD, "fill", value="xyz"), r'the element of "h/part_1": expected bytes as hex'),
+    (at("shards", 1, "fill", value="02"), r'the element of "flags/part_0": expected one of bool'),
+    (at(*SHARD, "slots", value=twice), r'a slot of "h/part_1": expected each once, got .4 of 3'),
+    (at(*SHARD, "slots", 0, 0, value=8), r'a slot of "h/part_1": expected one that its optim'),
+    (at(*SHARD, "slots", 0, 1, value="w"), r'a slot of "h/part_1": expected one that its optim'),
+    (at(*SHARD, "slots", 0, 1, value=["m"]), r'a slot of "h/part_1": expected one that its opt'),
+    (at(*SHARD, "slots", 0, value=[1, "m"]), r'a slot of "h/part_1": expected a list of 3'),
+    (at(*SHARD, "slots", 1, 2, value="00"), r"the element of slot 'v' of \"h/part_1\": expected"),
+    (at("shards", 1, "slots", value=[[1, "m", None]]), r'a slot of "flags/part_0": expected none'),
+    (at(*SHARD, "pushes", value=[[8, 1]]), r'pushes to "h/part_1": expected of an optimizer'),
+    (at(*SHARD, "pushes", value=[[2]]), r'pushes to "h/part_1": expected a list of 2'),
+    (at(*SHARD, "pushes", 0, 1, value=-1), r'pushes to "h/part_1": expected a whole number'),
+    (at("optimizers", value=twice), "an optimizer: expected each once, got '3 of 2'"),
+    (at("optimizers", 0, 1, value={"rule": "magic"}), "optimizer 1: expected what fits: unknown"),
+    (at("optimizers", 0, 1, "beta_1", value=7), "optimizer 1: expected what fits: adam"),
+    (at("optimizers", 0, 2, value={}), "optimizer 1: expected what fits: expected the config of"),
+    (at("optimizers", 0, 3, value=-1), "step of optimizer 1: expected a whole number from 0"),
+    (at("senders", value=twice), "a sender: expected each once"),
+    (at("senders", 0, 0, value=3), "name of a sender: expected text"),
+    (at("senders", 0, 1, value=-1), "incarnation of /job:worker/task:0"),
+    (at("senders", 0, 2, value=None), "acknowledgement of /job:worker/task:0"),
+    (at("senders", 0, 3, value=twice), "an answer to /job:worker/task:0: expected each once"),
+    (at("senders", 0, 3, 0, 1, value=[1]), "a call of /job:worker/task:0: expected a list of 2"),
+    (at("senders", 0, 3, 0, 2, value=5), "an answer to /job:worker/task:0: expected text"),
+    (at("calls", value=twice), "a call: expected each once"),
+    (at("calls", 0, 2, value=2), "a call: expected the place of a variable set"),
+    (at("variable_sets", 0, 0, value="a"), "a variable set: expected a whole number"),
+    (at("variable_sets", 0, 1, 0, value=1), "name in a variable set: expected text"),
+    (at("final_below", value=-1), "final_below: expected a whole number from 0"),
+    (at("accumulators", 0, 0, value="x"), "an accumulator: expected bytes as hex"),
+    (at("accumulators", 0, 1, value=-1), "step of an accumulator: expected a whole number from"),
+]
+
+
+class TestDamage:
+    @pytest.mark.parametrize(("damage", "named"), DAMAGE, ids=[named for _, named in DAMAGE])
+    def test_what_does_not_fit_is_named(
+        self, content: Any, damage: Callable[[Any], None], named: str
+    ) -> None:
+        damage(content)
+        with pytest.raises(CheckpointCorrupt, match="image of ps 1: damaged: " + named):
+            read(content)
+
+    def test_a_newer_version_is_no_damage(self, content: Any) -> None:
+        with pytest.raises(CheckpointError, match="version 2, this psync reads 1") as caught:
+            read({**content, "version": 2})
+        assert not isinstance(caught.value, CheckpointCorrupt)
+
+    def test_what_is_not_json_is_corrupt(self) -> None:
+        with pytest.raises(CheckpointCorrupt, match="it is not JSON"):
+            ImageState.from_bytes(b"\x80\x04", "here")
+
+    @given(st.data())
+    def test_anything_anywhere_is_read_or_refused(self, data: st.DataObject) -> None:
+        content = json.loads(STATE.to_bytes())
+        place: Any = content
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            key = data.draw(st.sampled_from(keys))
+            if (
+                not isinstance(place[key], dict | list)
+                or not place[key]
+                or data.draw(st.booleans())
+            ):
+                break
+            place = place[key]
+        place[key] = data.draw(
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+                lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+                max_leaves=5,
+            )
+        )
+        with contextlib.suppress(CheckpointError):
+            read(content).to_bytes()

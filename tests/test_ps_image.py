@@ -1,0 +1,374 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.blocks import BLOCK_BYTES, BlockPool, bytes_of
+from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
+from psync.image_state import OptimizerImage
+from psync.ledger import Fresh, Ledger
+from psync.moment_rules import Adam
+from psync.ps_image import Frozen, ImageItem, ImageState, Thawed, freeze, thaw
+from psync.rule_options import RuleOptions
+from psync.schedules import Constant
+from psync.specs import ShardSpec, dtype_of
+from psync.store import ShardStore
+from psync.update_rules import SGD
+
+PS = "/job:ps/task:0"
+W0 = ("/job:worker/task:0", 21)
+ADAM = Adam(0.1).to_config()
+LARGE = (3, BLOCK_BYTES // 4)  # three blocks of float32
+
+
+def spec(name: str, number: int, shape: tuple[int, ...], dtype: str = "float32") -> ShardSpec:
+    return ShardSpec(name, number, 0, 0, shape, dtype, 0)
+
+
+W = spec("w", 0, (3, 4))
+V = spec("v", 1, LARGE)
+T = spec("table", 2, (8_000_000, 64))
+
+
+def pack(answer: object) -> bytes:
+    return str(answer).encode()
+
+
+def unpack(data: bytes) -> object:
+    return data.decode()
+
+
+def frozen(store: ShardStore, ledger: Ledger | None = None, **kwargs: Any) -> Frozen:
+    return freeze(store, ledger or Ledger(), pack, **kwargs)
+
+
+def thawed(state: ImageState) -> Thawed:
+    return thaw(state, PS, BlockPool(), 20, unpack)
+
+
+def fill(target: Thawed, source: Frozen) -> None:
+    for place in target.wanted():
+        for memory, view in zip(target.memory(place), source.views(place), strict=True):
+            memory[:] = view
+
+
+def again(store: ShardStore, ledger: Ledger | None = None) -> Thawed:
+    """Through bytes and back, as over a disk."""
+    image = frozen(store, ledger)
+    made = thawed(ImageState.from_bytes(image.state.to_bytes(), "here"))
+    fill(made, image)
+    return made
+
+
+def apply(store: ShardStore, key: tuple[int, int], value: float, optimizer: int = 1) -> None:
+    shard = store.spec(key)
+    grad = np.full(shard.shape, value, dtype_of(shard.dtype))
+    for _ in store.apply(optimizer, key, grad, store.begin_push(optimizer, 0)):
+        pass
+
+
+def assign(store: ShardStore, key: tuple[int, int], value: Any, op: Any = "assign") -> None:
+    shard = store.spec(key)
+    for _ in store.assign(key, op, np.full(shard.shape, value, dtype_of(shard.dtype))):
+        pass
+
+
+def array_of(views: list[memoryview], dtype: str = "float32") -> np.ndarray:
+    return np.concatenate([bytes_of(view) for view in views]).view(dtype_of(dtype))
+
+
+def same(one: ShardStore, other: ShardStore) -> None:
+    """All that can be read of two stores is the same, bit for bit."""
+    first, second = frozen(one), frozen(other)
+    assert first.state == second.state
+    for place in range(len(first.state.items)):
+        a, b = first.views(place), second.views(place)
+        assert [bytes(view) for view in a] == [bytes(view) for view in b]
+
+
+@pytest.fixture
+def store() -> ShardStore:
+    store = ShardStore(PS)
+    store.define_optimizer(1, ADAM)
+    store.create(W, np.arange(12, dtype=np.float32).reshape(3, 4))
+    store.create(V, fill=2.0)
+    return store
+
+
+class TestWhatIsKept:
+    def test_values_slots_steps_and_versions(self, store: ShardStore) -> None:
+        for key in (W.key, V.key, V.key):
+            apply(store, key, 0.5)
+        store.set_learning_rate(1, Constant(0.25).to_config())
+        copy = again(store).store
+        same(store, copy)
+        assert (copy.version(W.key), copy.version(V.key)) == (1, 2)
+        assert copy.optimizer_step(1) == 3
+        assert copy.rule(1).learning_rate == Constant(0.25)
+        copy.define_optimizer(1, ADAM)  # as the others know it
+        for each in (store, copy):
+            apply(each, V.key, -3.0)
+        same(store, copy)
+
+    def test_accumulated_gradients_and_how_many_they_are(self, store: ShardStore) -> None:
+        rule = SGD(0.5, 0.9).with_options(RuleOptions(gradient_accumulation_steps=3))
+        store.define_optimizer(2, rule.to_config())
+        apply(store, W.key, 1.0, optimizer=2)
+        copy = again(store).store
+        for _ in range(2):  # the third one is applied
+            for each in (store, copy):
+                apply(each, W.key, 5.0, optimizer=2)
+        same(store, copy)
+        assert array_of(copy.read(W.key))[0] != 0
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype"),
+        [((), "int64"), ((0, 3), "float32"), ((5,), "bool"), ((2, 3), "bfloat16"),
+         ((4,), "float16"), ((2,), "uint8"), ((2, 2), "float64")],
+    )  # fmt: skip
+    def test_shards_of_every_kind(self, shape: tuple[int, ...], dtype: str) -> None:
+        store = ShardStore(PS)
+        store.create(spec("x", 0, shape, dtype))
+        assign(store, (0, 0), 1)
+        if "float" in dtype:
+            store.define_optimizer(1, ADAM)
+            apply(store, (0, 0), 0.5)
+        copy = again(store)
+        same(store, copy.store)
+        assert array_of(copy.store.read((0, 0)) or [memoryview(b"")], dtype).tolist() == (
+            array_of(store.read((0, 0)) or [memoryview(b"")], dtype).tolist()
+        )
+
+    def test_rows_that_were_written_among_constant_ones(self) -> None:
+        store = ShardStore(PS)
+        store.define_optimizer(1, ADAM)
+        table = spec("t", 0, (100_000, 8))
+        store.create(table, fill=3.0)
+        rows = np.array([5, 70_000])
+        grads = store.check_rows(table.key, rows, memoryview(np.ones((2, 8), np.float32)).cast("B"))
+        for _ in store.apply_rows(1, table.key, rows, grads, store.begin_push(1, 0)):
+            pass
+        copy = again(store).store
+        same(store, copy)
+        values = array_of(copy.read(table.key)).reshape(table.shape)
+        assert (values[[5, 70_000]] != 3).all()
+        assert np.count_nonzero((values != 3).any(axis=1)) == 2
+        for each in (store, copy):  # and goes on with rows
+            for _ in each.apply_rows(1, table.key, rows, grads, each.begin_push(1, 0)):
+                pass
+        same(store, copy)
+
+    def test_the_ledger(self, store: ShardStore) -> None:
+        ledger = Ledger(20)
+        verdict = ledger.begin(W0, 0, 0, 5, 0, 77, ("w",))
+        assert isinstance(verdict, Fresh)
+        ledger.finish(verdict.ticket, "accepted")
+        made = again(store, ledger)
+        assert made.ledger.begin(W0, 0, 0, 5, 0, 77).answer == "accepted"  # type: ignore[union-attr]
+        assert made.state.calls == {5: 1}
+
+    def test_iterations_count_updates(self, store: ShardStore) -> None:
+        assert frozen(ShardStore(PS)).state.iterations == 0
+        rule = SGD(0.5).with_options(RuleOptions(gradient_accumulation_steps=3))
+        store.define_optimizer(2, rule.to_config())
+        store.set_optimizer_step(2, 10)
+        store.set_optimizer_step(1, 2)
+        assert frozen(store).state.iterations == 3
+
+    @given(
+        st.lists(
+            st.tuples(st.integers(0, 2), st.sampled_from(["push", "assign", "rows"]),
+                      st.floats(-2, 2, width=32)),
+            max_size=8,
+        )
+    )  # fmt: skip
+    def test_whatever_has_happened_comes_back(self, done: list[tuple[int, str, float]]) -> None:
+        store = ShardStore(PS)
+        store.define_optimizer(1, ADAM)
+        for i in range(3):
+            store.create(spec(f"x{i}", i, (5, 2)), fill=float(i))
+        for i, what, value in done:
+            if what == "push":
+                apply(store, (i, 0), value)
+            elif what == "assign":
+                assign(store, (i, 0), value, "add")
+            else:
+                rows, grads = np.array([1, 3]), np.full((2, 2), value, np.float32)
+                for _ in store.apply_rows(1, (i, 0), rows, grads, store.begin_push(1, 0)):
+                    pass
+        copy = again(store).store
+        same(store, copy)
+        apply(store, (0, 0), 1.0)
+        apply(copy, (0, 0), 1.0)
+        same(store, copy)
+
+
+class TestFrozen:
+    def test_updates_go_on_and_what_is_held_stays(self, store: ShardStore) -> None:
+        apply(store, V.key, 1.0)
+        image = frozen(store)
+        before = [[bytes(view) for view in image.views(i)] for i in range(len(image.state.items))]
+        apply(store, V.key, 7.0)
+        assign(store, W.key, 9)
+        after = [[bytes(view) for view in image.views(i)] for i in range(len(image.state.items))]
+        assert before == after
+        assert array_of(store.read(W.key)).tolist() == [9.0] * 12
+
+    def test_nothing_is_copied(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        (view,) = [view for view in frozen(store).views(0)]
+        assert bytes_of(view).ctypes.data == bytes_of(store.read(W.key)[0]).ctypes.data
+
+    def test_items_are_in_order_of_shards_and_slots(self, store: ShardStore) -> None:
+        apply(store, V.key, 1.0)
+        items = frozen(store).state.items
+        assert [(item.key, item.optimizer, item.slot) for item in items] == [
+            (W.key, -1, ""), (V.key, -1, ""), (V.key, 1, "m"), (V.key, 1, "v"),
+        ]  # fmt: skip
+        assert items[1].nbytes == 3 * BLOCK_BYTES
+        assert str(items[2]) == "slot 'm' of optimizer 1 of shard 0 of variable 1"
+        assert str(items[0]) == "the value of shard 0 of variable 0"
+
+    def test_a_busy_shard_is_to_be_waited_for(self, store: ShardStore) -> None:
+        work = store.assign(V.key, "add", np.ones(LARGE, np.float32))
+        with pytest.raises(BusyError, match='"v/part_0": an update is under way'):
+            frozen(store)
+        for _ in work:
+            pass
+        frozen(store)
+
+    def test_an_update_that_is_under_way_is_to_be_waited_for(self, store: ShardStore) -> None:
+        ledger = Ledger()
+        ledger.begin(W0, 0, 0, 5, 0, 77)
+        with pytest.raises(BusyError, match="is being applied"):
+            frozen(store, ledger)
+
+    def test_a_table_that_was_never_touched_is_one_element(self) -> None:
+        store = ShardStore(PS)
+        store.create(T, fill=0.5)
+        image = frozen(store)
+        (item,) = image.state.items
+        assert item.is_constant
+        assert item.fill == np.float32(0.5).tobytes()
+        views = image.views(0)
+        assert sum(view.nbytes for view in views) == item.nbytes == T.nbytes
+        assert len({bytes_of(view).ctypes.data for view in views}) == 1
+        assert (bytes_of(views[-1]).view(np.float32) == 0.5).all()
+        copy = thawed(image.state)
+        assert copy.wanted() == []
+        assert copy.store.shards()[T.key].values.num_made == 0
+        assert array_of(copy.store.read_range(T.key, 7_999_999, 8_000_000)).tolist() == [0.5] * 64
+
+    def test_parts_of_items(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        image = frozen(store)
+        whole = b"".join(map(bytes, image.views(1)))
+        for start, stop in [(0, 0), (5, 5), (0, len(whole)), (BLOCK_BYTES - 3, BLOCK_BYTES + 5),
+                            (3, 2 * BLOCK_BYTES + 1)]:  # fmt: skip
+            assert b"".join(map(bytes, image.part(1, start, stop))) == whole[start:stop]
+        for start, stop in [(-1, 3), (4, 3), (0, len(whole) + 1)]:
+            with pytest.raises(CheckpointError, match="the value of shard 0 of variable 1: no"):
+                image.part(1, start, stop)
+        with pytest.raises(CheckpointError, match="item 9 of an image is not held"):
+            image.part(9, 0, 0)
+
+    def test_blocks_are_let_go_of_one_by_one(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        image = frozen(store)
+        values = store.shards()[V.key].values
+        held = []
+        for view in image.letting_go(1):
+            del view
+            held.append([values.block(i).held() for i in range(3)])
+        assert held == [[False, True, True], [False, False, True], [False] * 3]
+        with pytest.raises(CheckpointError, match="not held any more"):
+            image.views(1)
+        assert image.views(0)
+
+    def test_drop_stops_who_is_reading(self, store: ShardStore) -> None:
+        assign(store, V.key, 1)
+        image = frozen(store)
+        reading = image.letting_go(1)
+        next(reading)
+        image.drop()
+        with pytest.raises(CheckpointError, match="its image is not held any more"):
+            next(reading)
+        with pytest.raises(CheckpointError, match="not held any more"):
+            image.views(0)
+
+
+class TestThawed:
+    def test_bytes_may_come_in_any_order_and_again(self, store: ShardStore) -> None:
+        assign(store, V.key, 3)
+        image = frozen(store)
+        whole = b"".join(map(bytes, image.views(1)))
+        made = thawed(image.state)
+        assert made.wanted() == [0, 1]
+        cuts = [2 * BLOCK_BYTES + 7, 5, BLOCK_BYTES, 0]
+        for start, stop in zip(cuts, [len(whole), *cuts], strict=False):
+            for _ in made.write(1, start, memoryview(whole)[start:stop]):
+                pass
+            assert made.wanted() == ([0, 1] if start else [0])
+        for _ in made.write(1, 4, memoryview(whole)[4:9]):
+            pass
+        assert made.wanted() == [0]
+        assert b"".join(map(bytes, made.store.read(V.key))) == whole
+
+    def test_a_gap_is_noticed(self, store: ShardStore) -> None:
+        made = thawed(frozen(store).state)
+        for start in (0, 25):
+            for _ in made.write(0, start, memoryview(bytes(23))):
+                pass
+        assert made.wanted() == [0]
+
+    def test_what_is_not_wanted_is_refused(self, store: ShardStore) -> None:
+        made = thawed(frozen(store).state)
+        for place in (1, 7):  # constant; none
+            with pytest.raises(UsageError, match=f"item {place} of an image has no bytes"):
+                next(made.write(place, 0, memoryview(b"abcd")))
+        for start in (-1, 45):
+            with pytest.raises(UsageError, match="no bytes"):
+                next(made.write(0, start, memoryview(b"abcd")))
+
+    def test_whoever_fills_it_stops_when_it_is_given_up(self, store: ShardStore) -> None:
+        assign(store, V.key, 3)
+        made = thawed(frozen(store).state)
+        filling = made.memory(1)
+        next(filling)
+        made.give_up()
+        with pytest.raises(CheckpointError, match="another image"):
+            next(filling)
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_bytes_that_are_no_bool_are_corrupt(self, whole: bool) -> None:
+        store = ShardStore(PS)
+        store.create(spec("flags", 0, (4,), "bool"), np.array([True, False, True, True]))
+        made = thawed(frozen(store).state)
+        damaged = b"\0\1\1\2"
+
+        def fill_it() -> None:
+            for memory in made.memory(0):
+                memory[:] = damaged
+
+        with pytest.raises(CheckpointCorrupt, match="bytes other than 0 and 1"):
+            fill_it() if whole else list(made.write(0, 0, memoryview(damaged)))
+
+
+def test_the_classes_that_others_import_are_here() -> None:
+    item = ImageItem((0, 0), -1, "", (2, 2), "float32")
+    assert item.nbytes == 16
+    assert OptimizerImage(ADAM, 0.5, 3).step == 3
+    assert list(itertools.islice(thawed(frozen(ShardStore(PS)).state).wanted(), 1)) == []
+
+
+def test_bfloat16_of_ml_dtypes_is_what_it_was() -> None:
+    store = ShardStore(PS)
+    store.create(spec("x", 0, (3,), "bfloat16"), fill=np.full(1, 1.5, ml_dtypes.bfloat16))
+    copy = again(store).store
+    assert array_of(copy.read((0, 0)), "bfloat16").tolist() == [1.5] * 3
