@@ -10,7 +10,7 @@ import socket
 import pytest
 
 import psync
-from psync.environment import platform_of
+from psync.environment import platform_of, watchdog_timeout
 from psync.errors import ConfigurationError
 from psync.platform import Platform
 from psync.testing import MemoryNetwork
@@ -128,3 +128,29 @@ def test_a_number_that_is_no_socket_is_an_error(
     expected = f"PSYNC_LISTEN_FD: expected an open socket's number, got '{number}'"
     with pytest.raises(ConfigurationError, match=re.escape(expected)):
         platform_of(resolver(), LOCAL, insecure=True, listens=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, None),
+        ({"PSYNC_WATCHDOG_TIMEOUT": "90"}, 90.0),
+        ({"PSYNC_WATCHDOG_TIMEOUT": "0"}, None),
+        ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "1.5"}, 1.5),
+        ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "-1"}, None),
+        (
+            {"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"},
+            None,
+        ),
+    ],
+)
+def test_the_watchdogs_timeout_is_the_environments(
+    environ: dict[str, str], seconds: float | None
+) -> None:
+    assert watchdog_timeout(environ) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "1,5"])
+def test_a_timeout_that_is_no_number_names_its_variable(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="PSYNC_WATCHDOG_TIMEOUT: expected seconds"):
+        watchdog_timeout({"PSYNC_WATCHDOG_TIMEOUT": text})

@@ -27,7 +27,8 @@ class HeldClosure:
     """A closure that this worker holds."""
 
     __slots__ = (
-        "arrival", "context", "counts", "id", "key", "num_segments", "replica", "segments",
+        "arrival", "began", "context", "counts", "id", "key", "name", "num_segments", "replica",
+        "segments",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,8 @@ class HeldClosure:
         self.segments = segments
         self.replica = replica  # which one of how many, if it is of a gang
         self.context: ClosureContext | None = None  # once it runs
+        self.began = 0.0  # loop time at which it did
+        self.name = ""  # of its step, once that is here
 
 
 class LoadedStep:

@@ -25,11 +25,12 @@ whose step computes on its loop does not read, and must not have more than 64 Ki
 class ScheduledCall:
     """What the coordinator keeps of a closure until it is final: the closure's payload."""
 
-    __slots__ = ("arguments", "function", "value")
+    __slots__ = ("arguments", "function", "sent_at", "value")
 
     def __init__(self, function: Function, arguments: Payload) -> None:
         self.function = function
         self.arguments = arguments  # keeps the RemoteValues and iterators among them alive
+        self.sent_at: float | None = None  # loop time; None: to nobody so far
         self.value: weakref.ref[RemoteValue]  # the user may have dropped it
 
     @property

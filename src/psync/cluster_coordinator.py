@@ -1,12 +1,13 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
 Layer: L4. Imports: errors, cluster, context, coordinator, datasets, environment,
-optimizer_handles, remote_value, strategy, visits, wire.
+optimizer_handles, remote_value, strategy, task_reports, visits, wire.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -17,11 +18,12 @@ from psync.cluster import task_name
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.datasets import PerWorkerDataset, PerWorkerIterator, capture_dataset
-from psync.environment import platform_of, script_is_shared
+from psync.environment import platform_of, script_is_shared, watchdog_timeout
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.optimizer_handles import PROCESS, any_synchronous
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
+from psync.task_reports import add_description
 from psync.visits import Visits
 from psync.wire.messages import AskPosition, IteratorPosition, ReleaseIterators
 
@@ -45,6 +47,11 @@ class ClusterCoordinator:
             up: the closure runs again elsewhere. None: a step may take as long as it likes.
         max_losses: A closure that was lost with its worker this often seems to be the cause, and
             is reported instead of killing further workers (Dask's rule and number).
+        watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
+            waits, and shows the stacks of this process, if there is work and no closure has ended
+            meanwhile; again after as long a silence. None: the environment variable
+            ``PSYNC_WATCHDOG_TIMEOUT`` says it, or there is no watchdog; 0: none.
+        on_stall: Called with the text of each such report, on the loop.
         insecure: Whether it may run without a secret.
 
     Raises:
@@ -77,6 +84,8 @@ class ClusterCoordinator:
         ps_timeout: float = 15.0,
         closure_timeout: float | None = None,
         max_losses: int = MAX_LOSSES,
+        watchdog_timeout: float | None = None,
+        on_stall: Callable[[str], object] | None = None,
         insecure: bool = False,
     ) -> None:
         if hasattr(self, "strategy"):
@@ -102,6 +111,9 @@ class ClusterCoordinator:
         if max_losses < 1:
             raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
         self._closure_timeout_s = closure_timeout
+        self._watchdog_timeout_s = _watchdog_timeout(watchdog_timeout)
+        self._on_stall = on_stall
+        self._undescribe: Callable[[], None] = lambda: None
         self._max_losses = max_losses
         self._insecure = insecure
         self._coordinator: Coordinator | None = None  # None before start and after close
@@ -156,6 +168,8 @@ class ClusterCoordinator:
             main_by_name=script_is_shared.get(),
             ps_timeout_s=self._ps_timeout_s,
             closure_timeout_s=self._closure_timeout_s,
+            watchdog_timeout_s=self._watchdog_timeout_s,
+            on_stall=self._on_stall,
             max_losses=self._max_losses,
         )
         self._starting = True
@@ -167,6 +181,7 @@ class ClusterCoordinator:
         finally:
             self._starting = False
         self._coordinator = coordinator
+        self._undescribe = add_description(coordinator.describe)
         self.strategy.runtime = coordinator.runtime
         self.strategy.gangs = coordinator.gangs
         self.strategy.created = True
@@ -177,6 +192,7 @@ class ClusterCoordinator:
         Cancellation: Connections may still be closing.
         """
         coordinator, self._coordinator = self._coordinator, None
+        self._undescribe()
         self.strategy.runtime = self.strategy.gangs = None
         if coordinator is not None:
             await coordinator.close()
@@ -365,3 +381,11 @@ class ClusterCoordinator:
                 f"{operation} outside the event loop on which the coordinator runs"
             ) from exc
         return self._coordinator
+
+
+def _watchdog_timeout(given: float | None) -> float | None:
+    if given is None:
+        return watchdog_timeout()
+    if not 0 <= given < math.inf:
+        raise ConfigurationError(f"watchdog_timeout: expected seconds, 0 or above, got {given}")
+    return given or None

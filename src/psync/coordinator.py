@@ -3,7 +3,7 @@
 Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
 cluster_links, creation, declarations, dispatching, failures, functions, gang_runner, joins,
 payloads, platform, remote_value, replica_context, rpc, runtime, schedule_report,
-schedule_reporter, wire.
+schedule_reporter, watchdog, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync import closure_timeout
+from psync import closure_timeout, watchdog
 from psync.closure_messages import ScheduledCall, run_closures, run_replica
 from psync.closure_service import ClosureService
 from psync.closures import MAX_LOSSES, Cancel, Closure, ClosureQueue, GiveBack, Settle
@@ -71,6 +71,9 @@ class Coordinator:
             ``__main__`` are found there by name.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
         closure_timeout_s: A worker that runs one closure for longer is given up; None: never.
+        watchdog_timeout_s: Where no closure ends for so long though there is work, a report is
+            written; None: never.
+        on_stall: Is called with that report.
         max_losses: A closure that was lost with its worker this often is reported as an error.
     """
 
@@ -85,6 +88,8 @@ class Coordinator:
         main_by_name: bool,
         ps_timeout_s: float,
         closure_timeout_s: float | None = None,
+        watchdog_timeout_s: float | None = None,
+        on_stall: Callable[[str], object] | None = None,
         max_losses: int = MAX_LOSSES,
     ) -> None:
         self._failpoints = platform.failpoints
@@ -118,6 +123,9 @@ class Coordinator:
         self._reporting: asyncio.Task[None] | None = None
         self._closure_timeout_s = closure_timeout_s
         self._watch: asyncio.Task[None] | None = None  # over steps that take too long
+        self._watchdog_timeout_s = watchdog_timeout_s
+        self._on_stall = on_stall
+        self._watchdog: asyncio.Task[None] | None = None
         self._replaced: FencedError | None = None  # once a newer coordinator has taken over
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -129,6 +137,10 @@ class Coordinator:
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
                 closure_timeout.watch(self._queue, self._closure_timeout_s, self._give_up)
+            )
+        if self._watchdog_timeout_s is not None:
+            self._watchdog = self._loop.create_task(
+                watchdog.watch(self._watchdog_timeout_s, self._progress, self._stalled)
             )
 
     async def close(self) -> None:
@@ -143,7 +155,8 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            helpers = [t for t in (self._watch, self._creating, self._reporting) if t is not None]
+            tasks = (self._watch, self._watchdog, self._creating, self._reporting)
+            helpers = [task for task in tasks if task is not None]
             for task in helpers:
                 task.cancel()
             if helpers:
@@ -252,6 +265,25 @@ class Coordinator:
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
         return describe_waiting(self._queue, self.links.membership.missing(), others)
+
+    def describe(self) -> list[str]:
+        """Say what runs where, what waits and for whom; for reports."""
+        missing = self.links.membership.missing()
+        return [
+            f"coordinator, incarnation {self.links.incarnation}",
+            *watchdog.describe_closures(self._queue, self._closures.values(), self._loop.time()),
+            *watchdog.describe_missing(missing),
+            f"everybody waits for: {self.waits_for()}",
+        ]
+
+    def _progress(self) -> int | None:
+        """Return how many closures have ended; None while there is nothing to do."""
+        if self.done() and self._creating is None and not self.gangs:
+            return None
+        return watchdog.count_of_ended(self._queue.statistics())
+
+    def _stalled(self, seconds: float) -> None:
+        watchdog.log_stall(seconds, self.describe, self._on_stall)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of closures and connections."""
@@ -414,6 +446,9 @@ class Coordinator:
 
     def _send(self, action: Dispatch) -> None:
         self._failpoints.hit("coordinator.dispatch")
+        now = self._loop.time()
+        for closure in action.closures:
+            closure.payload.sent_at = now
         message: messages.Message
         if action.closures[0].is_replica:
             message, segments = run_replica(action.closures[0])

@@ -70,7 +70,7 @@ def launch(
     """Run a script as the chief and the workers of a new cluster, and wait for the chief.
 
     The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
-    prefix. A worker that dies is started again. A ps is not: its shards are gone, and what follows
+    prefix. SIGUSR1 is passed on to all tasks, which answer with reports. A worker that dies is started again. A ps is not: its shards are gone, and what follows
     from that is for the chief to decide. An evaluator that is killed is started again; one that
     fails is not, and training goes on. When the chief has ended well, the evaluator is told, and
     waited for until it has evaluated the last checkpoint. The first SIGINT, SIGTERM or SIGHUP stops
@@ -255,11 +255,15 @@ class _Run:
             signals.append(signal.SIGHUP)
         for signum in signals:
             loop.add_signal_handler(signum, self._on_signal, signum)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_report_signal)
         try:
             yield
         finally:
-            for signum in signals:
+            for signum in (*signals, signal.SIGUSR1):
                 loop.remove_signal_handler(signum)
+
+    def _on_report_signal(self) -> None:
+        self._group.signal_all(signal.SIGUSR1)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         if self._outcome.done():

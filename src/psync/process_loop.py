@@ -1,6 +1,6 @@
 """The event loop of a task's process: which one, and how signals and a launcher end what it runs.
 
-Layer: L4. Imports: errors.
+Layer: L4. Imports: errors, task_reports.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from psync.errors import ConfigurationError
+from psync.task_reports import report_on_signal
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ def run_loop(
 ) -> T:
     """Run ``main`` on a new loop; SIGTERM and Ctrl-C cancel it: everything is closed in order.
 
+    SIGUSR1 is answered by a report of what the process does; see ``task_reports``.
+
     Args:
         main: Coroutine function without arguments.
         terminated_code: With which the process ends after SIGTERM: 128 + 15, or 0 where that is
@@ -40,6 +43,7 @@ def run_loop(
         SystemExit: After a signal.
     """
     terminated = False
+    report_on_signal()
 
     async def body() -> T:
         loop = asyncio.get_running_loop()

@@ -339,23 +339,28 @@ class ProcessGroup:
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
         streams = {"prefixed": subprocess.PIPE, "inherited": None, "discarded": subprocess.DEVNULL}
         has_input = output == "inherited" and sys.stdin is not None and not sys.stdin.isatty()
-        return subprocess.Popen(
-            command,
-            stdin=None if has_input else subprocess.DEVNULL,
-            stdout=streams[output],
-            stderr=streams[output],
-            env={
-                **self._environ,
-                **env,
-                "TF_CONFIG": json.dumps(config),
-                "PSYNC_LAUNCHED": "1",
-                "PSYNC_LISTEN_FD": str(listener),
-                "PSYNC_LIFELINE_FD": str(self._lifeline),
-                "PYTHONUNBUFFERED": "1",
-            },
-            pass_fds=(listener, self._lifeline, *pass_fds),
-            start_new_session=True,
-        )
+        # One that is asked for a report while it still imports answers when it can, and lives.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=None if has_input else subprocess.DEVNULL,
+                stdout=streams[output],
+                stderr=streams[output],
+                env={
+                    **self._environ,
+                    **env,
+                    "TF_CONFIG": json.dumps(config),
+                    "PSYNC_LAUNCHED": "1",
+                    "PSYNC_LISTEN_FD": str(listener),
+                    "PSYNC_LIFELINE_FD": str(self._lifeline),
+                    "PYTHONUNBUFFERED": "1",
+                },
+                pass_fds=(listener, self._lifeline, *pass_fds),
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def abandon(self, job: str, index: int) -> None:
         """Give up the address of a task that has ended and is not started again.
@@ -370,6 +375,11 @@ class ProcessGroup:
         self._chores.add(chore)
         chore.add_done_callback(self._chores.discard)
         return chore
+
+    def signal_all(self, signum: int) -> None:
+        """Send a signal to the process of every task that runs."""
+        for process in self._processes.values():
+            process.send_signal(signum)
 
     def kill(self) -> None:
         """Kill all processes now; `stop` must still be awaited."""

@@ -75,6 +75,15 @@ class PsLink:
         self._asking: set[asyncio.Task[None]] = set()
         self.num_calls = 0  # requests so far, and connections
 
+    @property
+    def state(self) -> str:
+        """Return how it is: "unconnected", "connected", "broken" or "lost"; for reports."""
+        if self.lost is not None:
+            return "lost"
+        if any(peer.is_open for peer in self._peers.values()):
+            return "connected"
+        return "unconnected" if self.incarnation is None else "broken"
+
     async def peer(self, lane: str) -> Peer:
         """Return an open connection.
 

@@ -86,6 +86,17 @@ class PsLocks:
         """Return counters."""
         return {"held": len(self._locks), "taken": self.taken, "expired": self.expired}
 
+    def describe(self) -> list[str]:
+        """Say who holds which lock, and who waits; for reports."""
+        lines = [
+            f"lock {number} of {task} ({incarnation}): "
+            f"{'held' if lock.claim.held else 'waits for its turn'}, {len(lock.claim.keys)} shards"
+            for (task, incarnation, number), lock in self._locks.items()
+        ]
+        if self._turns:
+            lines.append(f"{len(self._turns)} locks and updates wait for a lock to end")
+        return lines
+
     def close(self) -> None:
         """End all locks; there are no new ones."""
         self._closed = True

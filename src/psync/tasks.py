@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
 Layer: L4. Imports: errors, cluster, endpoint, environment, platform, process_loop, processes,
-ps_task, resolvers, task_output, wire, worker_task.
+ps_task, resolvers, task_output, task_reports, wire, worker_task.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from psync.process_loop import end_of_run, run_loop
 from psync.processes import watch_lifeline
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.task_output import configure_logging, write_whole_lines
+from psync.task_reports import described_by
 from psync.wire.messages import Shutdown
 
 logger = logging.getLogger(__name__)
@@ -243,7 +244,8 @@ async def _serve(
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, address)
     try:
-        await task.stopped.wait()
+        with described_by(task.describe):
+            await task.stopped.wait()
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps

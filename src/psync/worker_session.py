@@ -1,7 +1,7 @@
 """What a worker does for one coordinator: runs closures, one after the other.
 
 Layer: L3. Imports: errors, closure_inputs, context, failures, gang_member, iterators, payloads,
-platform, rpc, runtime, step_thread, wire.
+platform, rpc, runtime, stacks, step_thread, wire.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
     worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
@@ -35,6 +35,7 @@ from psync.payloads import EMPTY, Payload, check_size, pack
 from psync.platform import Platform
 from psync.rpc import Peer, Received
 from psync.runtime import Runtime
+from psync.stacks import stack_of_task
 from psync.step_thread import StepThread
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.messages import (
@@ -176,6 +177,25 @@ class Session:
         iterator = self._iterators.get(message.uid)
         return IteratorPosition(-1 if iterator is None else iterator.position)
 
+    def describe(self) -> list[str]:
+        """Say what runs here, where it waits, and what waits for it; for reports."""
+        attach, running = self.attach, self._running
+        lines = [f"serves coordinator {attach.coordinator} as incarnation {attach.incarnation}"]
+        if running is None or running.context is None:
+            lines.append("runs nothing")
+        else:
+            asked = ", asked to stop" if running.context.cancelled else ""
+            seconds = self._loop.time() - running.began
+            name = running.name or "whose function or arguments are being fetched"
+            lines.append(f"runs closure {running.id} ({name}) since {seconds:.1f} s{asked}, at")
+            lines += [f"  {line}" for line in stack_of_task(self._runner)]
+        queued, results = len(self._queue), len(self._results)
+        lines.append(f"queue: {queued} closures; results to be sent: {results}")
+        lines += [
+            f"link to {link.task} at {link.address}: {link.state}" for link in self.runtime.ps.links
+        ]
+        return lines
+
     async def close(self) -> None:
         """Stop what runs. Waits a few seconds for it, and says so if it goes on.
 
@@ -261,7 +281,7 @@ class Session:
                 *closure.replica, context, self.bulk.call, self._limits,
                 main_by_name=self._main_by_name,
             )  # fmt: skip
-        began = self._loop.time()
+        began = closure.began = self._loop.time()
         try:
             outcome = await self._outcome(closure, context)
         finally:
@@ -280,7 +300,7 @@ class Session:
         name = "the step"
         try:
             step = await self._inputs.step(closure.key)
-            name = step.name
+            name = closure.name = step.name
             args, kwargs = await self._inputs.arguments(closure, step)
             if step.seconds > SHORT_S:
                 await self._turn()

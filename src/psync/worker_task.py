@@ -84,6 +84,13 @@ class WorkerTask:
             await asyncio.wait(list(self._ending))
         await self._endpoint.close()
 
+    def describe(self) -> list[str]:
+        """Say what this task does; for reports."""
+        if self._session is None:
+            return [f"{self.task} at {self._address}: waits for a coordinator"]
+        head = f"{self.task} at {self._address}:"
+        return [head, *(f"  {line}" for line in self._session.describe())]
+
     def statistics(self) -> dict[str, Any]:
         """Return counters of the connections."""
         return {"network": self._endpoint.statistics()}
