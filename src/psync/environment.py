@@ -82,6 +82,12 @@ def newest_incarnation() -> int:
     return _newest_incarnation
 
 
+def note_incarnation(granted: int) -> None:
+    """This process speaks under an incarnation that another task has granted it."""
+    global _newest_incarnation
+    _newest_incarnation = max(_newest_incarnation, granted)
+
+
 def _new_incarnation() -> int:
     global _newest_incarnation
     _newest_incarnation = max(time.time_ns(), _newest_incarnation + 1)

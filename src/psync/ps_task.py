@@ -1,9 +1,8 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, weak_rules, endpoint, rpc, updates, long_work,
-accumulator_service, clock_service, session_service, ps_locks, gate_service, ps_pulls, ps_report,
-ps_sync,
-ps_updates, step_closer, wire.
+Layer: L3. Imports: errors, specs, blocks, store, ledger, weak_rules, endpoint, rpc, updates,
+long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service, ps_pulls,
+ps_report, chief_presence, ps_sync, ps_updates, step_closer, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -24,7 +23,9 @@ import numpy as np
 
 from psync.accumulator_service import AccumulatorService
 from psync.blocks import BlockPool
+from psync.chief_presence import ChiefPresence
 from psync.clock_service import ClockService
+from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
 from psync.errors import (
     FencedError,
@@ -67,6 +68,7 @@ from psync.wire.messages import (
     Shutdown,
     Statistics,
 )
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator
 from psync.wire.tensors import array_from_bytes
 
 logger = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class PsTask:
         self._pool = BlockPool()
         self._work = LongWork(self.task, self.stopped.set)
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
+        self._grants = CoordinatorGrants()  # of ps 0
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
@@ -113,6 +116,7 @@ class PsTask:
             self._admit,
         )  # fmt: skip
         self._endpoint.on_peer.append(self._sessions.note_peer)
+        self.chief = ChiefPresence(self._endpoint)
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -165,6 +169,7 @@ class PsTask:
     def _handlers(self) -> dict[type[Message], Handler]:
         return {
             AttachPs: Handler(self._attach),
+            GrantCoordinator: Handler(self._grant),
             CreateShards: Handler(self._create, self._prepare_create),
             Fence: Handler(self._fence),
             FinalBelow: Handler(self._final_below),
@@ -188,6 +193,14 @@ class PsTask:
             return Refused("fenced", exc.message)
         return None
 
+    def _grant(self, peer: Peer, message: GrantCoordinator, _: list[memoryview]) -> Reply:
+        _check_chief(peer)
+        granted = self._coordinator
+        if self._index == 0:
+            clock = self._platform.new_incarnation()
+            granted = self._grants.grant(clock, message.previous, message.seen)
+        return Reply(CoordinatorGranted(granted))
+
     def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Reply:
         _check_chief(peer)
         if message.coordinator != peer.incarnation:
@@ -201,6 +214,7 @@ class PsTask:
             if self._coordinator:
                 logger.info("%s: a new coordinator takes over, variables are dropped", self.task)
             self._coordinator = message.coordinator
+            self._grants.note(message.coordinator)
             self._begin(message)
             self._clocks.restart()
             self._sessions.attached(message.coordinator)
@@ -303,6 +317,8 @@ class PsTask:
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         _check_chief(peer)
+        if peer.incarnation < self._coordinator:  # it has been replaced, and may not know
+            raise FencedError(f"{self.task} serves a newer coordinator than {peer.task}")
         logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
         return Reply(Done())

@@ -1,7 +1,7 @@
 """One task's way into a training session: its connections to the ps tasks, and what it says there.
 
-Layer: L3. Imports: errors, blocks, creation, declarations, endpoint, platform, ps_client, runtime,
-wire.
+Layer: L3. Imports: errors, blocks, coordinator_enquiry, creation, declarations, endpoint,
+environment, platform, ps_client, runtime, wire.
 
     chief     attach every ps → create the variables → declare → … → end training
     worker    enter → connect to every ps → compare the declarations → … → leave
@@ -19,9 +19,11 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from psync.blocks import BlockPool
+from psync.coordinator_enquiry import CHIEF, ENQUIRER, enquire
 from psync.creation import MESSAGE_SHARDS, Creation
 from psync.declarations import Declaration
 from psync.endpoint import Endpoint
+from psync.environment import note_incarnation
 from psync.errors import (
     ConnectFailed,
     ConnectionLost,
@@ -48,12 +50,6 @@ from psync.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-CHIEF = "/job:chief/task:0"
-"""The name under which the chief speaks to the ps tasks, whatever its task is called."""
-
-ENQUIRER = 2**62
-"""Incarnation of a worker that asks for its own; above all that a clock of nanoseconds gives."""
 
 
 class SessionLinks:
@@ -108,7 +104,18 @@ class SessionLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
-        incarnation = self._platform.new_incarnation()
+        where = f"/job:ps/task:0 at {self._addresses[0]}"
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                incarnation = await enquire(
+                    self._platform, "/job:ps/task:0", self._addresses[0]
+                )
+        except TimeoutError as exc:
+            raise ConnectFailed(
+                f"no connection within {self._connect_timeout_s:g} s to {where}",
+                hint="is this task running, and is this its address?",
+            ) from exc
+        note_incarnation(incarnation)
         ps = self._connect_as(CHIEF, incarnation)
 
         async def attach(index: int) -> None:

@@ -1,7 +1,7 @@
 """The worker task: waits for a coordinator and runs its closures.
 
-Layer: L3. Imports: errors, blocks, endpoint, iterators, platform, ps_client, rpc, runtime,
-worker_session, wire.
+Layer: L3. Imports: errors, blocks, chief_presence, endpoint, iterators, platform, ps_client,
+rpc, runtime, worker_session, wire.
 
     idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from psync.blocks import BlockPool
+from psync.chief_presence import ChiefPresence
 from psync.endpoint import Endpoint
 from psync.errors import FencedError, UsageError
 from psync.iterators import IteratorTable
@@ -39,6 +40,7 @@ from psync.wire.messages import (
     Shutdown,
     Statistics,
 )
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator
 from psync.worker_session import Session
 
 logger = logging.getLogger(__name__)
@@ -68,9 +70,11 @@ class WorkerTask:
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool
         )
         self._session: Session | None = None
+        self._newest_coordinator = 0  # the highest incarnation of one that was served
         self._clients: Endpoint | None = None  # makes the session's connections to ps tasks
         self._lanes: dict[tuple[str, int, str], Peer] = {}  # newest of each coordinator and lane
         self._endpoint.on_peer.append(self._note_lane)
+        self.chief = ChiefPresence(self._endpoint)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> Listener:
@@ -112,6 +116,9 @@ class WorkerTask:
                 self._of_session(lambda session, said, _: session.release_iterators(said))
             ),
             AskPosition: Handler(self._position),
+            GrantCoordinator: Handler(
+                lambda *_: Reply(CoordinatorGranted(self._newest_coordinator))
+            ),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
         }
@@ -153,11 +160,12 @@ class WorkerTask:
         if not peer.task.startswith("/job:chief/") or peer.lane != "control":
             raise UsageError(f"{peer.task} is not a coordinator")
         session = self._session
-        if session is not None and message.coordinator < session.attach.coordinator:
+        if message.coordinator < self._newest_coordinator:
             raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
         bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
         if bulk is None:
             raise UsageError(f"{peer.task} attaches {self.task} before its bulk connection")
+        self._newest_coordinator = message.coordinator
         self._end_session()
         if session is not None and session.control is not peer:
             # Or an earlier coordinator would wait for ever for what it has sent here.
@@ -176,6 +184,9 @@ class WorkerTask:
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         if not peer.task.startswith("/job:chief/"):
             raise UsageError(f"{peer.task} is not a coordinator")
+        session = self._session
+        if session is not None and peer.incarnation < session.attach.coordinator:
+            raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
         logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
         return Reply(Done())
