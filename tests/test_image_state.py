@@ -17,12 +17,17 @@ from psync.moment_rules import Adam
 from psync.rule_options import RuleOptions
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
+from psync.sync_config import SyncConfig
 from psync.update_rules import SGD
 
 HALF = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
 FLAGS = ShardSpec("flags", 3, 0, 0, (4,), "bool", 1)
 ADAM = Adam(ExponentialDecay(0.1, 10, 0.5))
 SLOW = SGD(0.5, 0.9).with_options(RuleOptions(gradient_accumulation_steps=3))
+GROUP = SyncConfig(
+    name="sync", optimizer=ADAM.to_config(), replicas_to_aggregate=2, total_num_replicas=2,
+    global_step=(0, 3, 0), averages=((1, 2),),
+)  # fmt: skip
 
 STATE = ImageState(
     (HALF, FLAGS),
@@ -47,6 +52,8 @@ STATE = ImageState(
         3,
     ),
     ((b"definition", 4),),
+    {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},
+    ((5, 3, 2, b"\0\xff"),),
 )
 
 
@@ -169,7 +176,24 @@ DAMAGE = [
     (at("final_below", value=-1), "final_below: expected a whole number from 0"),
     (at("accumulators", 0, 0, value="x"), "an accumulator: expected bytes as hex"),
     (at("accumulators", 0, 1, value=-1), "step of an accumulator: expected a whole number from"),
+    (at("groups", value=twice), "a group: expected each once"),
+    (at("groups", 0, 1, value={}), "group 5: expected what fits: a synchronous optimizer"),
+    (at("groups", 0, 1, "decay", value=10**400), "group 5: expected what fits: int too large"),
+    (at("groups", 0, 1, value=7), "group 5: expected an object"),
+    (at("counted", 0, 3, value=""), "a call that was counted: expected text"),
+    (at("counted", 0, value=[1]), "a call that was counted: expected a list of 4"),
+    (at("optimizers", 0, 1, "beta_1", value=10**400), "optimizer 1: expected what fits"),
 ]
+
+
+def test_an_item_says_what_it_is() -> None:
+    half, m, v, flags = STATE.items
+    assert [item.nbytes for item in STATE.items] == [12, 24, 24, 4]
+    assert not m.is_constant
+    assert v.is_constant
+    assert str(half) == "the value of shard 1 of variable 0"
+    assert str(v) == "slot 'v' of optimizer 1 of shard 1 of variable 0"
+    assert flags.dtype == "bool"
 
 
 class TestDamage:

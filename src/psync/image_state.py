@@ -1,7 +1,7 @@
 """The state of an image: everything that a ps holds at a cut, but the bytes of its arrays.
 
 Layer: L1. Imports: errors, specs, update_rules, rule_configs, schedules, shards, ledger,
-ledger_image, untrusted_json.
+ledger_image, sync_config, untrusted_json.
 
 An image is a state and *items*, the arrays that the state names. The state is JSON. It is read back
 from disks and from the network, so nothing in it is trusted: whatever does not fit is a
@@ -17,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from psync import schedules
@@ -28,6 +28,7 @@ from psync.rule_configs import rule_from_config
 from psync.schedules import Config
 from psync.shards import Key
 from psync.specs import ShardSpec, dtype_name, dtype_of
+from psync.sync_config import SyncConfig
 from psync.untrusted_json import UntrustedJson
 from psync.update_rules import UpdateRule, slot_dtype
 
@@ -85,6 +86,11 @@ class ImageState:
     ledger: LedgerState
     accumulators: tuple[tuple[bytes, int], ...] = ()
     """(definition, global step) of each conditional accumulator: what is in them is not kept."""
+    groups: Mapping[int, Config] = field(default_factory=dict)
+    """Configuration of each synchronous group that is known here."""
+    counted: tuple[tuple[int, int, int, bytes], ...] = ()
+    """On ps 0: (group, closure, ordinal, digest of its variables) of each call that was counted in
+    a step that has been applied."""
 
     @property
     def iterations(self) -> int:
@@ -121,6 +127,8 @@ class ImageState:
                 "calls": calls,
                 "final_below": self.ledger.final_below,
                 "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
+                "groups": list(self.groups.items()),
+                "counted": [[*call, digest.hex()] for *call, digest in self.counted],
             },
             separators=(",", ":"),
         ).encode()
@@ -203,10 +211,14 @@ class _StateReader:
         accumulators = tuple(
             map(self._accumulator, take.sequence(top.get("accumulators"), "accumulators"))
         )
+        listed = take.sequence(top.get("groups"), "groups")
+        groups = dict(map(self._group, listed))
+        self._once(groups, listed, "a group")
+        counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
         return ImageState(
             tuple(shards), tuple(items), versions,
             {key: counts for key, counts in pushes.items() if counts}, optimizers,
-            self._ledger(top), accumulators,
+            self._ledger(top), accumulators, groups, counted,
         )  # fmt: skip
 
     def _once(self, by_key: Mapping[Any, Any], listed: Sequence[Any], what: str) -> None:
@@ -220,8 +232,8 @@ class _StateReader:
         try:
             rule = self._rules[number] = rule_from_config(config)
             schedules.from_config(rate)
-        except ConfigurationError as exc:
-            raise take.wrong(f"optimizer {number}", f"what fits: {exc.message}", config) from exc
+        except (ConfigurationError, OverflowError) as exc:
+            raise take.wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
         step = take.number(step, f"step of optimizer {number}")
         return number, OptimizerImage(rule.to_config(), rate, step)
 
@@ -336,3 +348,22 @@ class _StateReader:
         take = self._take
         packed, step = take.sequence(entry, "an accumulator", 2)
         return take.hex(packed, "an accumulator"), take.number(step, "step of an accumulator")
+
+    def _group(self, entry: Any) -> tuple[int, Config]:
+        take = self._take
+        number, raw = take.sequence(entry, "a group", 2)
+        number = take.number(number, "number of a group")
+        raw = take.mapping(raw, f"group {number}")
+        try:
+            SyncConfig.from_config(raw)
+        except (ConfigurationError, OverflowError) as exc:
+            raise take.wrong(f"group {number}", f"what fits: {exc}", raw) from exc
+        return number, dict(raw)
+
+    def _counted(self, entry: Any) -> tuple[int, int, int, bytes]:
+        take, what = self._take, "a call that was counted"
+        group, closure, ordinal, digest = take.sequence(entry, what, 4)
+        return (
+            take.number(group, what), take.number(closure, what), take.number(ordinal, what),
+            take.hex(digest, what),
+        )  # fmt: skip
