@@ -39,6 +39,9 @@ class ClosureServiceOwner(Protocol):
     def perform(self, actions: Sequence[Action]) -> None:
         """Do what the queue decided."""
 
+    def has_updated(self, closure_id: int, calls: int) -> None:
+        """A closure that has ended has made so many calls that update something."""
+
     def results_came(self) -> None:
         """A worker has reported, and what followed was performed."""
 
@@ -96,6 +99,8 @@ class ClosureService:
             finished = []
             self._ended(peer.task, closure_id, outcome, error, payload if count else None)
         self._finished(peer.task, finished, message.mean_seconds)
+        for closure_id, calls in message.updates or ():
+            self._owner.has_updated(closure_id, calls)
         self._owner.results_came()
 
     def _finished(

@@ -1,7 +1,7 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
 Layer: L4. Imports: errors, cluster, context, coordinator, datasets, environment,
-optimizer_handles, remote_value, strategy, task_reports, visits, wire.
+events, optimizer_handles, remote_value, strategy, task_reports, visits, wire.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from psync.coordinator import Coordinator
 from psync.datasets import PerWorkerDataset, PerWorkerIterator, capture_dataset
 from psync.environment import platform_of, script_is_shared, watchdog_timeout
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
+from psync.events import Event
 from psync.optimizer_handles import PROCESS, any_synchronous
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
@@ -341,6 +342,22 @@ class ClusterCoordinator:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
         return self._running("statistics").statistics()
 
+    def events(self) -> AsyncIterator[Event]:
+        """Return the events of this coordinator, from the first on, as they come.
+
+        Yields:
+            ``RollbackEvent``, when a ps was lost and all went back to a checkpoint. It ends when
+            the coordinator is closed.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+
+        Example:
+            async for event in coordinator.events():
+                print(f"{len(event.closures)} closures were undone")
+        """
+        return self._running("events").events.stream()
+
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         return await self._running("ps_statistics").links.ps_statistics()
@@ -381,6 +398,16 @@ class ClusterCoordinator:
                 f"{operation} outside the event loop on which the coordinator runs"
             ) from exc
         return self._coordinator
+
+
+def coordinator_of(origin: str) -> Coordinator | None:
+    """Return what serves a strategy, if its coordinator is running here.
+
+    Args:
+        origin: Token of the strategy.
+    """
+    known = _of_origin.get(origin)
+    return None if known is None else known._coordinator
 
 
 def _watchdog_timeout(given: float | None) -> float | None:

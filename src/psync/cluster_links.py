@@ -1,9 +1,11 @@
 """The coordinator's connections to every task, made again when they go.
 
-Layer: L3. Imports: errors, cluster, endpoint, membership, platform, ps_client, rpc, wire.
+Layer: L3. Imports: errors, blocks, cluster, coordinator_enquiry, endpoint, environment, flapping,
+membership, platform, ps_client, ps_link, rpc, wire, worker_links.
 
 ``Membership`` decides what a connection made or lost means; this carries it out. One
-supervising coroutine per task: connect, attach, wait for the end, report, again.
+supervising coroutine per task: connect, attach, wait for the end, report, again; those of the
+workers are in ``worker_links``.
 """
 
 from __future__ import annotations
@@ -11,31 +13,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from psync.blocks import BlockPool
 from psync.cluster import ClusterSpec, task_name
+from psync.coordinator_enquiry import absent, enquire
 from psync.endpoint import Endpoint
+from psync.environment import note_incarnation
 from psync.errors import (
     ConnectFailed,
+    ConnectionLost,
     FencedError,
     ParameterServerLost,
     PsyncError,
-    TransportError,
 )
+from psync.flapping import LIMIT, Flapping
 from psync.membership import Action as MembershipAction
-from psync.membership import Assign, Fence, Membership, ParameterServerUnreachable, WorkerIsLost
+from psync.membership import Fence, Membership, ParameterServerUnreachable, WorkerIsLost
 from psync.platform import Platform
 from psync.ps_client import PsClient
+from psync.ps_link import PsLink
 from psync.rpc import Handler, Peer
 from psync.wire import messages
 from psync.wire.messages import AttachPs, AttachWorker, Done, Message
+from psync.worker_links import WorkerLinks, closed
 
 logger = logging.getLogger(__name__)
-
-STRANGER_PAUSE_S = 5.0
-"""Pause before an address is tried again at which something else than our task answered."""
 
 
 class LinksOwner(Protocol):
@@ -44,8 +48,8 @@ class LinksOwner(Protocol):
     def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
         """A worker is ready for closures."""
 
-    def worker_lost(self, worker: str) -> None:
-        """Put back what it held."""
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
+        """Put back what it held; ``blame``: what it held may be the cause."""
 
     def ps_lost(self, error: ParameterServerLost) -> None:
         """Variables are gone."""
@@ -65,6 +69,7 @@ class ClusterLinks:
         origin: Token of the strategy.
         program: Token of this process.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
+        max_flaps: As for ``Flapping``.
     """
 
     def __init__(
@@ -77,26 +82,32 @@ class ClusterLinks:
         origin: str,
         program: str,
         ps_timeout_s: float,
+        max_flaps: int | None = LIMIT,
     ) -> None:
         self._owner = owner
         self._origin = origin
         self._program = program
         self._ps_timeout_s = ps_timeout_s
-        self._workers = _addresses(cluster, "worker")
+        workers = _addresses(cluster, "worker")
         self._ps = _addresses(cluster, "ps")
-        self.incarnation = platform.new_incarnation()
+        self._platform = platform
+        self.incarnation = 0  # until ps 0 has granted one
         self.pool = BlockPool()
         self._endpoint = Endpoint(
             platform, task_name("chief", 0), self.incarnation, handlers, self.pool
         )
         self.ps = PsClient(self._endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
-        self.membership = Membership(self._workers, self._ps, ps_timeout_s=ps_timeout_s)
-        self._attached: set[str] = set()  # workers that have joined, not only connected
+        self.membership = Membership(workers, self._ps, ps_timeout_s=ps_timeout_s)
+        self.workers = WorkerLinks(
+            self._endpoint, self.membership, self, workers, Flapping(max_flaps)
+        )
         self._supervisors: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
         self._failure: BaseException | None = None  # why the cluster cannot come up
         self._up = False  # the cluster came up
+        self._enquiring = asyncio.Lock()
+        self._fenced_ps: set[int] = set()  # that serve us under the present incarnation
         self._is_closing = False
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
@@ -108,16 +119,19 @@ class ClusterLinks:
 
         Cancellation: Safe; ``close`` still has to be called.
         """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        await self._ask_ps_0(timeout_s)
         for index, link in enumerate(self.ps.links):
             link.on_lost = self._owner.ps_lost
             link.lost_after_s = math.inf  # one that was never here is late, not lost
-            self._supervise(self._keep_ps(index))
-        for index, (worker, address) in enumerate(self._workers.items()):
-            self._supervise(self._keep_worker(index, worker, address))
+            self.supervise(self._keep_ps(index))
+        self.workers.start()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 while not (
-                    self.membership.ready(min_workers) and len(self._attached) >= min_workers
+                    self.membership.ready(min_workers)
+                    and self.workers.num_attached >= min_workers
+                    and len(self._fenced_ps) == len(self._ps)
                 ):
                     self._changed.clear()
                     await self._changed.wait()
@@ -125,10 +139,7 @@ class ClusterLinks:
                         raise self._failure
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
-            raise ConnectFailed(
-                f"the cluster did not come up within {timeout_s:g} s: no connection to {missing}",
-                hint="are these tasks running, and are these their addresses?",
-            ) from exc
+            raise _did_not_come_up(timeout_s, missing) from exc
         self._up = True
 
     async def close(self) -> None:
@@ -167,12 +178,46 @@ class ClusterLinks:
         """Return counters of the connections."""
         return dict(self._endpoint.statistics())
 
-    # Supervision.
+    # Incarnations.
 
-    def _supervise(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._supervisors.add(task)
-        task.add_done_callback(self._supervisor_ended)
+    async def _ask_ps_0(self, timeout_s: float) -> None:
+        """Let ps 0 grant an incarnation: nobody else is asked for anything before."""
+        task, address = next(iter(self._ps.items()))
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._bear(await enquire(self._platform, task, address))
+        except TimeoutError as exc:
+            tasks = dict(self.membership.missing())  # all of them: nobody has been tried
+            missing = ", ".join(await absent(self._platform, tasks)) or f"{task} at {address}"
+            raise _did_not_come_up(timeout_s, missing) from exc
+
+    async def ask_again(self, refused: int, task: str, address: str) -> None:
+        """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
+
+        So it is where ps 0 was started anew on a machine whose clock is behind. All tasks are
+        attached again.
+
+        Raises:
+            FencedError: It is not so: a newer coordinator has come.
+        """
+        async with self._enquiring:
+            if self.incarnation != refused:
+                return  # somebody has asked meanwhile
+            seen = await enquire(self._platform, task, address)
+            if seen <= refused:
+                raise FencedError(f"{task} serves a newer coordinator than this one")
+            logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
+            ps_0, at = next(iter(self._ps.items()))
+            self._bear(await enquire(self._platform, ps_0, at, previous=refused, seen=seen))
+            for peer in self._endpoint.peers:
+                peer.abort(ConnectionLost("this coordinator has a new incarnation"))
+
+    def _bear(self, incarnation: int) -> None:
+        note_incarnation(incarnation)
+        self.incarnation = self._endpoint.incarnation = incarnation
+        self._fenced_ps.clear()
+
+    # Supervision.
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         self._supervisors.discard(task)
@@ -187,102 +232,78 @@ class ClusterLinks:
     async def _keep_ps(self, index: int) -> None:
         link, first = self.ps.links[index], True
         loop = asyncio.get_running_loop()
-        addresses = list(self._ps.values())
-        attachment = AttachPs(self.incarnation, index, addresses, self._ps_timeout_s)
         while True:
-            peer = await link.peer("control")
-            link.lost_after_s = self._ps_timeout_s
-            await link.call(lambda _: attachment)
+            mine = self.incarnation
+            try:
+                peer = await link.peer("control")
+                link.lost_after_s = self._ps_timeout_s
+                await link.call(lambda _: self._ps_attachment(index))
+            except ParameterServerLost:
+                if not await link.recovered():
+                    raise
+                continue
+            except FencedError:
+                if self._up:
+                    raise
+                await self.ask_again(mine, link.task, link.address)
+                continue
             if not peer.is_open:
                 continue
-            self._perform(self.membership.connected(link.task, peer.incarnation))
+            if mine == self.incarnation:
+                self._fenced_ps.add(index)
+            self.perform(self.membership.connected(link.task, peer.incarnation))
             if not first:
                 logger.warning("%s is reachable again", link.task)
             first = False
             self._changed.set()
-            await _closed(peer)
-            self._perform(self.membership.disconnected(link.task, loop.time()))
+            await closed(peer)
+            self.perform(self.membership.disconnected(link.task, loop.time()))
 
-    async def _keep_worker(self, index: int, worker: str, address: str) -> None:
-        first = True
-        while True:
-            try:
-                lanes = await self._attach_worker(index, worker, address)
-            except PsyncError as exc:
-                if not self._up or isinstance(exc, FencedError):
-                    raise
-                logger.error("%s cannot take part: %s", worker, exc)
-                await asyncio.sleep(STRANGER_PAUSE_S)
-                continue
-            if lanes is None:
-                continue
-            if not first:
-                logger.warning("%s takes part again", worker)
-            first = False
-            control, bulk = lanes
-            self._attached.add(worker)
-            self._owner.worker_joined(worker, control, bulk)
-            self._changed.set()
-            await _closed(control, bulk)
-            logger.warning(
-                "%s is lost (%s); its closures run again", worker,
-                control.error or bulk.error or "it closed the connection",
-            )  # fmt: skip
-            control.abort()
-            bulk.abort()
-            self._lost(worker)
-            self._attached.discard(worker)
-            self._owner.worker_lost(worker)
-
-    async def _attach_worker(
-        self, index: int, worker: str, address: str
-    ) -> tuple[Peer, Peer] | None:
-        """Return its control and bulk connection; None if one is gone already.
+    async def attach_ps(self, link: PsLink) -> None:
+        """Attach a ps that may have been started again, while others are held back.
 
         Raises:
-            PsyncError: The worker refuses, or something else answers.
-        """
-        control = await self._endpoint.connect_retrying(address, worker)
-        try:
-            bulk = await self._endpoint.connect_retrying(address, worker, "bulk")
-        except BaseException:
-            control.abort()
-            raise
-        attached = False
-        try:
-            if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
-                incarnation = self._connected(worker, control.incarnation)
-                try:
-                    await control.call(self._attachment(index, incarnation))
-                    attached = True
-                except TransportError as exc:
-                    logger.info("%s: attaching it failed: %s", worker, exc)
-                finally:
-                    if not attached:
-                        self._lost(worker)
-        finally:
-            if not attached:  # also if it refuses: it has room for so many connections only
-                control.abort()
-                bulk.abort()
-        return (control, bulk) if attached else None
+            ParameterServerLost: It was lost again.
 
-    def _attachment(self, index: int, incarnation: int) -> AttachWorker:
+        Cancellation: Safe.
+        """
+        await link.call(lambda _: self._ps_attachment(link.index), urgent=True)
+
+    def _ps_attachment(self, index: int) -> AttachPs:
+        return AttachPs(self.incarnation, index, list(self._ps.values()), self._ps_timeout_s)
+
+    # worker_links.WorkerLinksOwner.
+
+    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a supervisor until the links are closed; its error is that of all."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._supervisors.add(task)
+        task.add_done_callback(self._supervisor_ended)
+        return task
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the cluster has come up."""
+        return self._up
+
+    def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
+        """Return what a worker is told."""
         return AttachWorker(
-            index, len(self._workers), incarnation, self.incarnation, self._origin, self._program,
+            place, num_workers, incarnation, self.incarnation, self._origin, self._program,
             list(self._ps.values()), self._ps_timeout_s,
         )  # fmt: skip
 
-    def _connected(self, worker: str, boot: int) -> int:
-        # Not below our own incarnation: ps tasks refuse whoever worked for an earlier coordinator.
-        actions = self.membership.connected(worker, max(boot, self.incarnation))
-        self._perform(actions)
-        return next(action.incarnation for action in actions if isinstance(action, Assign))
+    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
+        """A worker is ready for closures."""
+        self._owner.worker_joined(worker, control, bulk)
+        self._changed.set()
 
-    def _lost(self, worker: str) -> None:
-        now = asyncio.get_running_loop().time()
-        self._perform(self.membership.disconnected(worker, now))
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
+        """Put back what it held."""
+        self._owner.worker_lost(worker, blame=blame)
 
-    def _perform(self, actions: list[MembershipAction]) -> None:
+    def perform(self, actions: Sequence[MembershipAction]) -> None:
+        """Do what the membership decided."""
         for action in actions:
             if isinstance(action, Fence):
                 self._fence(action)
@@ -313,19 +334,15 @@ class ClusterLinks:
             logger.warning("a fence was not taken: %s", error)
 
 
+def _did_not_come_up(timeout_s: float, missing: str) -> ConnectFailed:
+    return ConnectFailed(
+        f"the cluster did not come up within {timeout_s:g} s: no connection to {missing}",
+        hint="are these tasks running, and are these their addresses?",
+    )
+
+
 def _addresses(cluster: ClusterSpec, job: str) -> dict[str, str]:
     return {
         task_name(job, index): cluster.task_address(job, index)
         for index in cluster.task_indices(job)
     }
-
-
-async def _closed(*peers: Peer) -> None:
-    """Wait until one of the connections is gone."""
-    gone = asyncio.Event()
-    listener: Callable[[Peer], None] = lambda _: gone.set()  # noqa: E731
-    for peer in peers:
-        if peer.is_closed:
-            return
-        peer.on_closed.append(listener)
-    await gone.wait()

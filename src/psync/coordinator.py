@@ -1,9 +1,9 @@
 """The coordinator: takes closures, sends them, settles them, and knows who is there.
 
 Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
-cluster_links, creation, declarations, dispatching, failures, functions, gang_runner, joins,
-payloads, platform, remote_value, replica_context, rpc, runtime, schedule_report,
-schedule_reporter, watchdog, wire.
+cluster_links, creation, cuts, declarations, dispatching, events, failures, flapping, functions,
+gang_runner, joins, payloads, platform, ps_link, ps_recovery, remote_value, replica_context, rpc, runtime,
+schedule_report, schedule_reporter, watchdog, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
@@ -27,6 +27,7 @@ from psync.closures import Action as QueueAction
 from psync.cluster import ClusterSpec, parse_task_name, task_name
 from psync.cluster_links import ClusterLinks
 from psync.creation import Creation
+from psync.cuts import Cuts
 from psync.declarations import Declaration
 from psync.dispatching import Dispatch
 from psync.errors import (
@@ -37,22 +38,30 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
+from psync.events import Events
 from psync.failures import text_of
+from psync.flapping import LIMIT
 from psync.functions import FunctionTable
 from psync.gang_runner import GangRunner
 from psync.joins import Joins, describe_waiting
 from psync.payloads import EMPTY, check_size, pack_arguments
 from psync.platform import Platform
+from psync.ps_link import PsLink
+from psync.ps_recovery import PsRecovery, Source
 from psync.remote_value import RemoteValue
 from psync.replica_context import forbid_in_merge
-from psync.rpc import Handler, Peer
+from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.schedule_report import ScheduleReports
 from psync.schedule_reporter import ScheduleReporter
 from psync.wire import messages
 from psync.wire.messages import CancelClosures, ReachCollective
+from psync.wire.recovery_messages import EndSession, LeaveCluster
 
 logger = logging.getLogger(__name__)
+
+RESTART_S = 60.0
+"""A ps that was lost has at least this many seconds to be there again, if it can be recovered."""
 
 FINAL_EVERY = 1024
 """ps tasks are told that closures are final whenever this many more are."""
@@ -75,6 +84,7 @@ class Coordinator:
             written; None: never.
         on_stall: Is called with that report.
         max_losses: A closure that was lost with its worker this often is reported as an error.
+        max_flaps: A worker that is lost more often than this within a minute is set aside.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class Coordinator:
         watchdog_timeout_s: float | None = None,
         on_stall: Callable[[str], object] | None = None,
         max_losses: int = MAX_LOSSES,
+        max_flaps: int | None = LIMIT,
     ) -> None:
         self._failpoints = platform.failpoints
         self._limits = platform.limits
@@ -98,6 +109,7 @@ class Coordinator:
         self._queue = ClosureQueue(max_losses=max_losses)
         self._closures: dict[int, Closure] = {}  # not final
         self._peers: dict[str, tuple[Peer, Peer]] = {}  # control and bulk, of each worker
+        self._retiring: set[str] = set()  # of these, who is about to leave
         self._joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
         self.gangs = GangRunner(
@@ -108,12 +120,20 @@ class Coordinator:
         service = ClosureService(
             self._queue, self._closures, self.functions, self._reports, self, platform.failpoints
         )
-        handlers = {**service.handlers(), ReachCollective: Handler(self.gangs.reached)}
+        handlers = {
+            **service.handlers(),
+            ReachCollective: Handler(self.gangs.reached),
+            LeaveCluster: Handler(self._worker_leaves),
+            EndSession: Handler(self._session_ends),
+        }
         self.links = ClusterLinks(
             platform, cluster, self, handlers,
-            origin=origin, program=program, ps_timeout_s=ps_timeout_s,
+            origin=origin, program=program, ps_timeout_s=ps_timeout_s, max_flaps=max_flaps,
         )  # fmt: skip
         self._creation = Creation(declared, self.links.ps)
+        self.events = Events()
+        self.cuts = Cuts(self.links.ps, self._creation.ensure)
+        self.recovery = PsRecovery(self.links.ps, self, self.events, max(ps_timeout_s, RESTART_S))
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._told_final = 0
@@ -162,6 +182,9 @@ class Coordinator:
             if helpers:
                 await asyncio.wait(helpers)
             await self.gangs.close()
+            await self.recovery.close()
+            await self.cuts.close()
+            self.events.close()
             await self.links.ps.drain()
         finally:
             try:
@@ -264,7 +287,9 @@ class Coordinator:
         """Say what a join waits for."""
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
-        return describe_waiting(self._queue, self.links.membership.missing(), others)
+        others += self.links.workers.describe()
+        membership = self.links.membership
+        return describe_waiting(self._queue, membership.missing(), others, membership.gone())
 
     def describe(self) -> list[str]:
         """Say what runs where, what waits and for whom; for reports."""
@@ -353,17 +378,83 @@ class Coordinator:
         self._reports.worker_joined(worker, self.links.membership.incarnation(worker))
         self.perform(self._queue.worker_joined(worker))
 
-    def worker_lost(self, worker: str) -> None:
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
         """Put back what it held."""
         del self._peers[worker]
+        self._retiring.discard(worker)
         self._reports.worker_lost(worker)
-        self.perform(self._queue.worker_lost(worker))
+        self.perform(self._queue.worker_lost(worker, blame=blame))
 
     def _give_up(self, worker: str, closure: Closure) -> None:
         error = DeadlineExceeded(f"{closure} took longer than {self._closure_timeout_s:g} s")
-        self._peers[worker][0].abort(error)  # the rest follows from the loss
+        self.links.workers.end_session(worker, error, blame=True)
+
+    # Workers that come and leave.
+
+    async def add_worker(self, address: str, index: int | None, timeout_s: float | None) -> str:
+        """Take a worker into the cluster; see ``ClusterCoordinator.add_worker``."""
+        return await self.links.workers.add(address, index, timeout_s)
+
+    async def remove_worker(self, worker: str) -> None:
+        """Let a worker leave for good; see ``ClusterCoordinator.remove_worker``."""
+        await self.links.workers.remove(worker, "the program removes it")
+
+    def _worker_leaves(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+        if self.links.workers.leaves(peer, message):
+            self._retiring.add(peer.task)
+            self.perform(self._queue.worker_leaves(peer.task))
+        return Reply(messages.Done())
+
+    def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
+        self.links.workers.session_ends(peer, message)
+        return Reply(messages.Done())
 
     def ps_lost(self, error: ParameterServerLost) -> None:
+        """Go back to a checkpoint; or, if that cannot be, end everything: variables are gone."""
+        if self._closed:
+            logger.error("%s", error)
+        elif not self.recovery.takes_over(error):
+            self.recovery_failed(error)
+
+    @property
+    def recovery_source(self) -> Source | None:
+        """Where a ps that was lost is brought back from; set by who keeps checkpoints."""
+        return self.recovery.source
+
+    @recovery_source.setter
+    def recovery_source(self, source: Source | None) -> None:
+        self.recovery.source = source
+
+    # ps_recovery.RecoveryOwner.
+
+    def recovery_began(self) -> None:
+        """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
+        self._queue.pause()
+        self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
+        for control, bulk in list(self._peers.values()):
+            control.abort()
+            bulk.abort()
+
+    def fences(self) -> list[tuple[str, int]]:
+        """Return (task, lowest incarnation that may still be served) of each worker."""
+        return self.links.membership.fences()
+
+    async def attach_ps(self, link: PsLink) -> None:
+        """Attach a ps that may have been started again."""
+        await self.links.attach_ps(link)
+
+    def created(self) -> set[tuple[int, int]]:
+        """Return the keys of all shards that were created."""
+        return self._creation.created
+
+    def recovery_ended(self) -> None:
+        """Go on: ps tasks know nothing of what they were told since the checkpoint."""
+        self._reports.tell_all()
+        self._reporter.look()
+        self.links.final_below(self._told_final)
+        self.perform(self._queue.resume())
+
+    def recovery_failed(self, error: ParameterServerLost) -> None:
         """End everything that is scheduled: variables are gone."""
         logger.error("%s", error)
         if not self._closed:
@@ -386,7 +477,8 @@ class Coordinator:
 
     def workers(self) -> list[str]:
         """Return the workers that are ready for closures, by index."""
-        return sorted(self._peers, key=lambda worker: parse_task_name(worker)[1])
+        ready = self._peers.keys() - self._retiring
+        return sorted(ready, key=lambda worker: parse_task_name(worker)[1])
 
     def prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
@@ -433,6 +525,11 @@ class Coordinator:
         self._reporter.look()
         if self.gangs:
             self.gangs.look(replicas)
+
+    def has_updated(self, closure_id: int, calls: int) -> None:
+        """A closure that has ended has made so many calls that update something."""
+        if self.recovery.source is not None:
+            self.recovery.ended.ended(closure_id, calls)
 
     def results_came(self) -> None:
         """A worker is alive; and where many closures have become final, ps tasks hear of it."""

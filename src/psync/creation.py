@@ -41,6 +41,7 @@ class Creation:
         self._ps = ps
         self._lock = asyncio.Lock()
         self._error: Exception | None = None  # a variable could not be created: for ever
+        self.created: set[tuple[int, int]] = set()  # keys of the shards
 
     @property
     def pending(self) -> bool:
@@ -68,6 +69,7 @@ class Creation:
                     self._error = exc
                     raise
                 del self._declared[: len(batch)]
+                self.created.update(shard.key for one in batch for shard in one.spec.shards)
 
     async def _create(self, batch: list[Declaration]) -> None:
         """Make and send the shards; at most one message for each ps is held at a time."""

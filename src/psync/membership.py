@@ -286,6 +286,14 @@ class Membership:
         """Return the incarnation that a task was last assigned; -1 if it never connected."""
         return self._record(task).incarnation
 
+    def fences(self) -> list[tuple[str, int]]:
+        """Return (task, lowest incarnation that may be served) of each worker that was lost."""
+        return [
+            (name, record.fenced_below)
+            for name, record in self._tasks.items()
+            if record.fenced_below
+        ]
+
     def alive_workers(self) -> list[str]:
         """Return the names of the workers that are connected, in the order of the cluster."""
         return [

@@ -63,6 +63,7 @@ class PsCalls:
         self._pool = pool
         self.failpoints = endpoint.platform.failpoints
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
+        self.timeline = 0  # grows whenever all ps tasks have gone back to an image
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.
@@ -121,6 +122,7 @@ class PsCalls:
 
         Each has a sequence of its own and names the others', so that a cut finds them all or none.
         They count as answered when all are: what one ps has been told to forget is settled on all.
+        If ps tasks went back to an image meanwhile, all are sent again, under the same sequences.
 
         Raises:
             Exception: The first error, once all have ended.
@@ -131,14 +133,18 @@ class PsCalls:
 
         async def send() -> list[Pushed]:
             try:
-                return await self.together(
-                    [
-                        self._send_part(part, sequence, _others(drawn, position))
-                        for position, (part, (_, sequence)) in enumerate(
-                            zip(parts, drawn, strict=True)
-                        )
-                    ]
-                )
+                while True:
+                    timeline = self.timeline
+                    answers = await self.together(
+                        [
+                            self._send_part(part, sequence, _others(drawn, position))
+                            for position, (part, (_, sequence)) in enumerate(
+                                zip(parts, drawn, strict=True)
+                            )
+                        ]
+                    )
+                    if self.timeline == timeline:
+                        return answers
             finally:
                 for part, (_, sequence) in zip(parts, drawn, strict=True):
                     part.link.answered(sequence)

@@ -75,6 +75,12 @@ class PsClient(PsRows):
         self._set_ids = itertools.count(1)
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
+    def begin_timeline(self, timeline: int) -> None:
+        """All ps tasks have gone back to an image: they know what was in that, and no more."""
+        self.timeline = timeline
+        for known in self._optimizers:
+            known.clear()
+
     def plan(self, variables: Sequence[VariableSpec]) -> Plan:
         """Return the plan for these variables, in this order."""
         # A shard that is asked for as a variable of its own bears the whole variable's id.
@@ -139,11 +145,14 @@ class PsClient(PsRows):
             array.setflags(write=writable)
             arrays.append(array)
         views = {buffer: to_bytes_view(root) for buffer, root in roots.items()}
-        calls = []
-        for request in plan.requests:
-            targets = targets_of(plan, request, views, given)
-            calls.append(self._pull_one(request, targets, optimizer, slot, seen, lock))
-        await all_of(calls)
+        timeline = -1
+        while self.timeline != timeline:  # again, if ps tasks went back to an image meanwhile
+            timeline = self.timeline
+            calls = []
+            for request in plan.requests:
+                targets = targets_of(plan, request, views, given)
+                calls.append(self._pull_one(request, targets, optimizer, slot, seen, lock))
+            await all_of(calls)
         for root in roots.values():
             self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays

@@ -73,6 +73,7 @@ class PsLink:
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
         self._asking: set[asyncio.Task[None]] = set()
+        self._released: asyncio.Event | None = None  # while ordinary calls are held back
         self.num_calls = 0  # requests so far, and connections
 
     @property
@@ -156,6 +157,7 @@ class PsLink:
         set_id: int | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
+        urgent: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -168,6 +170,7 @@ class PsLink:
             set_ids: More of them.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
+            urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -180,9 +183,16 @@ class PsLink:
         self.num_calls += 1
         losses = 0
         while True:
+            if self._released is not None and not urgent:
+                await self._released.wait()
             peer = self._peers.get(lane)
             if peer is None or not peer.is_open or self.lost is not None:
-                peer = await self.peer(lane)
+                try:
+                    peer = await self.peer(lane)
+                except ParameterServerLost:
+                    if self._released is None or urgent:
+                        raise
+                    continue  # a recovery has begun
             try:
                 received = await peer.call(build(peer), segments, into=into)
             except ConnectionLost as exc:
@@ -224,7 +234,7 @@ class PsLink:
             self._ask_slowly, build, segments, then, bulk=bulk, set_ids=set_ids
         )
         peer = self._peers.get("bulk" if bulk else "control")
-        if peer is None or not peer.is_open or self.lost is not None:
+        if peer is None or not peer.is_open or self.lost is not None or self._released is not None:
             again()
             return
 
@@ -288,9 +298,43 @@ class PsLink:
         if peer is not None and peer.is_open:
             peer.notify(message)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return any(peer.is_open for peer in self._peers.values())
+
+    def hold(self) -> None:
+        """Hold ordinary calls back, also those that are under way and lose their connection."""
+        if self._released is None:
+            self._released = asyncio.Event()
+
+    def release(self) -> None:
+        """Let them go on: the ps has been recovered; or, if it is lost, they raise that."""
+        released, self._released = self._released, None
+        if released is not None:
+            released.set()
+
+    async def recovered(self) -> bool:
+        """Wait for the end of a recovery; return whether the ps is there. Cancellation: safe."""
+        while self._released is not None:
+            await self._released.wait()
+        return self.lost is None and not self._closed
+
+    def revive(self) -> None:
+        """Forget that the ps was lost, and under which incarnation it was there."""
+        for peer in self._peers.values():
+            peer.abort(ConnectionLost(f"{self.task} is being recovered"))
+        self._peers.clear()
+        self.lost = None
+        self.incarnation = None
+        if self._keepalive is not None:
+            self._keepalive.cancel()  # the next connection has one of its own
+            self._keepalive = None
+
     async def close(self) -> None:
         """Close the connections; calls under way fail. Cancellation: safe."""
         self._closed = True
+        self.release()
         if self._keepalive is not None:
             self._keepalive.cancel()
             await asyncio.gather(self._keepalive, return_exceptions=True)
@@ -345,6 +389,11 @@ class PsLink:
             except PsyncError as exc:  # whoever needs the ps gets it, too
                 logger.info("%s: no ping: %s", self.task, exc.message)
                 silent_since = None
+
+
+def always(message: Message) -> Callable[[Peer], Message]:
+    """Return what makes this message for any connection, see ``PsLink.call``."""
+    return lambda peer: message
 
 
 def knows_set(peer: Peer, set_id: int) -> bool:

@@ -63,6 +63,11 @@ class RemoteValue:
         return self.fetch().__await__()
 
     @property
+    def closure_id(self) -> int:
+        """Number of the closure whose result it is, as a ``RollbackEvent`` calls it."""
+        return self.closure.id
+
+    @property
     def owner(self) -> object:
         """The coordinator that it belongs to."""
         return getattr(self._cancel, "__self__", None)

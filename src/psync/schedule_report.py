@@ -57,12 +57,12 @@ class ScheduleReports:
     """Decides what is reported, and when. While the queue is full it is not looked at closer.
 
     Args:
-        workers: Names of all workers of the cluster.
+        workers: Names of all workers of the cluster; others may join.
         queue: Knows what is left to do.
     """
 
     def __init__(self, workers: Iterable[str], queue: ClosureQueue) -> None:
-        self._workers = tuple(workers)
+        self._workers = dict.fromkeys(workers)
         self._queue = queue
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, who met the end of its data
@@ -75,6 +75,7 @@ class ScheduleReports:
 
     def worker_joined(self, worker: str, incarnation: int) -> None:
         """A worker is ready for closures, with all of its data before it."""
+        self._workers[worker] = None  # it may have been added
         self._joined[worker] = incarnation
         self._members_changed = True
 
@@ -101,6 +102,10 @@ class ScheduleReports:
     def _check_exhausted(self) -> None:
         if self._exhausted.issuperset(self._joined):
             self._exhausted.clear()
+
+    def tell_all(self) -> None:
+        """Report everything again: ps 0 knows nothing of what it was told."""
+        self._reported = None
 
     # What follows.
 

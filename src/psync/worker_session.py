@@ -51,6 +51,7 @@ from psync.wire.messages import (
     RunClosures,
     RunReplica,
 )
+from psync.wire.recovery_messages import EndSession
 
 logger = logging.getLogger(__name__)
 
@@ -122,10 +123,14 @@ class Session:
         self._result_segments: list[Any] = []
         self._result_bytes = 0
         self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
+        self._updates: list[tuple[int, int]] = []  # of these: (id, calls) where there are any
         self._loop = asyncio.get_running_loop()
         self._now = 0.0  # loop time when the last step ended
         self._last_turn = 0.0  # loop time when other callbacks had their turn
         self._ended = False
+        self._leaving = False  # begins nothing any more that another worker could run
+        self._told = False  # and the coordinator knows
+        self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
         self._runner = self._loop.create_task(self._run())
 
     # What the coordinator says.
@@ -143,6 +148,8 @@ class Session:
             )
             at = end
         self._wake.set()
+        if self._told:  # and has not waited for its answer
+            self.give_back_all()
 
     def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
         """Queue a closure that is one of a gang."""
@@ -154,6 +161,30 @@ class Session:
         """Return closures that have not started; the answer comes in any case."""
         returned = [closure.id for closure in self._take_queued(message.closures)]
         self.control.notify(GivenBack(returned))
+
+    # Leaving.
+
+    def retire(self) -> None:
+        """Begin nothing any more but replicas of a gang, which nobody else can run."""
+        self._leaving = True
+
+    def give_back_all(self) -> None:
+        """Return all closures that have not started; also those that may still come."""
+        self._told = True
+        ids = [closure.id for closure in self._queue if closure.replica is None]
+        self.control.notify(GivenBack([closure.id for closure in self._take_queued(ids)]))
+
+    @property
+    def running(self) -> HeldClosure | None:
+        """The closure that runs, or that has run and whose updates have not all been answered."""
+        return self._running
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
+        while not self._ended and (self._running is not None or self._queue):
+            self._idle.clear()
+            await self._idle.wait()
+        self._flush()
 
     def cancel_closures(self, message: CancelClosures) -> None:
         """Stop closures; those that have not started end at once."""
@@ -196,12 +227,19 @@ class Session:
         ]
         return lines
 
+    def stop(self, reason: str) -> None:
+        """Say that this session cannot go on, and nothing from then on; ``close`` still has to come."""
+        self._ended = True
+        self.control.notify(EndSession(reason, False))
+        self.control.close()  # the coordinator takes that for the end of both
+
     async def close(self) -> None:
         """Stop what runs. Waits a few seconds for it, and says so if it goes on.
 
         Cancellation: Safe; everything is told to stop.
         """
         self._ended = True
+        self._idle.set()
         self._queue.clear()
         running = self._running
         if running is not None and running.context is not None:
@@ -244,8 +282,9 @@ class Session:
 
     async def _run_queued(self) -> None:
         while not self._ended:
-            if not self._queue:
+            if not self._queue or (self._leaving and self._queue[0].replica is None):
                 self._flush()
+                self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
                 self._last_turn = self._loop.time()
@@ -293,6 +332,8 @@ class Session:
         self._now = self._loop.time()
         if outcome.kind == "ok":
             self._seconds.append(self._now - began)
+            if calls := context.next_ordinal():  # as many as before it
+                self._updates.append((closure.id, calls))
         self._report(closure.id, outcome)
 
     async def _outcome(self, closure: HeldClosure, context: ClosureContext) -> _Outcome:
@@ -399,6 +440,8 @@ class Session:
 
     def _report(self, closure_id: int, outcome: _Outcome) -> None:
         """Gather a result; it leaves with the next turn of the loop at the latest."""
+        if self._ended:
+            return
         if not self._results:
             self._loop.call_soon(self._flush)
         segments = outcome.payload.segments
@@ -415,6 +458,9 @@ class Session:
             return
         mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
         lane = self.bulk if self._result_bytes > SMALL_BODY_BYTES else self.control
-        lane.notify(ClosureResults(self._results, mean), self._result_segments)
+        lane.notify(
+            ClosureResults(self._results, mean, self._updates or None), self._result_segments
+        )
+        self._updates = []
         self._results, self._result_segments, self._seconds = [], [], []
         self._result_bytes = 0

@@ -1,0 +1,41 @@
+"""Events of a coordinator: each stream has all of them, in order."""
+
+from __future__ import annotations
+
+import asyncio
+
+from psync.events import Events, RollbackEvent
+
+
+def event(timeline: int) -> RollbackEvent:
+    return RollbackEvent(("/job:ps/task:0",), timeline, 9, 5, (3,), 0.5)
+
+
+async def test_a_stream_has_what_happened_before_and_after_it_was_opened() -> None:
+    events = Events()
+    events.emit(event(1))
+    seen: list[RollbackEvent] = []
+
+    async def follow() -> None:
+        async for one in events.stream():
+            seen.append(one)  # noqa: PERF401  as they come
+
+    following = asyncio.ensure_future(follow())
+    await asyncio.sleep(0)
+    assert seen == [event(1)]
+    events.emit(event(2))
+    events.emit(event(3))
+    events.close()
+    await following
+    assert seen == [event(1), event(2), event(3)]
+    assert [one async for one in events.stream()] == seen
+
+
+async def test_one_who_waits_may_give_up() -> None:
+    events = Events()
+    waiting = asyncio.ensure_future(anext(events.stream()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    events.emit(event(1))
+    assert await anext(events.stream()) == event(1)

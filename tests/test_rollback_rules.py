@@ -1,0 +1,51 @@
+"""Which closures a rollback undoes."""
+
+from __future__ import annotations
+
+from psync.image_state import ImageState
+from psync.ledger_image import LedgerState
+from psync.rollback_rules import PART_BITS, CutCalls, EndedClosures
+
+
+def image(*calls: tuple[int, int], final_below: int = 0) -> ImageState:
+    """Of a ps whose ledger has these (closure, call)."""
+    listed = tuple((closure, call << PART_BITS, 1, ("w",)) for closure, call in calls)
+    return ImageState((), (), {}, {}, {}, LedgerState((), listed, final_below))
+
+
+def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
+    cut = CutCalls([image((5, 0)), image((5, 1), (6, 0))])
+    assert cut.has_all(5, 2)
+    assert not cut.has_all(5, 3)
+    assert cut.has_all(6, 1)
+    assert not cut.has_all(7, 1)
+
+
+def test_messages_of_one_call_count_once() -> None:
+    both = image((5, 0))
+    part = ImageState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))
+    assert not CutCalls([both, part]).has_all(5, 2)
+
+
+def test_what_was_final_is_in_it_though_its_calls_are_forgotten() -> None:
+    cut = CutCalls([image(final_below=3), image(final_below=6)])
+    assert cut.has_all(5, 9)
+    assert not cut.has_all(6, 1)
+
+
+def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
+    ended = EndedClosures()
+    for closure, calls in ((9, 1), (4, 2), (3, 1)):
+        ended.ended(closure, calls)
+    cut = CutCalls([image((3, 0), (4, 0))])
+    assert len(ended) == 3
+    assert ended.undone(cut) == (4, 9)
+    assert ended.undone(cut) == ()
+
+
+def test_what_a_checkpoint_has_is_forgotten() -> None:
+    ended = EndedClosures()
+    ended.ended(3, 1)
+    ended.ended(4, 1)
+    ended.saved(CutCalls([image((3, 0))]))
+    assert ended.undone(CutCalls([image()])) == (4,)
