@@ -27,6 +27,13 @@ def test_messages_of_one_call_count_once() -> None:
     assert not CutCalls([both, part]).has_all(5, 2)
 
 
+def test_a_synchronous_push_is_a_call_too() -> None:
+    steps = ImageState((), (), {}, {}, {}, LedgerState((), (), 0), counted=((1, 5, 1, b"d"),))
+    cut = CutCalls([steps, image((5, 0))])
+    assert cut.has_all(5, 2)
+    assert not cut.has_all(5, 3)
+
+
 def test_what_was_final_is_in_it_though_its_calls_are_forgotten() -> None:
     cut = CutCalls([image(final_below=3), image(final_below=6)])
     assert cut.has_all(5, 9)

@@ -4,7 +4,8 @@ Layer: L1. Imports: image_state.
 
 A cut has each update wholly or not at all, so a call of a closure is in it if any ps knows it. The
 ledgers forget the calls of closures below the low-water mark; these were final when the cut was
-taken, so all that they did is in it.
+taken, so all that they did is in it. Synchronous pushes are known to ps 0, once their step has been
+applied.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class CutCalls:
         for image in images:
             for closure, ordinal, *_ in image.ledger.calls:
                 self._calls.setdefault(closure, set()).add(ordinal >> PART_BITS)
+            for _, closure, ordinal, _ in image.counted:
+                self._calls.setdefault(closure, set()).add(ordinal)
         self._pending: frozenset[int] = frozenset()
 
     def has_all(self, closure: int, calls: int) -> bool:

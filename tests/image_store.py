@@ -1,0 +1,35 @@
+"""Images of a cluster's ps tasks in files, for tests that do without checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psync
+from psync.cuts import Cut
+
+
+@dataclass(frozen=True)
+class KeptImage:
+    state: bytes
+    file: Path
+    places: Sequence[tuple[int, int, int, int]]
+
+
+async def keep_images(coordinator: psync.ClusterCoordinator, folder: Path) -> list[KeptImage]:
+    """Take a cut, let each ps write its image, and let the coordinator recover from these."""
+    inner = coordinator._running("keep_images")
+    async with inner.cuts.take() as cut:
+        kept = [await _kept(cut, ps, folder) for ps in range(len(cut.images))]
+    inner.recovery_source = lambda: kept
+    return kept
+
+
+async def _kept(cut: Cut, ps: int, folder: Path) -> KeptImage:
+    state = cut.images[ps]
+    items = [(i, f"item-{i}") for i, item in enumerate(state.items) if not item.is_constant]
+    file = folder / f"ps-{ps}-{cut.number}.safetensors"
+    written = await cut.write(ps, str(file), items)
+    places = [(i, *place) for (i, _), place in zip(items, written.places, strict=True)]
+    return KeptImage(state.to_bytes(), file, places)
