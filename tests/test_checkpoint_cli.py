@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.checkpoint_files import Planned, Writer
+from psync.checkpoint_files import Planned
+from psync.checkpoint_writer import Writer
 from psync.cli import main
 
 

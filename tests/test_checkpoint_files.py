@@ -15,13 +15,13 @@ import safetensors.numpy
 from psync.checkpoint_files import (
     Planned,
     Reader,
-    Writer,
     checkpoints_in,
     is_last,
     mark_last,
     remove,
     unmark_last,
 )
+from psync.checkpoint_writer import Writer
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 
 W = np.arange(20, dtype=np.float32).reshape(10, 2)

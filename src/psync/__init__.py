@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from psync import schedules as schedules
     from psync import testing as testing
     from psync.checkpoint import Checkpoint as Checkpoint
-    from psync.checkpoint import CheckpointManager as CheckpointManager
-    from psync.checkpoint import latest_checkpoint as latest_checkpoint
+    from psync.checkpoint_manager import CheckpointManager as CheckpointManager
+    from psync.checkpoint_manager import latest_checkpoint as latest_checkpoint
     from psync.checkpoint_objects import SavedState as SavedState
     from psync.cluster import ClusterSpec as ClusterSpec
     from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
@@ -155,7 +155,8 @@ _MODULES = (
     "testing",
 )
 _HOMES = {
-    "checkpoint": ("Checkpoint", "CheckpointManager", "latest_checkpoint"),
+    "checkpoint": ("Checkpoint",),
+    "checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
     "checkpoint_objects": ("SavedState",),
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),

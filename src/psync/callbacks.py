@@ -1,6 +1,6 @@
 """Callbacks of ``Trainer.fit``: what happens between the epochs.
 
-Layer: L4. Imports: errors, checkpoint, pulls.
+Layer: L4. Imports: errors, checkpoint_manager, pulls.
 
 They run in the program, not on workers; there are none for batches, since steps run elsewhere and
 several at once. Each method may be a coroutine function or a plain one.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from psync.checkpoint import CheckpointManager
+from psync.checkpoint_manager import CheckpointManager
 from psync.errors import ConfigurationError
 from psync.pulls import pull
 
@@ -165,7 +165,7 @@ class LearningRateScheduler(Callback):
 
     Args:
         schedule: (epoch, present rate) → rate. The present rate is first the one that the optimizer
-            was made with, also where ``fit`` resumes: checkpoints hold no learning rate.
+            was made with, or that the checkpoint holds from which ``fit`` goes on.
     """
 
     def __init__(self, schedule: Callable[[int, float], float]) -> None:

@@ -1,7 +1,8 @@
 """Saving and restoring what is trained.
 
-Layer: L4. Imports: errors, checkpoint_files, checkpoint_manifest, checkpoint_objects,
-checkpoint_values, context.
+Layer: L4. Imports: errors, checkpoint_arrays, checkpoint_files, checkpoint_layout,
+checkpoint_objects, checkpoint_values, checkpoint_writer, cluster_coordinator, context, coordinator,
+image_state, optimizer_state, scopes, variables.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
@@ -11,12 +12,12 @@ checkpoint_values, context.
         await coordinator.join()
         await manager.save()
 
-The program reads every shard, one after the other, and writes it; no more than one shard is in its
-memory. Save after ``join``: what is pushed while a checkpoint is written may be in some of its
-shards and not in others.
+A checkpoint is one instant over all ps tasks, taken while training goes on, so it may be saved at
+any time. Each ps writes what it holds, all at once.
 
 Source: ``tf.train.Checkpoint`` and ``tf.train.CheckpointManager``. There a sharded variable must be
-restored into as many shards as were saved; here into any number, its slots too.
+restored into as many shards as were saved; here into any number, its slots too. There variables
+are read one after the other while others may change.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ import asyncio
 import logging
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from psync.checkpoint_files import (
-    DataFile,
-    Planned,
-    Reader,
-    Writer,
-    checkpoints_in,
-    mark_last,
-    remove,
-    unmark_last,
-)
-from psync.checkpoint_manifest import check_state
-from psync.checkpoint_objects import Array, Contents, Part
+from psync.checkpoint_arrays import in_thread, write_by_reading, write_cut
+from psync.checkpoint_files import Reader, checkpoints_in
+from psync.checkpoint_layout import changed_rate, step_of
+from psync.checkpoint_objects import Contents, rate_name
 from psync.checkpoint_values import nested, read_arrays
+from psync.checkpoint_writer import Writer, streamed_by_environ
+from psync.cluster_coordinator import coordinator_of
 from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import CheckpointMismatch, ConfigurationError
+from psync.coordinator import Coordinator
+from psync.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigurationError,
+    CutLost,
+    RemoteError,
+    TransportError,
+)
+from psync.image_state import ImageState
+from psync.optimizer_state import restore_learning_rate, updates_of
+from psync.scopes import running_scopes
+from psync.variables import runtime_of
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PREFIX = "ckpt"
-FILE_BYTES = 2 << 30
-"""A data file that has as much is followed by another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Checkpoint:
     """Objects that are saved and restored together, each under the name that it is given here.
 
     Args:
-        objects: Variables, modules, optimizers (their slots and steps, not a learning rate that was
+        objects: Variables, modules, optimizers (their slots and steps, and a learning rate that was
             set later), metrics, moving averages, visits of data shards, ``SavedState`` and
             everything with ``checkpoint_state``; dicts and lists of them.
 
@@ -101,38 +105,73 @@ class Checkpoint:
     async def save(self, directory: str | os.PathLike[str], *, number: int | None = None) -> Path:
         """Write a checkpoint and return its path; it is complete or absent.
 
+        It holds one instant: of every update that has been answered, everything; of every other
+        one everything or nothing. Updates wait for this instant, not for the disk. At this instant
+        objects without arrays are asked for their states.
+
+        A training session without a ``ClusterCoordinator`` reads one shard after the other instead:
+        what is pushed meanwhile may be in some of them and not in others.
+
         Args:
-            directory: Of all checkpoints; made if it is not there.
+            directory: Of all checkpoints; made if it is not there. Where ps tasks see it under the
+                same path, they write there themselves.
             number: Of this one, from 0. Default: one more than the highest there.
 
         Raises:
-            CheckpointError: The disk is full, or fails; or there is one of that number. What was
-                saved before is whole.
+            CheckpointError: The disk is full, or fails; there is one of that number; or a ps was
+                cut off meanwhile. What was saved before is whole.
             ConfigurationError: The number is none.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Nothing is left of the checkpoint, unless it was complete by then.
         """
+        return (await self._saved(Path(directory), number))[0]
+
+    async def _saved(self, directory: Path, number: int | None) -> tuple[Path, Coordinator | None]:
+        """As ``save``; also return the coordinator whose ps tasks wrote the checkpoint."""
         forbid_in_step("saving a checkpoint")
-        path = Path(directory)
         number = None if number is None else _checked_number(number)
         contents = self._contents()
-        states = {name: thing.checkpoint_state() for name, thing in contents.states.items()}
-        for name, state in states.items():
-            check_state(name, state)
+        coordinator = await _coordinator_of(contents)
+        if coordinator is None:
+            return await self._save_by_reading(contents, directory, number), None
+        states: dict[str, Any] = {}
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                states.update(contents.present_states())
+            except Exception as exc:
+                errors.append(exc)
+
+        try:
+            async with coordinator.cuts.take(ask) as cut:
+                for error in errors:
+                    raise error
+                states.update(_states_of_optimizers(cut.images, contents))
+                path = await _written(
+                    directory, number, contents, states, coordinator._failpoints.hit,
+                    lambda writer: write_cut(
+                        cut, contents, writer, streamed=streamed_by_environ(os.environ)
+                    ),
+                )  # fmt: skip
+        except (CutLost, RemoteError, TransportError) as exc:
+            raise CheckpointError(
+                f"checkpoint: it was not saved: {exc}", hint="what was saved before is whole"
+            ) from exc
+        return path, coordinator
+
+    async def _save_by_reading(
+        self, contents: Contents, directory: Path, number: int | None
+    ) -> Path:
+        states = contents.present_states()
         for name, optimizer in contents.optimizers.items():
             states[name] = int(await optimizer.iterations.read())
-        if number is None:
-            number = max((n for n, _ in checkpoints_in(path, PREFIX)), default=0) + 1
-        writer = await asyncio.to_thread(Writer, path, f"{PREFIX}-{number:08d}")
-        try:
-            await _write(writer, list(contents.arrays.values()))
-            shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
-            return await _in_thread(writer.commit, number, shapes, states)
-        except BaseException:
-            await _in_thread(writer.abandon)
-            raise
+        return await _written(
+            directory, number, contents, states, lambda place: None,
+            lambda writer: write_by_reading(contents, writer),
+        )  # fmt: skip
 
     async def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> Restored:
         """Take everything from a checkpoint, whatever number of ps tasks and shards it was of.
@@ -172,6 +211,8 @@ class Checkpoint:
         for name, optimizer in contents.optimizers.items():
             if name in manifest.states:
                 await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))
+            if (rate := rate_name(name)) in manifest.states:
+                await restore_learning_rate(optimizer, manifest.states[rate])
         for name, thing in contents.states.items():
             if name in manifest.states:
                 thing.restore_checkpoint_state(manifest.states[name])
@@ -218,166 +259,50 @@ class Checkpoint:
         return contents
 
 
-class CheckpointManager:
-    """The checkpoints of one program in one directory: numbers, and which are kept.
-
-    Args:
-        checkpoint: What is saved.
-        directory: Where; made when the first one is saved. One program at a time may use it.
-        max_to_keep: The newest so many are kept; None: all.
-        keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
+async def _coordinator_of(contents: Contents) -> Coordinator | None:
+    """Return whose ps tasks hold what is to be saved; None: there is a training session instead.
 
     Raises:
-        ConfigurationError: An argument is no such number.
+        UsageError: There is neither, or variables are of several strategies.
+        ParameterServerLost: A ps is gone.
 
-    Source: ``tf.train.CheckpointManager``.
+    Cancellation: Safe.
     """
-
-    __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        directory: str | os.PathLike[str],
-        max_to_keep: int | None = 5,
-        keep_every_n_steps: int | None = None,
-    ) -> None:
-        for name, value in (
-            ("max_to_keep", max_to_keep), ("keep_every_n_steps", keep_every_n_steps),
-        ):  # fmt: skip
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(
-                    f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
-                )
-        if not isinstance(checkpoint, Checkpoint):
-            raise ConfigurationError(
-                f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
-                hint="CheckpointManager(psync.Checkpoint(model=model), directory)",
-            )
-        self._checkpoint = checkpoint
-        self._directory = Path(directory)
-        self._max_to_keep = max_to_keep
-        self._keep_every = keep_every_n_steps
-
-    def __repr__(self) -> str:
-        return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
-
-    @property
-    def directory(self) -> Path:
-        """Where the checkpoints are."""
-        return self._directory
-
-    @property
-    def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, the oldest first."""
-        return [path for _, path in checkpoints_in(self._directory, PREFIX)]
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        return latest_checkpoint(self._directory)
-
-    async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
-        """Save, then remove those that need not be kept; else as ``Checkpoint.save``.
-
-        Args:
-            checkpoint_number: From 0, such as the global step. Default: one more than the highest.
-            last: Whether no other one follows; see ``finish``.
-        """
-        path = await self._checkpoint.save(self._directory, number=checkpoint_number)
-        found = checkpoints_in(self._directory, PREFIX)
-        if self._max_to_keep is not None:
-            for number, old in found[: -self._max_to_keep]:
-                if old != path and (self._keep_every is None or number % self._keep_every):
-                    await asyncio.to_thread(remove, old)
-        if last:
-            await self.finish()
-        return path
-
-    async def finish(self) -> Path | None:
-        """Say that no other checkpoint follows: a ``SidecarEvaluator`` then stops after the newest.
-
-        ``restore_or_initialize`` takes it back: the program goes on.
-
-        Returns:
-            The path of the newest checkpoint, or None: there is none, and nothing was said.
-
-        Raises:
-            CheckpointError: The disk fails, or is full.
-
-        Cancellation: It may have been said.
-        """
-        newest = self.latest_checkpoint
-        if newest is not None:
-            await asyncio.to_thread(mark_last, newest)
-        return newest
-
-    async def restore_or_initialize(self) -> Path | None:
-        """Restore the newest checkpoint; without one, everything stays as it was declared.
-
-        Returns:
-            Its path, or None.
-
-        Raises:
-            CheckpointError, UsageError, ParameterServerLost: As ``Checkpoint.restore``.
-
-        Cancellation: As ``Checkpoint.restore``.
-        """
-        latest = self.latest_checkpoint
-        if latest is not None:
-            await self._checkpoint.restore(latest)
-            await asyncio.to_thread(unmark_last, latest)
-        return latest
+    if contents.handles:
+        runtime = await runtime_of("saving a checkpoint", *contents.handles)
+        return coordinator_of(runtime.origin)
+    running = [coordinator_of(scope.origin) for scope in running_scopes()]
+    return running[0] if len(running) == 1 else None
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
-    """Return the newest complete checkpoint in a directory, or None.
+def _states_of_optimizers(images: Sequence[ImageState], contents: Contents) -> dict[str, Any]:
+    """Return their steps and learning rates; of one that was never changed: None."""
+    states: dict[str, Any] = {}
+    for name, optimizer in contents.optimizers.items():
+        states[name] = updates_of(optimizer, step_of(images, optimizer.number))
+        states[rate_name(name)] = changed_rate(images, optimizer.number)
+    return states
 
-    Source: ``tf.train.latest_checkpoint``.
-    """
-    found = checkpoints_in(Path(directory), PREFIX)
-    return found[-1][1] if found else None
 
-
-async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Work on files in a thread; who is cancelled still waits until it has ended.
-
-    So nobody removes a checkpoint, or closes its files, while somebody else completes it.
-    """
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+async def _written(
+    directory: Path,
+    number: int | None,
+    contents: Contents,
+    states: dict[str, Any],
+    reached: Callable[[str], None],
+    write: Callable[[Writer], Awaitable[None]],
+) -> Path:
+    """Write a checkpoint, or leave nothing of it."""
+    if number is None:
+        number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
+    writer = await in_thread(Writer, directory, f"{PREFIX}-{number:08d}", reached)
     try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait((work,))
+        await write(writer)
+        shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
+        return await in_thread(writer.commit, number, shapes, states)
+    except BaseException:
+        await in_thread(writer.abandon)
         raise
-
-
-async def _write(writer: Writer, arrays: Sequence[Array]) -> None:
-    """Write all arrays, shard by shard."""
-    for number, batch in enumerate(_batches(arrays)):
-        planned = [
-            Planned(array.name, part.shape, array.dtype, part.offset) for array, part in batch
-        ]
-        data_file: DataFile = await _in_thread(
-            writer.data_file, f"data-{number:05d}.safetensors", planned
-        )
-        for _, part in batch:
-            value = await part.read()
-            await _in_thread(data_file.write, value)
-
-
-def _batches(arrays: Sequence[Array]) -> list[list[tuple[Array, Part]]]:
-    """Return which parts go into which file."""
-    batches: list[list[tuple[Array, Part]]] = []
-    nbytes = FILE_BYTES
-    for array in arrays:
-        for part in array.parts:
-            if nbytes >= FILE_BYTES:
-                batches.append([])
-                nbytes = 0
-            batches[-1].append((array, part))
-            nbytes += Planned(array.name, part.shape, array.dtype, part.offset).nbytes
-    return batches
 
 
 def _checked_number(number: Any) -> int:

@@ -4,14 +4,17 @@ Layer: L2. Imports: errors, specs, blocks, checkpoint_manifest.
 
     directory/
         ckpt-00000012/
-            data-00000.safetensors    tensors, one slice after the other
-            manifest.json             what lies where
-            COMMIT                    size and checksum of the manifest, written last
-            LAST                      there if the program has said that no other one follows
+            ps-00000-of-00002.safetensors   the arrays of a ps, one slice after the other
+            ps-00000-of-00002.json          whatever else it held
+            data-00000.safetensors          arrays that the program wrote
+            manifest.json                   what lies where
+            COMMIT                          size and checksum of the manifest, written last
+            LAST                            the program has said that no other one follows
 
 A checkpoint is written under a name that ends in ``.tmp`` (files, manifest, COMMIT, each one synced
 to disk) and renamed when it is complete. One without COMMIT, or with ``.tmp``, does not exist. The
-files are plain safetensors, which other programs read; nothing in a checkpoint is a pickle.
+data files are plain safetensors, which other programs read; nothing in a checkpoint is a pickle.
+How one is written stands in ``checkpoint_writer``.
 
 Everything here blocks: call it in a thread.
 """
@@ -24,8 +27,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,10 +37,8 @@ import numpy as np
 from psync.blocks import bytes_of
 from psync.checkpoint_manifest import (
     MAX_MANIFEST_BYTES,
-    Manifest,
     Slice,
     Tensor,
-    commit_line,
     read_manifest,
 )
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
@@ -95,7 +96,8 @@ class DataFile:
         self.slices: list[tuple[str, Slice]] = []  # written, with their tensors' names
         header = _header(self._planned)
         self._at = len(header)
-        with _disk(f"writing {path}"):
+        self._nbytes = self._crc = 0  # of the slice that is being written
+        with disk_errors(f"writing {path}"):
             self._file: BinaryIO = open(path, "xb")
             self._file.write(header)
 
@@ -105,27 +107,38 @@ class DataFile:
         Raises:
             CheckpointError: The disk is full, or fails; or the size is not what was planned.
         """
+        for part in data if isinstance(data, Iterator) else [data]:
+            self.extend(part)
+        self.end_slice()
+
+    def extend(self, part: Any) -> None:
+        """Write a part of the next slice, which ``end_slice`` ends.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+        """
+        view = bytes_of(part).data
+        with disk_errors(f"writing {self.path}"):
+            self._crc = zlib.crc32(view, self._crc)
+            self._nbytes += view.nbytes
+            self._file.write(view)
+
+    def end_slice(self) -> None:
+        """Note a slice, all parts of which are written.
+
+        Raises:
+            CheckpointError: The size is not what was planned.
+        """
         piece = self._planned[len(self.slices)]
-        parts = data if isinstance(data, Iterator) else [data]
-        crc = nbytes = 0
-        with _disk(f"writing {self.path}"):
-            for part in parts:
-                view = bytes_of(part).data
-                crc = zlib.crc32(view, crc)
-                nbytes += view.nbytes
-                self._file.write(view)
-        if nbytes != piece.nbytes:
+        if self._nbytes != piece.nbytes:
             raise CheckpointError(
                 f"{self.path}: {piece.tensor!r} from row {piece.offset}: expected {piece.nbytes} "
-                f"bytes, got {nbytes}"
+                f"bytes, got {self._nbytes}"
             )
-        self.slices.append(
-            (
-                piece.tensor,
-                Slice(piece.offset, piece.rows, self.path.name, self._at, nbytes, crc),
-            )
-        )
-        self._at += nbytes
+        written = Slice(piece.offset, piece.rows, self.path.name, self._at, self._nbytes, self._crc)
+        self.slices.append((piece.tensor, written))
+        self._at += self._nbytes
+        self._nbytes = self._crc = 0
 
     def close(self) -> int:
         """Sync the file to disk and return its size in bytes.
@@ -137,7 +150,7 @@ class DataFile:
             raise CheckpointError(
                 f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
             )
-        with _disk(f"writing {self.path}"), self._file:
+        with disk_errors(f"writing {self.path}"), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
         return self._at
@@ -163,92 +176,6 @@ def _header(planned: Sequence[Planned]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-@dataclass(slots=True)
-class Writer:
-    """A checkpoint that is being written.
-
-    Args:
-        directory: Of all checkpoints; made if it is not there.
-        name: Of this one: "ckpt-00000012".
-
-    Raises:
-        CheckpointError: There is one of this name; or the disk is full, or fails.
-    """
-
-    directory: Path
-    name: str
-    _files: list[DataFile] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if (self.directory / self.name).exists():
-            raise CheckpointError(f"{self.directory / self.name}: exists already")
-        with _disk(f"making {self._temporary}"):
-            self.directory.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self._temporary, ignore_errors=True)  # of a save that was interrupted
-            self._temporary.mkdir()
-
-    @property
-    def _temporary(self) -> Path:
-        return self.directory / f"{self.name}.tmp"
-
-    def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
-        """Begin a data file.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
-        made = DataFile(self._temporary / name, planned)
-        self._files.append(made)
-        return made
-
-    def commit(
-        self,
-        number: int,
-        tensors: Mapping[str, tuple[tuple[int, ...], str]],
-        states: Mapping[str, Any],
-    ) -> Path:
-        """Complete the checkpoint and return its path; from here on it exists.
-
-        Args:
-            number: Of the save.
-            tensors: Whole shape and dtype of each tensor.
-            states: Of objects without tensors.
-
-        Raises:
-            CheckpointError: The disk is full, or fails; nothing that was there before has changed.
-        """
-        slices: dict[str, list[Slice]] = {name: [] for name in tensors}
-        for data_file in self._files:
-            for tensor, piece in data_file.slices:
-                slices[tensor].append(piece)
-        manifest = Manifest(
-            number,
-            {
-                name: Tensor(
-                    name, shape, dtype,
-                    tuple(sorted(slices[name], key=lambda piece: piece.offset)),
-                )
-                for name, (shape, dtype) in tensors.items()
-            },
-            states,
-            {data_file.path.name: data_file.close() for data_file in self._files},
-        )  # fmt: skip
-        data, final = manifest.to_bytes(), self.directory / self.name
-        with _disk(f"writing {final}"):
-            _write_synced(self._temporary / MANIFEST, data)
-            _write_synced(self._temporary / COMMIT, commit_line(data))
-            _sync_directory(self._temporary)
-            self._temporary.rename(final)
-            _sync_directory(self.directory)
-        return final
-
-    def abandon(self) -> None:
-        """Throw away what was written."""
-        for data_file in self._files:
-            data_file.abandon()
-        shutil.rmtree(self._temporary, ignore_errors=True)
-
-
 class Reader:
     """A complete checkpoint.
 
@@ -270,9 +197,9 @@ class Reader:
                 + (", or one that was never completed" if path.is_dir() else ""),
                 hint="CheckpointManager(...).latest_checkpoint says which is the newest",
             )
-        with _disk(f"reading {path}"):
-            commit = _read_bounded(path / COMMIT, 64)
-            data = _read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
+        with disk_errors(f"reading {path}"):
+            commit = read_bounded(path / COMMIT, 64)
+            data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
         self.manifest = read_manifest(data, commit, str(path))
         for name, size in self.manifest.files.items():
             found = (path / name).stat().st_size if (path / name).is_file() else -1
@@ -312,7 +239,10 @@ class Reader:
         start, stop = wanted if piece in self._checked else (0, piece.nbytes)
         crc = 0
         buffer = np.empty(min(READ_BYTES, piece.nbytes), np.uint8)
-        with _disk(f"reading {self.path / piece.file}"), open(self.path / piece.file, "rb") as file:
+        with (
+            disk_errors(f"reading {self.path / piece.file}"),
+            open(self.path / piece.file, "rb") as file,
+        ):
             file.seek(piece.start + start)
             while start < stop and (count := file.readinto(buffer[: stop - start].data)):
                 crc = zlib.crc32(buffer[:count].data, crc)
@@ -353,9 +283,9 @@ def mark_last(path: Path) -> None:
     Raises:
         CheckpointError: It cannot be written, or the checkpoint has been removed.
     """
-    with _disk(f"marking {path} as the last"):
+    with disk_errors(f"marking {path} as the last"):
         (path / LAST).touch()
-        _sync_directory(path)
+        sync_directory(path)
 
 
 def unmark_last(path: Path) -> None:
@@ -377,7 +307,12 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _read_bounded(path: Path, limit: int) -> bytes:
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Return the contents of a file of at most ``limit`` bytes.
+
+    Raises:
+        CheckpointCorrupt: It is longer.
+    """
     with open(path, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -385,14 +320,16 @@ def _read_bounded(path: Path, limit: int) -> bytes:
     return data
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and sync it to disk."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Sync the names in a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -401,7 +338,7 @@ def _sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _disk(what: str) -> Iterator[None]:
+def disk_errors(what: str) -> Iterator[None]:
     """Turn what the operating system says into an error of ours."""
     try:
         yield

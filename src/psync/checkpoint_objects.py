@@ -1,7 +1,7 @@
 """What a checkpoint holds of the objects that it was given: names, arrays, states.
 
-Layer: L4. Imports: errors, checkpoint_manifest, metrics, modules, moving_averages, on_read,
-optimizer_handles, optimizer_state, variables.
+Layer: L4. Imports: errors, specs, shards, checkpoint_layout, checkpoint_manifest, metrics, modules,
+moving_averages, on_read, optimizer_handles, optimizer_state, variables.
 
 Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
 So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.
@@ -9,13 +9,15 @@ So a variable may be called otherwise in the program that restores it, and lie o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from psync.checkpoint_manifest import Difference, Manifest, compare
+from psync.checkpoint_layout import Wanted
+from psync.checkpoint_manifest import Difference, Manifest, check_state, compare
 from psync.errors import CheckpointMismatch, UsageError
 from psync.metrics import Metric
 from psync.modules import Module
@@ -23,6 +25,8 @@ from psync.moving_averages import ExponentialMovingAverage
 from psync.on_read import CopyAccess
 from psync.optimizer_handles import Optimizer
 from psync.optimizer_state import Slot
+from psync.shards import Key
+from psync.specs import ShardSpec
 from psync.variables import Handle, Variable
 
 
@@ -75,6 +79,12 @@ class Part:
     shape: tuple[int, ...]
     read: Callable[[], Awaitable[np.ndarray]]
     write: Callable[[np.ndarray], Awaitable[Any]]
+    key: Key  # of the shard on its ps
+    optimizer: int = -1  # number of the one whose slot it is
+    slot: str = ""
+    fill: float = 0.0  # what a slot begins with
+    compute: Callable[[np.ndarray], Awaitable[np.ndarray]] | None = None
+    """Makes it of the shard's value; None: it is the value, or the slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +107,14 @@ class Contents:
         arrays: By name.
         states: By name.
         optimizers: Their steps are kept as states, under these names.
+        handles: The variables.
     """
 
     slots: bool = True
     arrays: dict[str, Array] = field(default_factory=dict)
     states: dict[str, Stateful] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    handles: list[Handle] = field(default_factory=list)
     _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
 
     def add(self, path: str, thing: Any) -> None:
@@ -114,6 +126,7 @@ class Contents:
         if isinstance(thing, Handle):
             if thing not in self._paths:  # the first path is its name
                 self._paths[thing] = path
+                self.handles.append(thing)
                 self._add_array(path, thing)
             return
         adder = self._adder_of(thing)
@@ -143,6 +156,31 @@ class Contents:
         """Return the first path of an object that was taken up."""
         return self._paths[thing if isinstance(thing, Handle) else id(thing)]
 
+    def wanted(self) -> list[Wanted]:
+        """Return the slices that are arrays of ps tasks as they are."""
+        return [
+            Wanted(
+                array.name, part.offset, part.shape[0] if part.shape else 1,
+                part.key, part.optimizer, part.slot,
+            )
+            for array in self.arrays.values()
+            for part in array.parts
+            if part.compute is None
+        ]  # fmt: skip
+
+    def present_states(self) -> dict[str, Any]:
+        """Return the states of objects without arrays, as they are now; later changes do not show.
+
+        Raises:
+            CheckpointError: One would not come back from a checkpoint as it is.
+        """
+        states = {}
+        for name, thing in self.states.items():
+            state = thing.checkpoint_state()
+            check_state(name, state)
+            states[name] = copy.deepcopy(state)
+        return states
+
     def compared(
         self, manifest: Manifest, where: object, hint: str, *, partial: bool = False
     ) -> Difference:
@@ -158,7 +196,8 @@ class Contents:
             CheckpointMismatch: It does not fit; all names are in the message.
         """
         wanted = {array.name: (array.shape, array.dtype) for array in self.arrays.values()}
-        difference = compare(manifest, wanted, [*self.states, *self.optimizers])
+        rates = [rate_name(step) for step in self.optimizers]
+        difference = compare(manifest, wanted, [*self.states, *self.optimizers], rates)
         if difference.misshaped or (difference.missing and not partial):
             raise CheckpointMismatch(
                 f"{where} does not fit what is declared here"
@@ -210,23 +249,35 @@ class Contents:
         variable: Any = source.variable if isinstance(source, Slot) else source
         dtype = source.dtype if isinstance(source, Slot) else variable.spec.dtype
         if isinstance(variable, CopyAccess):  # of which only the aggregate is kept
+            (shard,) = variable.spec.shards
             parts: tuple[Part, ...] = (
-                Part(0, variable.shape, variable.checkpoint_value, variable.restore_value),
-            )
+                Part(
+                    0, variable.shape, variable.checkpoint_value, variable.restore_value,
+                    shard.key, compute=variable.checkpoint_value_of,
+                ),
+            )  # fmt: skip
         else:
             whole = [variable] if isinstance(variable, Variable) else variable.variables
             parts = tuple(
-                _part(shard.offset, shard.shape, part, source)
+                _part(shard, part, source)
                 for part, shard in zip(whole, variable.spec.shards, strict=True)
             )
         self.arrays[name] = Array(name, variable.shape, dtype, parts)
 
 
-def _part(offset: int, shape: tuple[int, ...], shard: Variable, source: Handle | Slot) -> Part:
+def _part(spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
     if isinstance(source, Slot):
         slot = Slot(shard, source.optimizer, source.name)
-        return Part(offset, shape, slot.read, slot.assign)
-    return Part(offset, shape, shard.read, shard.assign)
+        return Part(
+            spec.offset, spec.shape, slot.read, slot.assign, spec.key, source.optimizer.number,
+            source.name, source.first_element,
+        )  # fmt: skip
+    return Part(spec.offset, spec.shape, shard.read, shard.assign, spec.key)
+
+
+def rate_name(step: str) -> str:
+    """Return under which name the learning rate of an optimizer is kept; ``step`` is its step's."""
+    return f"{step.removesuffix('step')}learning_rate"
 
 
 def held(module: Module) -> list[tuple[str, Any]]:

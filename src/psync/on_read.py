@@ -100,7 +100,27 @@ class CopyAccess(RowAccess):
         Source: ``SyncOnReadVariable`` in TensorFlow's ``distribute/values.py``.
         """
         operation = f'checkpoint of "{self.spec.name}"'
-        return await self._aggregate(await self.runtime_for(operation), operation)
+        runtime = await self.runtime_for(operation)
+        (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+        return await self.checkpoint_value_of(copies)
+
+    async def checkpoint_value_of(self, copies: np.ndarray) -> np.ndarray:
+        """Return what a checkpoint keeps of all copies: their aggregate, in the variable's dtype.
+
+        A mean of integers is rounded: what is restored are integers.
+
+        Args:
+            copies: One for each worker, and the program's.
+
+        Raises:
+            ReplicaValueError: The aggregation is NONE.
+
+        Cancellation: Safe.
+        """
+        operation = f'checkpoint of "{self.spec.name}"'
+        value = await in_turns(aggregating(copies, self.aggregation, operation))
+        rounded: np.ndarray = np.rint(value) if value.dtype != copies.dtype else value
+        return rounded.astype(copies.dtype, copy=False)
 
     async def restore_value(self, value: Any) -> None:
         """Set all copies so that ``checkpoint_value`` is ``value``, whatever the number of workers.

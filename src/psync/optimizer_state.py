@@ -1,6 +1,7 @@
 """What an optimizer keeps on the ps tasks, and what a push says of it, as its user sees them.
 
-Layer: L4. Imports: errors, specs, fitting, runtime, slot_client, update_rules, variables.
+Layer: L4. Imports: errors, specs, fitting, runtime, schedules, slot_client, update_rules,
+variables.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from psync.errors import UsageError
 from psync.fitting import fitting
 from psync.runtime import Runtime
+from psync.schedules import Config, from_config
 from psync.slot_client import optimizer_step, set_optimizer, set_slot
 from psync.specs import Outcome, VariableSpec
 from psync.update_rules import slot_dtype
@@ -62,6 +64,11 @@ class Slot:
         """Name of its dtype: the variable's, or float32 if that is of half precision."""
         return slot_dtype(self.variable.dtype).name
 
+    @property
+    def first_element(self) -> float:
+        """What all its elements are before the first push."""
+        return self.optimizer._rule.initial_slot(self.name)
+
     async def read(self) -> np.ndarray:
         """Return the slot's value; it is of the variable's shape.
 
@@ -100,7 +107,7 @@ class Slot:
         self.optimizer._check_origin(runtime)
         await set_slot(
             runtime.ps, spec, array, optimizer=self.optimizer.number,
-            config=self.optimizer.get_config(), slot=self.name,
+            config=self.optimizer._config, slot=self.name,
         )  # fmt: skip
         return self
 
@@ -140,7 +147,7 @@ class Iterations:
         """
         runtime = await self.optimizer._runtime("read of iterations")
         optimizer = self.optimizer
-        step = await optimizer_step(runtime.ps, optimizer.number, optimizer.get_config())
+        step = await optimizer_step(runtime.ps, optimizer.number, optimizer._config)
         return optimizer._rule.iteration(step)
 
     async def assign(self, step: int) -> None:
@@ -163,4 +170,26 @@ class Iterations:
         runtime = await self.optimizer._runtime("assign to iterations")
         optimizer = self.optimizer
         pushes = int(step) * (optimizer._rule.options.gradient_accumulation_steps or 1)
-        await set_optimizer(runtime.ps, optimizer.number, optimizer.get_config(), step=pushes)
+        await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
+
+
+def updates_of(optimizer: Optimizer, pushes: int) -> int:
+    """Return how many updates an optimizer makes of so many pushes."""
+    return optimizer._rule.iteration(pushes)
+
+
+async def restore_learning_rate(optimizer: Optimizer, config: Config | None) -> None:
+    """Let an optimizer go on with a learning rate of a checkpoint.
+
+    Args:
+        optimizer: Whose it is.
+        config: Of the rate that it had been given; None: it had the one it was made with.
+
+    Raises:
+        ConfigurationError: That is none.
+        UsageError, ParameterServerLost: As ``Optimizer.set_learning_rate``.
+
+    Cancellation: Some ps tasks may go on with the old one.
+    """
+    made_with = optimizer._config["learning_rate"]
+    await optimizer.set_learning_rate(from_config(made_with if config is None else config))

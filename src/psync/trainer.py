@@ -1,8 +1,8 @@
 """Trainer: a training loop for those who do not want to write their own.
 
-Layer: L4. Imports: errors, callbacks, checkpoint, cluster_coordinator, context, datasets,
-evaluation, failures, global_step, metrics, optimizer_handles, pulls, remote_value, strategy,
-training_progress.
+Layer: L4. Imports: errors, callbacks, checkpoint, checkpoint_manager, cluster_coordinator, context,
+datasets, evaluation, failures, global_step, metrics, optimizer_handles, pulls, remote_value,
+strategy, training_progress.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
 is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psync.callbacks import Callback
-from psync.checkpoint import Checkpoint, CheckpointManager
+from psync.checkpoint import Checkpoint
+from psync.checkpoint_manager import CheckpointManager
 from psync.cluster_coordinator import ClusterCoordinator
 from psync.context import current_closure, forbid_in_step
 from psync.datasets import PerWorkerDataset

@@ -1,0 +1,111 @@
+"""What each ps held, out of a checkpoint: what a ps that was lost is brought back from.
+
+Layer: L2. Imports: errors, checkpoint_files, checkpoint_manifest, image_state.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from psync.checkpoint_files import Reader, disk_errors, read_bounded
+from psync.checkpoint_manifest import Image, Place
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from psync.image_state import ImageState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """What one ps held.
+
+    Attributes:
+        state: All but its arrays, as ``ImageState.to_bytes`` made it. It was checked.
+        file: With the arrays. Absolute: on a ps it may be there, too.
+        places: Of each array that is not constant: (item, first byte, bytes, crc32).
+    """
+
+    state: bytes
+    file: Path
+    places: tuple[Place, ...]
+
+
+def stored_images(path: Path) -> list[StoredImage]:
+    """Return the images in a checkpoint, one for each ps. The bytes of arrays are not read.
+
+    Raises:
+        CheckpointNotFound: There is no checkpoint, or no images in it.
+        CheckpointCorrupt: It is damaged.
+        CheckpointError: It is of a newer version, or cannot be read.
+    """
+    reader = Reader(path)
+    if not reader.manifest.images:
+        raise CheckpointNotFound(
+            f"{path}: it does not say what each ps held",
+            hint="it was saved without a ClusterCoordinator, or by an older psync; it can be "
+            "restored",
+        )
+    return [
+        _stored(path.absolute(), image, reader.manifest.files[image.state])
+        for image in reader.manifest.images
+    ]
+
+
+def _stored(path: Path, image: Image, size: int) -> StoredImage:
+    where = path / image.state
+    with disk_errors(f"reading {where}"):
+        state = read_bounded(where, size)
+    if zlib.crc32(state) != image.crc32:
+        raise CheckpointCorrupt(
+            f"{where}: expected checksum {image.crc32:08x}, got {zlib.crc32(state):08x}",
+            hint="another checkpoint may be whole; this one was changed or damaged",
+        )
+    items = ImageState.from_bytes(state, str(where)).items
+    needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
+    there = {place.item: place.nbytes for place in image.places}
+    if there != needed or len(image.places) != len(there):
+        wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
+        named = f"item {wrong[0]}" if wrong else "an item"
+        raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {image.data}")
+    return StoredImage(state, path / image.data, image.places)
+
+
+class SavedImages:
+    """The checkpoints that one program has saved: what its ps tasks are recovered from.
+
+    Only these fit: what another program has saved speaks of another program's updates.
+
+    Attributes:
+        origin: Token of the strategy whose checkpoints they are.
+        asked: How often it was asked for images.
+        handed: The checkpoint of which it gave them last.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.asked = 0
+        self.handed: Path | None = None
+        self._paths: list[Path] = []  # the newest at the end
+
+    def add(self, path: Path) -> None:
+        """Note a checkpoint that is complete."""
+        self._paths.append(path)
+
+    def __call__(self) -> list[StoredImage] | None:
+        """Return the images of the newest one that can be read; None: there is none."""
+        for path in reversed(self._paths):
+            try:
+                images = stored_images(path)
+            except CheckpointNotFound:  # removed meanwhile
+                continue
+            except CheckpointError as exc:
+                logger.warning("%s cannot be gone back to: %s", path.name, exc)
+                continue
+            self.asked, self.handed = self.asked + 1, path
+            return images
+        return None

@@ -1,0 +1,152 @@
+"""The checkpoints of one program: numbered, the newest kept, and gone back to if a ps is lost.
+
+Layer: L4. Imports: errors, checkpoint, checkpoint_files, checkpoint_images.
+
+A ps that is brought back reads files by their paths, while the program may go on saving. It reads
+the newest, which is never removed; and what was handed out for recovery during a ``save`` is not
+removed by that ``save``. A checkpoint that vanishes nevertheless costs another try, with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from psync.checkpoint import PREFIX, Checkpoint
+from psync.checkpoint_files import checkpoints_in, mark_last, remove, unmark_last
+from psync.checkpoint_images import SavedImages
+from psync.errors import ConfigurationError
+
+
+class CheckpointManager:
+    """The checkpoints of one program in one directory: numbers, and which are kept.
+
+    From the first ``save`` on the program goes on from the newest of them if a ps is lost: see
+    ``ClusterCoordinator``. Those that an earlier program has saved are for ``restore``. Of several
+    managers the one that has saved last is asked.
+
+    Args:
+        checkpoint: What is saved.
+        directory: Where; made when the first one is saved. One program at a time may use it.
+        max_to_keep: The newest so many are kept; None: all.
+        keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
+
+    Raises:
+        ConfigurationError: An argument is no such number.
+
+    Source: ``tf.train.CheckpointManager``.
+    """
+
+    __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_every_n_steps: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_to_keep", max_to_keep), ("keep_every_n_steps", keep_every_n_steps),
+        ):  # fmt: skip
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigurationError(
+                    f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
+                )
+        if not isinstance(checkpoint, Checkpoint):
+            raise ConfigurationError(
+                f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
+                hint="CheckpointManager(psync.Checkpoint(model=model), directory)",
+            )
+        self._checkpoint = checkpoint
+        self._directory = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._keep_every = keep_every_n_steps
+        self._images = SavedImages("")  # of the checkpoints that this program has saved
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._directory
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, the oldest first."""
+        return [path for _, path in checkpoints_in(self._directory, PREFIX)]
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return latest_checkpoint(self._directory)
+
+    async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
+        """Save, then remove those that need not be kept; else as ``Checkpoint.save``.
+
+        Args:
+            checkpoint_number: From 0, such as the global step. Default: one more than the highest.
+            last: Whether no other one follows; see ``finish``.
+        """
+        asked = self._images.asked
+        path, coordinator = await self._checkpoint._saved(self._directory, checkpoint_number)
+        if coordinator is not None:
+            if self._images.origin != coordinator.runtime.origin:
+                self._images = SavedImages(coordinator.runtime.origin)
+            self._images.add(path)
+            coordinator.recovery.source = self._images
+        in_use = self._images.handed if self._images.asked != asked else None
+        if self._max_to_keep is not None:
+            for number, old in checkpoints_in(self._directory, PREFIX)[: -self._max_to_keep]:
+                kept = self._keep_every is not None and not number % self._keep_every
+                if not kept and old not in (path, in_use):
+                    await asyncio.to_thread(remove, old)
+        if last:
+            await self.finish()
+        return path
+
+    async def finish(self) -> Path | None:
+        """Say that no other checkpoint follows: a ``SidecarEvaluator`` then stops after the newest.
+
+        ``restore_or_initialize`` takes it back: the program goes on.
+
+        Returns:
+            The path of the newest checkpoint, or None: there is none, and nothing was said.
+
+        Raises:
+            CheckpointError: The disk fails, or is full.
+
+        Cancellation: It may have been said.
+        """
+        newest = self.latest_checkpoint
+        if newest is not None:
+            await asyncio.to_thread(mark_last, newest)
+        return newest
+
+    async def restore_or_initialize(self) -> Path | None:
+        """Restore the newest checkpoint; without one, everything stays as it was declared.
+
+        Returns:
+            Its path, or None.
+
+        Raises:
+            CheckpointError, UsageError, ParameterServerLost: As ``Checkpoint.restore``.
+
+        Cancellation: As ``Checkpoint.restore``.
+        """
+        latest = self.latest_checkpoint
+        if latest is not None:
+            await self._checkpoint.restore(latest)
+            await asyncio.to_thread(unmark_last, latest)
+        return latest
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in a directory, or None.
+
+    Source: ``tf.train.latest_checkpoint``.
+    """
+    found = checkpoints_in(Path(directory), PREFIX)
+    return found[-1][1] if found else None

@@ -1,0 +1,135 @@
+"""What each ps held, read out of a checkpoint and checked."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psync.blocks import BlockPool
+from psync.checkpoint_files import remove
+from psync.checkpoint_images import SavedImages, stored_images
+from psync.checkpoint_layout import Layout
+from psync.checkpoint_writer import Writer
+from psync.errors import CheckpointCorrupt, CheckpointNotFound
+from psync.image_files import read_items, write_items
+from psync.image_state import ImageState
+from psync.ledger import Ledger
+from psync.ps_image import Frozen, freeze, thaw
+from psync.specs import ShardSpec
+from psync.store import ShardStore
+
+SPECS = [ShardSpec("w", 0, ps, 3 * ps, (3, 2), "float32", ps) for ps in range(2)]
+ZERO = ShardSpec("zero", 1, 0, 0, (1000, 1000), "float64", 0)
+
+
+def held(ps: int, value: float) -> Frozen:
+    store = ShardStore(f"/job:ps/task:{ps}")
+    store.create(SPECS[ps], np.full((3, 2), value, np.float32))
+    if ps == 0:
+        store.create(ZERO)
+    return freeze(store, Ledger(), lambda answer: None)
+
+
+def save(directory: Path, number: int = 1, value: float = 1.0, drop: int = 0) -> Path:
+    """A checkpoint of two ps tasks; ``drop``: so many places are left out of the manifest."""
+    frozen = [held(ps, value + ps) for ps in range(2)]
+    layout = Layout([each.state for each in frozen], [])
+    writer = Writer(directory, f"ckpt-{number:08d}")
+    for ps, each in enumerate(frozen):
+        name = f"ps-{ps}.safetensors"
+        size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
+        writer.add_file(name, size, [])
+        places = layout.places(ps, written)[drop:]
+        writer.add_image(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
+    return writer.commit(number, {}, {})
+
+
+def value_of(path: Path) -> float:
+    """What the second ps held of w."""
+    image = stored_images(path)[1]
+    state = ImageState.from_bytes(image.state, "here")
+    made = thaw(state, "/job:ps/task:1", BlockPool(), 0, bytes.hex)
+    places = [(place.item, (place.start, place.nbytes, place.crc32)) for place in image.places]
+    read_items(image.file, made, places)
+    return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
+
+
+def test_a_ps_can_be_made_of_what_is_there(tmp_path: Path) -> None:
+    path = save(tmp_path, value=4.0)
+    images = stored_images(path)
+    assert [image.file for image in images] == [path / f"ps-{ps}.safetensors" for ps in range(2)]
+    assert [len(image.places) for image in images] == [1, 1]  # zeros need none
+    assert value_of(path) == 5.0
+
+
+def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert stored_images(Path("ckpt-00000001"))[0].file.is_absolute()
+
+
+class TestDamage:
+    def test_a_flipped_bit_in_the_state_is_found(self, tmp_path: Path) -> None:
+        path = save(tmp_path)
+        data = bytearray((path / "ps-1.json").read_bytes())
+        data[-3] ^= 1
+        (path / "ps-1.json").write_bytes(data)
+        with pytest.raises(CheckpointCorrupt, match=r"ps-1\.json: expected checksum"):
+            stored_images(path)
+
+    def test_a_missing_file_is_found(self, tmp_path: Path) -> None:
+        path = save(tmp_path)
+        (path / "ps-0.safetensors").unlink()
+        with pytest.raises(CheckpointCorrupt, match=r"ps-0\.safetensors: .* it is not there"):
+            stored_images(path)
+
+    def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
+        path = save(tmp_path, drop=1)
+        with pytest.raises(CheckpointCorrupt, match=r"item 0 is not once, and whole, in ps-0"):
+            stored_images(path)
+
+    def test_no_checkpoint_and_one_without_images_are_told_apart(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
+            stored_images(tmp_path / "ckpt-1")
+        path = Writer(tmp_path, "ckpt-2").commit(2, {}, {})
+        with pytest.raises(CheckpointNotFound, match="does not say what each ps held"):
+            stored_images(path)
+
+
+class TestSavedImages:
+    def test_the_newest_is_handed_out(self, tmp_path: Path) -> None:
+        images = SavedImages("origin")
+        assert images() is None
+        for number in (1, 2):
+            images.add(save(tmp_path, number))
+        found = images()
+        assert found is not None
+        assert found[0].file.parent == images.handed == tmp_path / "ckpt-00000002"
+        assert images.asked == 1
+
+    def test_what_was_saved_last_is_the_newest_whatever_its_number(self, tmp_path: Path) -> None:
+        images = SavedImages("origin")
+        for number in (7, 3):
+            images.add(save(tmp_path, number))
+        images()
+        assert images.handed == tmp_path / "ckpt-00000003"
+
+    def test_one_that_is_gone_or_damaged_is_passed_over(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        images = SavedImages("origin")
+        paths = [save(tmp_path, number) for number in range(4)]
+        for path in paths:
+            images.add(path)
+        remove(paths[3])
+        (paths[2] / "ps-0.json").unlink()
+        with caplog.at_level(logging.WARNING):
+            images()
+        assert images.handed == paths[1]
+        assert "ckpt-00000002 cannot be gone back to" in caplog.text
+        shutil.rmtree(tmp_path)
+        assert images() is None

@@ -1,0 +1,106 @@
+"""A checkpoint that is being written: by whom, and what becomes of it if that ends early."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psync.checkpoint_files import DataFile, Planned, Reader, checkpoints_in
+from psync.checkpoint_manifest import Image, Place
+from psync.checkpoint_writer import Writer, streamed_by_environ
+from psync.errors import CheckpointError, ConfigurationError
+
+W = np.arange(6, dtype=np.float32)
+
+
+def written_by_another(writer: Writer, name: str) -> DataFile:
+    """A file that a ps has written: what a tensor needs, and what only the image needs."""
+    planned = [Planned("w", (6,), "float32", 0), Planned("~/m", (6,), "float32", 0)]
+    data_file = DataFile(writer.temporary / name, planned)
+    data_file.write(W)
+    data_file.write(-W)
+    return data_file
+
+
+def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1")
+    data_file = written_by_another(writer, "ps-0.safetensors")
+    writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
+    places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
+              enumerate(data_file.slices)]  # fmt: skip
+    writer.add_image(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
+    reader = Reader(writer.commit(1, {"w": ((6,), "float32")}, {}))
+    np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), W)
+    assert reader.manifest.images == (
+        Image("ps-0.json", 0xA3A6BF43, "ps-0.safetensors", tuple(places)),
+    )
+    assert set(reader.manifest.files) == {"ps-0.safetensors", "ps-0.json"}
+    assert list(reader.manifest.tensors) == ["w"]
+
+
+def test_images_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1")
+    for ps in (1, 0):
+        data_file = written_by_another(writer, f"ps-{ps}")
+        writer.add_file(f"ps-{ps}", data_file.close(), [])
+        writer.add_image(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
+    images = Reader(writer.commit(1, {}, {})).manifest.images
+    assert [image.data for image in images] == ["ps-0", "ps-1"]
+
+
+def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:
+    for number, spoil in enumerate((os.unlink, lambda path: os.truncate(path, 100))):
+        writer = Writer(tmp_path, f"ckpt-{number}")
+        data_file = written_by_another(writer, "ps-0")
+        writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+        spoil(data_file.path)
+        with pytest.raises(CheckpointError, match=r"looking at .*ps-0|were written there, 100 are"):
+            writer.commit(1, {"w": ((6,), "float32")}, {})
+        writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1")
+    data_file = written_by_another(writer, "ps-0")
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        written_by_another(writer, "ps-1")
+    data_file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_nonce_is_no_part_of_it(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "ckpt-1")
+    assert writer.put_nonce("abc").read_text() == "abc"
+    path = writer.commit(1, {}, {})
+    assert sorted(found.name for found in path.iterdir()) == ["COMMIT", "manifest.json"]
+
+
+@pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
+def test_until_it_has_its_name_it_does_not_exist(tmp_path: Path, place: str) -> None:
+    class Stopped(Exception):
+        pass
+
+    def reached(name: str) -> None:
+        if name == place:
+            raise Stopped
+
+    writer = Writer(tmp_path, "ckpt-1", reached)
+    with pytest.raises(Stopped):
+        writer.commit(1, {}, {})
+    assert checkpoints_in(tmp_path, "ckpt") == []
+    assert Reader(Writer(tmp_path, "ckpt-1").commit(1, {}, {})).manifest.number == 1
+
+
+def test_the_environment_may_say_that_ps_tasks_write_nothing() -> None:
+    assert [streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": v}) for v in ("1", "0", "")] == [
+        True, False, False,
+    ]  # fmt: skip
+    assert not streamed_by_environ({})
+    with pytest.raises(ConfigurationError, match="expected 0 or 1, got 'yes'"):
+        streamed_by_environ({"PSYNC_CHECKPOINT_STREAM": "yes"})
