@@ -8,6 +8,8 @@ EXTRAS_demo := examples
 EXTRAS_test := test,examples
 EXTRAS_lint := test,lint
 EXTRAS_coverage := test
+EXTRAS_fuzz := fuzz
+FUZZ_SECONDS := 60
 
 # What decides, and what reads bytes, is tested without an event loop, every branch of it.
 RULES := errors specs cluster cluster_roles partitioners placement placement_report row_sets sums accumulators sparse_accumulators scatter_ops \
@@ -25,7 +27,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help demo demo-short examples test test-processes test-others coverage lint bench clean
+.PHONY: help demo demo-short examples test test-processes test-others coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +36,7 @@ help:
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
+	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law"
 	@echo "make bench        throughput; synchronous beside asynchronous training"
 	@echo "make clean        remove what these made"
@@ -74,6 +77,9 @@ coverage: $(VENV)/.installed-coverage
 	$(BIN)/python -m pytest -q $(RULES:%=tests/test_%.py) tests/wire \
 		$(RULES:%=--cov=psync.%) $(WIRE:%=--cov=psync.wire.%) \
 		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+
+fuzz: $(VENV)/.installed-fuzz
+	nice $(BIN)/python fuzz/run.py --seconds $(FUZZ_SECONDS)
 
 bench: $(VENV)/.installed-demo
 	$(BIN)/python benchmarks/throughput.py

@@ -75,9 +75,8 @@ async def test_an_error_while_reporting_is_logged_and_the_watch_goes_on(caplog):
 
 async def test_a_step_that_hangs_is_named_with_its_worker_and_what_waits(caplog):
     heard: list[str] = []
-    async with coordinating(
-        num_workers=2, watchdog_timeout=30, on_stall=heard.append
-    ) as (cluster, coordinator):
+    options = {"watchdog_timeout": 30, "on_stall": heard.append}
+    async with coordinating(num_workers=2, **options) as (_, coordinator):
 
         async def hangs():
             await note("begun")

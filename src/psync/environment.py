@@ -69,7 +69,7 @@ def platform_of(
     return Platform(
         SocketNetwork(_inherited(address) if listens else {}),
         secret,
-        limits=_limits(environ),
+        limits=limits_of(environ),
         failpoints=Failpoints.from_environment(environ),
         losses=MessageLosses.from_environment(environ),
         apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
@@ -131,7 +131,7 @@ def _inherited(address: str) -> dict[str, socket.socket]:
     return {address: listening}
 
 
-def _limits(environ: Mapping[str, str]) -> Limits:
+def limits_of(environ: Mapping[str, str]) -> Limits:
     """Return the limits, each of which ``PSYNC_LIMIT_<NAME>`` can set."""
     given: dict[str, int] = {}
     for field in dataclasses.fields(Limits):

@@ -1,0 +1,115 @@
+"""Bytes from a stranger, in every state of the handshake, to both sides.
+
+What comes out: an error of psync. A connection is never open at the end.
+"""
+
+from __future__ import annotations
+
+from driver import OneInput, fuzz
+
+
+def setup() -> tuple[OneInput, list[bytes]]:
+    from samples import CLASSES, Draw, drawn_of
+
+    from psync.errors import (
+        AuthenticationError,
+        ConnectFailed,
+        FencedError,
+        LocalProtocolError,
+        RemoteProtocolError,
+        VersionMismatch,
+    )
+    from psync.wire.codec import encode
+    from psync.wire.frames import Frame, Kind, encode_frame
+    from psync.wire.handshake import ClientHandshake, ServerHandshake
+    from psync.wire.limits import DEFAULT_LIMITS
+    from psync.wire.messages import Challenge, Hello, Proof, Refused, Welcome
+    from psync.wire.protocol import Protocol, State
+
+    ps, worker = "/job:ps/task:0", "/job:worker/task:1"
+    documented = (
+        AuthenticationError, ConnectFailed, FencedError, RemoteProtocolError, VersionMismatch,
+    )  # fmt: skip
+
+    def nobody_sends_a_body(frame: Frame) -> list[memoryview] | None:
+        raise AssertionError("a body was accepted before the handshake was over")
+
+    def client(secret: bytes | None) -> Protocol:
+        return Protocol(
+            ClientHandshake(secret, worker, 3, "control", bytes(range(32)), ps),
+            DEFAULT_LIMITS, nobody_sends_a_body,
+        )  # fmt: skip
+
+    def server(secret: bytes | None) -> Protocol:
+        handshake = ServerHandshake(secret, ps, 5, bytes(32))
+        return Protocol(handshake, DEFAULT_LIMITS, nobody_sends_a_body)
+
+    def pour(protocol: Protocol, data: bytes, step: int) -> None:
+        rest = memoryview(data)
+        while rest:
+            room = protocol.get_buffer()
+            count = min(len(room), len(rest), step)
+            room[:count] = rest[:count]
+            rest = rest[count:]
+            frame = protocol.received(count)
+            while frame is not None:
+                frame = protocol.next_frame()
+
+    secret = b"a secret of the whole cluster"
+
+    def brought_to(state: int) -> Protocol:
+        """A server or client in one of the four states in which it waits for a word."""
+        one, other = client(secret), server(secret)
+        said = b"".join(one.data_to_send())
+        if state == 0:
+            return other
+        pour(other, said, 1 << 20)
+        said = b"".join(other.data_to_send())
+        if state == 1:
+            return other
+        if state == 3:
+            pour(one, said, 1 << 20)
+        return one
+
+    def one_input(data: bytes) -> None:
+        draw = Draw(data)
+        protocol = brought_to(draw.below(4))
+        step = draw.of((1, 7, 64, 1 << 20))
+        said = draw.rest()
+        if draw.below(2):  # a word of the handshake, its fields as the bytes choose
+            kind = draw.of((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME, Kind.REFUSED))
+            word = {
+                Kind.HELLO: Hello, Kind.CHALLENGE: Challenge, Kind.PROOF: Proof,
+                Kind.WELCOME: Welcome, Kind.REFUSED: Refused,
+            }[kind]  # fmt: skip
+            said = b"".join(encode_frame(kind, 0, encode(drawn_of(word, draw))))
+        waited_for_welcome = protocol.state is State.AWAIT_WELCOME
+        try:
+            pour(protocol, said, step)
+        except documented:
+            assert protocol.state is State.CLOSED
+        except LocalProtocolError:  # it was closed by what came before
+            assert protocol.state is State.CLOSED
+        # Who has checked the server's proof takes its word that all is well.
+        assert protocol.state is not State.OPEN or waited_for_welcome
+        assert sum(map(len, protocol.data_to_send())) < 8192
+
+    del CLASSES
+    words = [
+        encode_frame(Kind.HELLO, 0, encode(Hello(1, 1, worker, 7, "control", bytes(32), True))),
+        encode_frame(Kind.CHALLENGE, 0, encode(Challenge(1, ps, 5, bytes(32), True, b"\1" * 32))),
+        encode_frame(Kind.PROOF, 0, encode(Proof(b"\1" * 32))),
+        encode_frame(Kind.WELCOME, 0, encode(Welcome())),
+        encode_frame(Kind.REFUSED, 0, encode(Refused("full", "no room"))),
+    ]
+    seeds = [
+        bytes((state, step)) + b"".join(word)
+        for word in words
+        for state in range(4)
+        for step in (0, 3)
+    ]
+    return one_input, seeds
+
+
+if __name__ == "__main__":
+    fuzz(__file__, setup)
