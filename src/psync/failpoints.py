@@ -39,6 +39,9 @@ NAMES = frozenset(
         "ps0.step.applied",  # on every ps, the global step is not raised
         "coordinator.dispatch",  # closures are about to be sent
         "coordinator.result",  # results came in, nothing is settled
+        "checkpoint.ps.write",  # a ps is about to write its file of a checkpoint
+        "checkpoint.before_commit",  # a checkpoint's files are written, COMMIT is not
+        "checkpoint.before_rename",  # it is complete but for its name
     }
 )
 """Every failpoint there is."""
