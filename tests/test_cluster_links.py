@@ -29,8 +29,8 @@ class Owner:
         assert bulk.is_open
         self.events.append(f"+{worker[-1]}")
 
-    def worker_lost(self, worker: str) -> None:
-        self.events.append(f"-{worker[-1]}")
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
+        self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")
 
     def ps_lost(self, error: ParameterServerLost) -> None:
         self.lost.append(error)

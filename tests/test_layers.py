@@ -56,8 +56,9 @@ LAYERS = {
         "measure_service", "gate_service", "ps_updates", "row_pulls", "group_table", "ps_sync",
         "token_waits", "ps_pulls", "all_ps", "step_rounds", "step_closer", "image_service",
         "ps_report", "ps_task", "step_thread", "gang_member", "closure_inputs", "worker_session",
+        "worker_leave",
         "worker_task", "remote_value", "closure_messages", "closure_timeout", "watchdog",
-        "closure_service", "gang_merges", "gang_runner", "joins", "cluster_links",
+        "closure_service", "gang_merges", "gang_runner", "joins", "worker_links", "cluster_links",
         "schedule_reporter", "events", "ps_recovery", "coordinator", "session_links",
     ],
     "L4 user API": [

@@ -32,6 +32,7 @@ from psync.declarations import Declaration
 from psync.dispatching import Dispatch
 from psync.errors import (
     ClosedError,
+    ConnectionLost,
     DeadlineExceeded,
     FencedError,
     ParameterServerLost,
@@ -431,9 +432,7 @@ class Coordinator:
         """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
         self._queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
-        for control, bulk in list(self._peers.values()):
-            control.abort()
-            bulk.abort()
+        self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
 
     def fences(self) -> list[tuple[str, int]]:
         """Return (task, lowest incarnation that may still be served) of each worker."""

@@ -159,9 +159,22 @@ class Endpoint:
         return peer
 
     async def connect_retrying(
-        self, address: str, expect: str, lane: str = "control", *, timeout_s: float | None = None
+        self,
+        address: str,
+        expect: str,
+        lane: str = "control",
+        *,
+        timeout_s: float | None = None,
+        level: int = logging.WARNING,
     ) -> Peer:
         """As ``connect``, again and again with growing pauses until it works.
+
+        Args:
+            address: As for ``connect``.
+            expect: As for ``connect``.
+            lane: As for ``connect``.
+            timeout_s: Seconds until it is given up; None: never.
+            level: Of the log, for saying that it takes long.
 
         Raises:
             ConnectFailed: Not within ``timeout_s`` seconds (an attempt that is under way then
@@ -186,8 +199,8 @@ class Endpoint:
                         hint=f"is {expect} running, and is this its address?",
                     ) from exc
                 if waited >= report_after_s:
-                    logger.warning(
-                        "%s has been waiting for a connection for %.0f s: %s",
+                    logger.log(
+                        level, "%s has been waiting for a connection for %.0f s: %s",
                         self.task, waited, exc.message,
                     )  # fmt: skip
                     report_after_s = 2 * waited

@@ -170,14 +170,18 @@ def _some(names: Sequence[str]) -> list[str]:
 
 
 def describe_waiting(
-    queue: ClosureQueue, missing: Sequence[tuple[str, str]], others: Sequence[str]
+    queue: ClosureQueue,
+    missing: Sequence[tuple[str, str]],
+    others: Sequence[str],
+    gone: Sequence[str] = (),
 ) -> str:
     """Say what runs where, and what else is not done; of what is many, a few are named.
 
     Args:
         queue: Of the coordinator.
-        missing: (name, address) of the tasks that are not connected.
+        missing: (name, address) of the tasks that are waited for.
         others: What else is waited for.
+        gone: Workers that have left.
     """
     counts = queue.statistics()
     running: dict[str, Closure] = {}
@@ -189,7 +193,9 @@ def describe_waiting(
         parts.append(f"{behind} more wait for their turn")
     if not counts.workers:
         names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
-        parts.append(f"no worker is connected (waiting for {names})")
+        left = f"{', '.join(_some(gone))} left" if gone else ""
+        awaited = f"waiting for {names}" if names else "waiting for one to come"
+        parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
     text = "; ".join([*parts, *others]) or "nothing"
     if queue.has_failed:
         return f"there is an error, raised as soon as these steps have stopped: {text}"

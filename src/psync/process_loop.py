@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from psync.errors import ConfigurationError
 from psync.task_reports import report_on_signal
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -37,13 +42,15 @@ def run_loop(
         main: Coroutine function without arguments.
         terminated_code: With which the process ends after SIGTERM: 128 + 15, or 0 where that is
             the orderly end, as of a ps that serves.
-        last_words: Once it is set, SIGTERM leaves ``main`` some seconds to end by itself.
+        last_words: Once it is set, SIGTERM leaves ``main`` some seconds to end by itself. See also
+            ``asked_first``.
 
     Raises:
         SystemExit: After a signal.
     """
     terminated = False
     report_on_signal()
+    heard = 0  # of the signals that came
 
     async def body() -> T:
         loop = asyncio.get_running_loop()
@@ -51,18 +58,32 @@ def run_loop(
         assert task is not None
 
         def terminate() -> None:
-            nonlocal terminated
+            nonlocal terminated, heard
             terminated = True
-            if last_words is not None and last_words.is_set():
+            heard += 1
+            if heard == 1 and _first_words is not None:
+                _first_words()
+            elif last_words is not None and last_words.is_set():
                 loop.call_later(LAST_WORDS_S, task.cancel)
             else:
                 task.cancel()
 
-        loop.add_signal_handler(signal.SIGTERM, terminate)
+        came = 0
+
+        def on_signal(signum: int, frame: object) -> None:
+            nonlocal came
+            came += 1
+            loop.call_soon_threadsafe(terminate)
+            if _first_words is not None:
+                watcher = threading.Thread(target=_watch, args=(lambda: heard, came), daemon=True)
+                watcher.start()
+
+        # Not the loop's own handlers: those are not called while a step computes on the loop.
+        before = signal.signal(signal.SIGTERM, on_signal)
         try:
             return await main()
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, before)
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -73,6 +94,41 @@ def run_loop(
         if terminated:
             sys.exit(terminated_code)
         raise
+
+
+_first_words: Callable[[], None] | None = None
+"""What the first SIGTERM calls, instead of ending what ``run_loop`` runs."""
+
+BUSY_S = 1.0
+"""A loop that does not turn for so long computes: nothing can be said to what it runs."""
+
+
+@contextlib.contextmanager
+def asked_first(begin_to_end: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which the first SIGTERM calls ``begin_to_end``.
+
+    The second ends what ``run_loop`` runs. While a step computes on the loop the first is only
+    noted in the log, and the second ends the process with code 143 as it is.
+    """
+    global _first_words
+    _first_words = begin_to_end
+    try:
+        yield
+    finally:
+        _first_words = None
+
+
+def _watch(heard: Callable[[], int], came: int) -> None:
+    """Say, or do, what the loop does not come to. Runs in a thread of its own."""
+    time.sleep(BUSY_S)
+    if heard() >= came:
+        return
+    if came == 1:
+        logger.info("SIGTERM waits for what computes on the event loop; another one ends it")
+    else:
+        logger.warning("a second SIGTERM ends this process in the middle of what it computes")
+        logging.shutdown()
+        os._exit(128 + signal.SIGTERM)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

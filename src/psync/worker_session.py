@@ -228,7 +228,7 @@ class Session:
         return lines
 
     def stop(self, reason: str) -> None:
-        """Say that this session cannot go on, and nothing from then on; ``close`` still has to come."""
+        """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
         self._ended = True
         self.control.notify(EndSession(reason, False))
         self.control.close()  # the coordinator takes that for the end of both
