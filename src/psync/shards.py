@@ -157,6 +157,20 @@ class ShardTable:
 
         return started(shard, one_block, held.clear)
 
+    def release(self) -> tuple[list[Shard], dict[int, Optimizer]]:
+        """Give away all shards, none of which may be busy, and all optimizers; none are left."""
+        shards, optimizers = list(self._shards.values()), self._optimizers
+        self._shards, self._optimizers = {}, {}
+        return shards, optimizers
+
+    def take_up(self, shard: Shard) -> None:
+        """Take a shard that another table has released, as it is; there is none under its key."""
+        self._shards[shard.spec.key] = shard
+
+    def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
+        """Take an optimizer that another table has released, as it is, under a number."""
+        self._optimizers[optimizer_id] = optimizer
+
     def keys(self) -> list[Key]:
         """Return the keys of all shards, in the order of their creation."""
         return list(self._shards)
