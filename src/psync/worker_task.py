@@ -1,7 +1,7 @@
 """The worker task: waits for a coordinator and runs its closures.
 
 Layer: L3. Imports: errors, blocks, chief_presence, endpoint, iterators, platform, ps_client,
-rpc, runtime, worker_session, wire.
+rpc, runtime, worker_leave, worker_session, wire.
 
     idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
 
@@ -19,7 +19,13 @@ from typing import Any
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.endpoint import Endpoint
-from psync.errors import FencedError, UsageError
+from psync.errors import (
+    DeadlineExceeded,
+    FencedError,
+    ParameterServerLost,
+    TransportError,
+    UsageError,
+)
 from psync.iterators import IteratorTable
 from psync.platform import Platform
 from psync.ps_client import PsClient
@@ -40,7 +46,8 @@ from psync.wire.messages import (
     Shutdown,
     Statistics,
 )
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
+from psync.worker_leave import leave
 from psync.worker_session import Session
 
 logger = logging.getLogger(__name__)
@@ -76,6 +83,7 @@ class WorkerTask:
         self._endpoint.on_peer.append(self._note_lane)
         self.chief = ChiefPresence(self._endpoint)
         self._ending: set[asyncio.Task[None]] = set()
+        self._leaving: asyncio.Task[None] | None = None  # once somebody has asked for it
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
@@ -83,10 +91,50 @@ class WorkerTask:
 
     async def close(self) -> None:
         """Stop what runs and close all connections. Cancellation: safe."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._ending.add(self._leaving)
+            self._leaving.add_done_callback(self._ending.discard)
         self._end_session()
         while self._ending:
             await asyncio.wait(list(self._ending))
         await self._endpoint.close()
+
+    async def leave(self, reason: str, *, hint: str = "") -> None:
+        """End what runs, give back what does not, tell the coordinator, and set ``stopped``.
+
+        Nothing is waited for where no coordinator is. A second call waits for the first one.
+
+        Args:
+            reason: Why, for the log of the coordinator.
+            hint: How it can be had sooner, for our own log.
+
+        Cancellation: It goes on.
+        """
+        if self._leaving is None:
+            work = self._leave(reason, hint)
+            self._leaving = asyncio.get_running_loop().create_task(work)
+        await asyncio.shield(self._leaving)
+
+    async def _leave(self, reason: str, hint: str) -> None:
+        logger.info("%s leaves: %s", self.task, reason)
+        session = self._session
+        try:
+            if session is not None:
+                await leave(session, reason, hint=hint)
+        except (TransportError, DeadlineExceeded) as exc:
+            logger.info("%s leaves, and its coordinator may not know: %s", self.task, exc)
+        finally:
+            self.stopped.set()
+
+    def _leave_soon(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
+        session = self._session
+        if session is None or peer is not session.control:
+            raise UsageError(f"{peer.task} is not the coordinator of {self.task}")
+        if self._leaving is None:
+            work = self._leave(message.reason, "")
+            self._leaving = asyncio.get_running_loop().create_task(work)
+        return Reply(Done())
 
     def describe(self) -> list[str]:
         """Say what this task does; for reports."""
@@ -116,6 +164,7 @@ class WorkerTask:
                 self._of_session(lambda session, said, _: session.release_iterators(said))
             ),
             AskPosition: Handler(self._position),
+            LeaveCluster: Handler(self._leave_soon),
             GrantCoordinator: Handler(
                 lambda *_: Reply(CoordinatorGranted(self._newest_coordinator))
             ),
@@ -165,6 +214,8 @@ class WorkerTask:
         bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
         if bulk is None:
             raise UsageError(f"{peer.task} attaches {self.task} before its bulk connection")
+        if self._leaving is not None:
+            raise UsageError(f"{self.task} is about to leave")
         self._newest_coordinator = message.coordinator
         self._end_session()
         if session is not None and session.control is not peer:
@@ -173,6 +224,8 @@ class WorkerTask:
             session.bulk.abort()
         clients = Endpoint(self._platform, self.task, message.incarnation, {}, self._pool)
         ps = PsClient(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
+        for link in ps.links:
+            link.on_lost = self._lost_ps
         iterators = IteratorTable()
         runtime = Runtime(ps, message.origin, message.program, None, iterators)
         self._clients = clients
@@ -180,6 +233,20 @@ class WorkerTask:
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
         return Reply(Done())
+
+    def _lost_ps(self, error: ParameterServerLost) -> None:
+        """A ps cannot be reached from here: begin anew, once the coordinator says so.
+
+        It decides whether the ps is lost, or whether only we are cut off from it. Nothing is raised
+        in the step, whose closure runs again.
+        """
+        session = self._session
+        if session is None:
+            return
+        for link in session.runtime.ps.links:
+            link.hold()
+        session.stop(error.message)
+        self._end_session()
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         if not peer.task.startswith("/job:chief/"):
