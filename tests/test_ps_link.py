@@ -13,13 +13,14 @@ from psync.errors import (
     AuthenticationError,
     ClosedError,
     ConnectionLost,
+    LocalProtocolError,
     ParameterServerLost,
     TransportError,
 )
 from psync.ps_link import knows_set
 from psync.ps_task import PsTask
-from psync.rpc import Handler
-from psync.wire.messages import AskStatistics, Pull, Statistics
+from psync.rpc import Handler, Peer
+from psync.wire.messages import AskStatistics, Message, Pull, Statistics
 from tests.ps_cluster import OTHER, PsCluster, hold, pull, push, until
 
 pytestmark = pytest.mark.asyncio
@@ -46,6 +47,21 @@ class TestLost:
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25
             assert len(told) == 1
+
+    async def test_a_message_that_the_ps_would_never_take_costs_one_connection(self) -> None:
+        async with PsCluster() as cluster:
+            client = cluster.client()
+            link = client.links[0]
+            made = []
+
+            def wrong(peer: Peer) -> Message:
+                made.append(peer)
+                return Pull("one", None, -1, "")  # type: ignore[arg-type]
+
+            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'one'"):
+                await link.call(wrong)
+            assert len(made) == 1
+            await link.call(lambda _: AskStatistics())  # the next one has a new connection
 
     @pytest.mark.virtual_time
     async def test_one_that_comes_back_in_time_goes_on(self) -> None:

@@ -26,6 +26,7 @@ from psync.errors import (
 )
 from psync.membership import backoff
 from psync.rpc import Into, Peer, Received
+from psync.wire.codec import check
 from psync.wire.frames import Segment
 from psync.wire.messages import Message
 
@@ -175,6 +176,7 @@ class PsLink:
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
             ConnectionLost: Again and again: the request itself seems to be the cause.
+            LocalProtocolError: A field of it is of a wrong type.
             PsyncError: The ps's answer.
 
         Cancellation: Safe; the request may have been served.
@@ -194,9 +196,11 @@ class PsLink:
                         raise
                     continue  # a recovery has begun
             try:
-                received = await peer.call(build(peer), segments, into=into)
+                message = build(peer)
+                received = await peer.call(message, segments, into=into)
             except ConnectionLost as exc:
                 losses += 1
+                check(message)  # or it would cost the next connections, too
                 if losses == MAX_LOSSES:
                     raise ConnectionLost(
                         f"{self.task}: {losses} connections in a row were lost with the same "

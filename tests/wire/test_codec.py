@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import LocalProtocolError, RemoteProtocolError
-from psync.wire.codec import Message, decode, encode, message, unpack_header
+from psync.wire.codec import Message, check, decode, encode, message, unpack_header
 
 
 @message(10)
@@ -314,3 +314,12 @@ def test_keys_of_tables_are_text() -> None:
 
     with pytest.raises(TypeError, match="messages have no fields of type"):
         message(104)(OddTable)
+
+
+def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent() -> None:
+    check(FULL)
+    check(Nothing())
+    with pytest.raises(LocalProtocolError, match=r"the message itself is wrong: One\.value: exp"):
+        check(One("five"))  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError, match="cannot be encoded"):
+        check(One(object()))  # type: ignore[arg-type]
