@@ -259,6 +259,7 @@ class Coordinator:
         if self._replaced is not None and not self._queue.has_failed:
             self.perform(self._queue.fail(self._replaced))
         self.prepare()
+        self.recovery.say_once()
         if self._creating is not None:
             await self._joins.wait(self._creating, deadline, timeout_s)
         future = self._joins.add(cutoff)

@@ -113,11 +113,22 @@ class PsRecovery:
         self._task: asyncio.Task[None] | None = None
         self._lost: dict[str, None] = {}  # names of ps tasks, since the recovery began
         self._loads = 0
+        self._said = False
 
     @property
     def is_on(self) -> bool:
         """Whether a recovery is under way."""
         return self._task is not None
+
+    def say_once(self) -> None:
+        """Say what a lost ps would mean, when training begins."""
+        if not self._said:
+            self._said = True
+            if self.source is None:
+                logger.info(
+                    "no CheckpointManager keeps checkpoints: if a ps is lost, this program ends "
+                    "with ParameterServerLost"
+                )
 
     def takes_over(self, error: ParameterServerLost) -> bool:
         """A ps is lost; return whether it will be recovered."""
