@@ -16,8 +16,15 @@ def test_what_is_no_object_is_corrupt(data: bytes) -> None:
         TAKE.parse(data)
 
 
+@pytest.mark.parametrize("data", [b"", b"{}"])
+def test_what_is_no_list_is_corrupt(data: bytes) -> None:
+    with pytest.raises(CheckpointCorrupt, match="ckpt/file: damaged: it"):
+        TAKE.parse_list(data)
+
+
 def test_values_that_are_what_they_must_be_are_returned() -> None:
     assert TAKE.parse(b'{"a": 1}') == {"a": 1}
+    assert TAKE.parse_list(b"[1]") == [1]
     assert TAKE.mapping({}, "x") == {}
     assert TAKE.sequence([1], "x") == TAKE.sequence([1], "x", 1) == [1]
     assert TAKE.number(0, "x") == 0

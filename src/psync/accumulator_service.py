@@ -116,9 +116,23 @@ class AccumulatorService:
             AskAccumulator: Handler(self._ask),
         }
 
-    def restart(self, ledger: Ledger) -> None:
-        """Begin empty for a new coordinator: whoever worked for the old one waits no more."""
+    def definitions(self) -> list[tuple[DefineAccumulator, int]]:
+        """Return what each accumulator was defined as, and its global step."""
+        return [(each.definition, each.rule.step) for each in self._hosted.values()]
+
+    def restart(
+        self, ledger: Ledger, definitions: Iterable[tuple[DefineAccumulator, int]] = ()
+    ) -> None:
+        """Begin with empty ones: whoever waited for gradients that there were waits no more.
+
+        Args:
+            ledger: Of what is served from now on.
+            definitions: Those that there are, with their global steps.
+        """
         old, self._hosted, self._ledger = self._hosted.values(), {}, ledger
+        for definition, step in definitions:
+            hosted = self._hosted[definition.name] = HostedAccumulator(definition)
+            hosted.rule.set_global_step(step)
         waiting = [wanted for hosted in old for wanted in hosted.waiting.values()]
         self._give_up(waiting, FencedError(f"{self._task} serves a new coordinator"))
 

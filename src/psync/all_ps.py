@@ -56,10 +56,19 @@ class AllPs:
         sync: The part of ps 0 itself.
         work: Waits for shards that are busy.
         pool: Memory for what comes in.
+        timeline: How often the cluster has gone back to an image.
+        shares: Numbers of before that, which connections to this ps may still use.
     """
 
     def __init__(
-        self, platform: Platform, attach: AttachPs, sync: PsSync, work: LongWork, pool: BlockPool
+        self,
+        platform: Platform,
+        attach: AttachPs,
+        sync: PsSync,
+        work: LongWork,
+        pool: BlockPool,
+        timeline: int = 0,
+        shares: ShareNumbers | None = None,
     ) -> None:
         self._platform = platform
         self._attach = attach
@@ -70,7 +79,8 @@ class AllPs:
         self._client: PsClient | None = None
         self._closed = False
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
-        self.shares = ShareNumbers(len(attach.ps_addresses), CLOSER)
+        self.shares = shares or ShareNumbers(len(attach.ps_addresses), CLOSER)
+        self._incarnation = attach.coordinator + timeline
 
     @property
     def has_others(self) -> bool:
@@ -348,13 +358,14 @@ class AllPs:
     def _links(self) -> PsClient:
         """Return the links to the other ps tasks.
 
-        Their incarnation is the coordinator's: a ps that serves a newer one refuses it.
+        Their incarnation is the coordinator's, plus the timeline: a ps that serves a newer one
+        refuses it.
         """
         if self._closed:
             raise ClosedError(f"{CLOSER} has closed its links to the other ps tasks")
         if self._client is None:
             attach = self._attach
-            self._endpoint = Endpoint(self._platform, CLOSER, attach.coordinator, {}, self._pool)
+            self._endpoint = Endpoint(self._platform, CLOSER, self._incarnation, {}, self._pool)
             self._client = PsClient(
                 self._endpoint, attach.ps_addresses, self._pool, attach.ps_timeout_s
             )

@@ -74,6 +74,10 @@ class GroupTable:
         """Return the configuration of a group that is defined, as it came."""
         return self._groups[group].raw
 
+    def raw_configs(self) -> dict[int, dict[str, Any]]:
+        """Return the configurations of all groups, by their number, as they came."""
+        return {number: known.raw for number, known in self._groups.items()}
+
     def norms(self, group: int) -> StepNorms:
         """Return the norms of a step of a group that is defined; none is known yet."""
         return StepNorms(self.store.rule(group))

@@ -1,6 +1,7 @@
 """The image of a ps: what it holds at a cut, frozen in place, and taken up again.
 
-Layer: L1. Imports: errors, specs, blocks, shards, store, ledger, ledger_image, image_state.
+Layer: L1. Imports: errors, specs, schedules, blocks, row_blocks, shards, store, ledger,
+ledger_image, image_state.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
 blocks that are held (see ``blocks``). To thaw is to make a store and a ledger of a state. The
@@ -12,7 +13,7 @@ Frozen contents, and those being filled, may be handed to a thread; one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,9 +24,14 @@ from psync.image_state import ImageState as ImageState
 from psync.image_state import OptimizerImage as OptimizerImage
 from psync.ledger import Ledger
 from psync.ledger_image import ledger_of, state_of
+from psync.row_blocks import RowBlocks
+from psync.schedules import Config
 from psync.shards import Key, Shard
 from psync.specs import dtype_name, dtype_of
 from psync.store import ShardStore
+
+_LOOK_AT_ONCE = 256
+"""Blocks, a microsecond or a few for each."""
 
 
 class Frozen:
@@ -112,6 +118,8 @@ def freeze(
     ledger: Ledger,
     pack: Callable[[object], bytes | None],
     accumulators: Sequence[tuple[bytes, int]] = (),
+    groups: Mapping[int, Config] | None = None,
+    counted: Sequence[tuple[int, int, int, bytes]] = (),
 ) -> Frozen:
     """Hold what a ps holds now. Nothing is copied.
 
@@ -119,7 +127,9 @@ def freeze(
         store: Its shards and optimizers.
         ledger: Its updates.
         pack: As for ``ledger_image.state_of``.
-        accumulators: Of ``ImageState``.
+        accumulators: Of ``ImageState``, as all that follow.
+        groups: Likewise.
+        counted: Likewise.
 
     Raises:
         BusyError: An update is under way.
@@ -152,8 +162,24 @@ def freeze(
         },
         remembered,
         tuple(accumulators),
+        dict(groups or {}),
+        tuple(counted),
     )
     return Frozen(state, arrays)
+
+
+def settling(store: ShardStore) -> Iterator[None]:
+    """Write out, block by block, what is constant in blocks of rows that were written in part.
+
+    Nothing depends on it, but freezing does it all at once else.
+    """
+    for shard in list(store.shards().values()):
+        for _, _, array in list(_arrays_of(shard)):
+            if not isinstance(array, RowBlocks):
+                continue
+            for i in range(array.num_blocks):
+                if (not shard.busy and array.settle(i)) or not i % _LOOK_AT_ONCE:
+                    yield
 
 
 def _arrays_of(shard: Shard) -> Iterator[tuple[int, str, BlockArray]]:

@@ -130,6 +130,16 @@ class RowBlocks(BlockArray):
             return self._untouched() or self.block(i)
         return self.block(i)
 
+    def settle(self, i: int) -> bool:
+        """Write out what is constant in block ``i`` if the rest is not; whether there was such."""
+        if self._complete or self._blocks[i] is not None:
+            return False
+        written = self._written[slice(*self._rows_of(i))]
+        if not written.any() or written.all():
+            return False
+        self.block(i)
+        return True
+
     # Rows. All row numbers are int64 and exist.
 
     def take_over(self, i: int, block: Block) -> None:

@@ -35,7 +35,7 @@ from psync.step_rounds import StepRounds
 from psync.sync_steps import Action, Close, Contribution
 from psync.token_waits import PushKey, TokenWaits
 from psync.weak_rules import steps_without
-from psync.whole_sets import FOR_VALUES, Values, WholeSet, whole_set_of
+from psync.whole_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
 from psync.wire.messages import (
     AskStep,
     AttachPs,
@@ -62,6 +62,8 @@ class StepCloser:
         work: Waits for shards that are busy.
         pool: Memory for what comes in.
         waits_changed: Called when ``steps.waiting`` may have changed.
+        timeline: How often the cluster has gone back to an image.
+        shares: Numbers of before that.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class StepCloser:
         work: LongWork,
         pool: BlockPool,
         waits_changed: Callable[[], None],
+        timeline: int = 0,
+        shares: ShareNumbers | None = None,
     ) -> None:
         self.steps = steps_without(platform.failpoints.without)
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self._all_ps = AllPs(platform, attach, sync, work, pool)
+        self._all_ps = AllPs(platform, attach, sync, work, pool, timeline, shares)
         self._rounds = StepRounds(self._all_ps, sync, platform.failpoints)
         self._waits_changed = waits_changed
         self._failpoints = platform.failpoints
@@ -92,6 +96,11 @@ class StepCloser:
         self._paused: list[Close] | None = None  # while a cut is taken: steps decided meanwhile
         self._resumed = asyncio.Event()
 
+    @property
+    def shares(self) -> ShareNumbers:
+        """Numbers of what other ps tasks hold of sets that connections to this ps use."""
+        return self._all_ps.shares
+
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
@@ -101,9 +110,9 @@ class StepCloser:
             FinishSteps: Handler(self._finish),
         }
 
-    def replaced(self) -> None:
-        """A newer coordinator is served: tell whoever waits, or comes later."""
-        self._over = FencedError(f"{CLOSER} serves a newer coordinator")
+    def replaced(self, by: str = "a newer coordinator") -> None:
+        """Another one decides from now on: tell whoever waits, or comes later."""
+        self._over = FencedError(f"{CLOSER} serves {by}")
         self._waits.refuse_all(self._over)
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ Layer: L1. Imports: errors, sums, sync_config, tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -116,6 +116,7 @@ class Group:
         self.first_step = step
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
+        self._being_applied: list[Push] = []  # in the one before, while that is closed
         self._shares: Counter[Replica] = Counter()  # of it, by who contributed
         self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
         self._tokens_held: dict[Replica, int] = {}  # that were not used yet
@@ -193,6 +194,25 @@ class Group:
             for replica, number in self.tokens.waiting
         }
 
+    def pending(self) -> list[Contribution]:
+        """Return what was counted in steps that have not been applied."""
+        return [push.contribution for push in (*self._being_applied, *self._counted)]
+
+    def calls(self) -> list[tuple[int, int, bytes]]:
+        """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
+        pending = {(each.closure, each.ordinal) for each in self.pending()}
+        return [
+            (closure, ordinal, digest)
+            for closure, by_ordinal in self._calls.items()
+            for ordinal, digest in by_ordinal.items()
+            if (closure, ordinal) not in pending
+        ]
+
+    def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
+        """Take calls for counted that were counted before this group was begun anew."""
+        for closure, ordinal, digest in calls:
+            self._calls.setdefault(closure, {})[ordinal] = digest
+
     # Steps.
 
     @property
@@ -226,6 +246,7 @@ class Group:
     def close(self, *, partial: bool) -> Close:
         """Decide that the present step is closed with what was counted."""
         pushes, self._counted = self._counted, []
+        self._being_applied = pushes
         self._shares.clear()
         if self.config.deterministic:
             pushes.sort(key=lambda push: (_place(push.contribution.replica[0]),
@@ -257,6 +278,7 @@ class Group:
         if self.closing is None or self.closing.step != step:
             raise LocalProtocolError(f"{self.config.name}: step {step} is not being closed")
         self.closing = None
+        self._being_applied = []
         self._target = self._target_for(alive)
         return self._answers(self.tokens.put(self.step, self.config.tokens_per_step))
 

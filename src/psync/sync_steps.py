@@ -55,6 +55,7 @@ class SyncSteps:
         self._in_flight: frozenset[int] = frozenset()  # closures; none: more may be started
         self._final_below = 0
         self._ended: str | None = None  # why
+        self._noted: list[tuple[int, int, int, bytes]] = []  # calls of groups to be defined
 
     # Groups.
 
@@ -66,7 +67,8 @@ class SyncSteps:
         """
         known = self._groups.get(group)
         if known is None:
-            self._groups[group] = Group(group, config, initial_step, self._alive)
+            known = self._groups[group] = Group(group, config, initial_step, self._alive)
+            known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
         elif known.config != config:
             raise ConfigurationError(
                 f"{known.config.name}: another configuration than at first: expected "
@@ -196,8 +198,30 @@ class SyncSteps:
         """Forget the calls of all closures below ``closure``: none will count any more."""
         if closure > self._final_below:
             self._final_below = closure
+            self._noted = [noted for noted in self._noted if noted[1] >= closure]
             for known in self._groups.values():
                 known.final_below(closure)
+
+    def pending_closures(self) -> list[int]:
+        """Return the closures of which something was counted in a step that is not applied."""
+        pushes = [each for known in self._groups.values() for each in known.pending()]
+        return sorted({each.closure for each in pushes if each.closure is not None})
+
+    def calls(self) -> list[tuple[int, int, int, bytes]]:
+        """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
+        calls = [noted for noted in self._noted if noted[0] not in self._groups]
+        for number, known in self._groups.items():
+            calls += [(number, *call) for call in known.calls()]
+        return calls
+
+    def note_calls(self, calls: Sequence[tuple[int, int, int, bytes]], final_below: int) -> None:
+        """Take calls for counted that were counted before; no group is defined yet.
+
+        Args:
+            calls: (group, closure, ordinal, digest) of each.
+            final_below: Closures below are final.
+        """
+        self._noted, self._final_below = list(calls), final_below
 
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.

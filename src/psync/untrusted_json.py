@@ -31,8 +31,19 @@ class UntrustedJson:
         Raises:
             CheckpointCorrupt: It is none.
         """
+        return self.mapping(self._loaded(data), "it")
+
+    def parse_list(self, data: bytes) -> Sequence[Any]:
+        """Return the list that the text is.
+
+        Raises:
+            CheckpointCorrupt: It is none.
+        """
+        return self.sequence(self._loaded(data), "it")
+
+    def _loaded(self, data: bytes) -> Any:
         try:
-            return self.mapping(json.loads(data), "it")
+            return json.loads(data)
         except (ValueError, RecursionError) as exc:
             raise CheckpointCorrupt(f"{self.where}: damaged: it is not JSON: {exc}") from exc
 
