@@ -1,8 +1,8 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, weak_rules, endpoint, rpc, updates,
-long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service, ps_pulls,
-ps_report, chief_presence, ps_sync, ps_updates, step_closer, wire.
+Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
+updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
+ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,18 @@ from psync.errors import (
     UsageError,
 )
 from psync.gate_service import GateService
+from psync.image_service import (
+    ImageService,
+    pack_accumulators,
+    pack_answer,
+    unpack_accumulators,
+)
 from psync.ledger import (
     Ledger,
 )
 from psync.long_work import INLINE_BYTES, LongWork
 from psync.platform import Platform
+from psync.ps_image import Frozen, Thawed, freeze, settling
 from psync.ps_locks import PsLocks
 from psync.ps_pulls import PsPulls
 from psync.ps_report import describe_ps
@@ -58,6 +65,7 @@ from psync.wire.messages import (
     AttachPs,
     CheckShards,
     CreateShards,
+    DefineAccumulator,
     Done,
     Fence,
     FinalBelow,
@@ -68,7 +76,7 @@ from psync.wire.messages import (
     Shutdown,
     Statistics,
 )
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
 from psync.wire.tensors import array_from_bytes
 
 logger = logging.getLogger(__name__)
@@ -92,6 +100,8 @@ class PsTask:
         self._pool = BlockPool()
         self._work = LongWork(self.task, self.stopped.set)
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
+        self._attached: AttachPs | None = None  # what it has said
+        self._timeline = 0  # how often it has let this task go back to an image
         self._grants = CoordinatorGrants()  # of ps 0
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
@@ -110,6 +120,9 @@ class PsTask:
             set_members=self._set_members,
             fence=self._fence_everywhere,
             end_training=self._end_training,
+        )
+        self._images = ImageService(
+            self.task, self._work, self._pool, self._check_coordinator, self
         )
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
@@ -164,6 +177,7 @@ class PsTask:
             "clocks": self._clocks.statistics(),
             "accumulators": self._accumulators.statistics(),
             "session": self._sessions.statistics(),
+            "image": {**self._images.statistics(), "timeline": self._timeline},
         }
 
     def _handlers(self) -> dict[type[Message], Handler]:
@@ -177,6 +191,7 @@ class PsTask:
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._rows.handlers(),
+            **self._images.handlers(),
             **self._service_handlers(),
             **self._clocks.handlers(),
             **self._accumulators.handlers(),
@@ -222,21 +237,82 @@ class PsTask:
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a new coordinator."""
-        self._store = ShardStore(self.task, self._pool)
-        self._ledger = Ledger(floor=attach.coordinator)
-        self._accumulators.restart(self._ledger)
+        self._attached, self._timeline = attach, 0
+        self._images.forget()
+        self._serve(ShardStore(self.task, self._pool), Ledger(floor=attach.coordinator), ())
+
+    def _serve(
+        self,
+        store: ShardStore,
+        ledger: Ledger,
+        accumulators: Iterable[tuple[DefineAccumulator, int]],
+    ) -> None:
+        """Serve this from now on; what was begun before ends where it began."""
+        self._store, self._ledger = store, ledger
+        self._accumulators.restart(ledger, accumulators)
         self._locks.close()
         self._gate.close()
         self._new_services()
         self._endpoint.handlers.update(self._service_handlers())
-        if self._index == 0:
+        if self._index == 0 and self._attached is not None:
+            shares = None
             if self._closer is not None:
-                self._closer.replaced()
+                self._closer.replaced("an earlier image" if self._timeline else "a new coordinator")
                 self._work.to_the_end(self._closer.close())
+                shares = self._closer.shares if self._timeline else None
             self._closer = StepCloser(
-                self._platform, attach, self._sync, self._work, self._pool, self._clocks.look_again
-            )
+                self._platform, self._attached, self._sync, self._work, self._pool,
+                self._clocks.look_again, self._timeline, shares,
+            )  # fmt: skip
             self._endpoint.handlers.update(self._closer.handlers())
+
+    # Images, see ``image_service.Held``.
+
+    @property
+    def floor(self) -> int:
+        """The lowest incarnation of any task that may be served."""
+        return self._coordinator
+
+    def settling(self) -> Iterator[None]:
+        """Make ``freeze`` quick, in pieces."""
+        return settling(self._store)
+
+    def freeze(self) -> tuple[Frozen, list[int]]:
+        """Hold what is served; see ``image_service.Held``."""
+        frozen = freeze(
+            self._store, self._ledger, pack_answer,
+            pack_accumulators(self._accumulators.definitions()), self._sync.raw_configs(),
+            () if self._closer is None else self._closer.steps.calls(),
+        )  # fmt: skip
+        return frozen, [] if self._closer is None else self._closer.steps.pending_closures()
+
+    def take(self, thawed: Thawed, message: TakeImage) -> None:
+        """Serve what an image holds from now on; see ``image_service.Held``.
+
+        What clients of this task take for known stays known, if the image is older than that.
+        """
+        store, state = thawed.store, thawed.state
+        for number, optimizer in self._store.optimizers().items():
+            store.define_optimizer(number, optimizer.config)
+        groups = {**self._sync.raw_configs(), **state.groups}
+        accumulators = {each.name: (each, 0) for each, _ in self._accumulators.definitions()}
+        for definition, step in unpack_accumulators(state.accumulators):
+            accumulators[definition.name] = definition, step
+        logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
+        self._timeline = message.timeline
+        self._serve(store, thawed.ledger, accumulators.values())
+        for number, raw in groups.items():
+            self._sync.define(number, raw)
+        if self._closer is not None:
+            self._closer.steps.note_calls(state.counted, state.ledger.final_below)
+        self._clocks.restart()
+        for task, below in (*message.fences, (CLOSER, self._closer_incarnation)):
+            self._refuse_below(task, below)
+
+    @property
+    def _closer_incarnation(self) -> int:
+        """With which ps 0 speaks to the others."""
+        return self._coordinator + self._timeline
 
     def _in_groups(self) -> frozenset[tuple[str, int]]:
         return frozenset() if self._closer is None else self._closer.steps.waiting
@@ -272,7 +348,7 @@ class PsTask:
             self._closer.resume()
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
-        if peer.task != CLOSER or peer.incarnation != self._coordinator:
+        if peer.task != CLOSER or peer.incarnation != self._closer_incarnation:
             self._check_coordinator(peer)
         self._refuse_below(message.task, message.below)
         return Reply(Done())
