@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from image_store import keep_images
-from memory_cluster import coordinating, event_of, note, shared
+from memory_cluster import cluster_of, coordinating, event_of
 
 import psync
 from psync.errors import ParameterServerLost
@@ -86,25 +87,36 @@ async def test_a_closure_in_flight_runs_again_and_what_the_image_has_of_it_is_no
         assert np.array_equal(await variables[0].read(), np.ones((2, 3)))
 
 
-async def test_updates_of_the_program_under_way_are_made_once(tmp_path: Path) -> None:
-    import asyncio
+async def test_an_update_of_the_program_under_way_is_made_once_on_all_its_shards(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            wide, _ = declared(coordinator)
+            await wide.assign(np.ones((2, 3), np.float32))
+            await keep_images(coordinator, tmp_path)
+            await cluster.stop("ps-1")
+            adding = asyncio.ensure_future(wide.assign_add(np.ones((2, 3), np.float32)))
+            await asyncio.sleep(0)
+            await cluster.start("ps-1")
+            await adding
+            assert np.array_equal(await wide.read(), np.full((2, 3), 2))
 
-    async with coordinating(2, 2) as (cluster, coordinator):
-        wide, small = declared(coordinator)
-        await wide.assign(np.ones((2, 3), np.float32))
-        await keep_images(coordinator, tmp_path)
-        await cluster.stop("ps-1")
-        adding = [
-            asyncio.ensure_future(wide.assign_add(np.ones((2, 3), np.float32))),
-            asyncio.ensure_future(small.assign_add(1)),
-        ]
-        reading = asyncio.ensure_future(wide.read())
-        await asyncio.sleep(0)
-        await cluster.start("ps-1")
-        await asyncio.gather(*adding)
-        assert np.array_equal(await wide.read(), np.full((2, 3), 2))
-        assert int(await small.read()) == 1
-        assert (await reading).min() == (await reading).max()  # of one timeline
+
+async def test_a_pull_under_way_returns_values_of_one_timeline(tmp_path: Path) -> None:
+    async with cluster_of(2, 1) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            wide, _ = declared(coordinator)
+            await wide.assign(np.ones((2, 3), np.float32))
+            await keep_images(coordinator, tmp_path)
+            await wide.assign(np.full((2, 3), 5, np.float32))
+            await cluster.stop("ps-1")
+            reading = asyncio.ensure_future(wide.read())
+            await asyncio.sleep(0)
+            await cluster.start("ps-1")
+            assert np.array_equal(await reading, np.ones((2, 3)))
 
 
 async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None:
@@ -168,8 +180,3 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
             await lose(cluster, name)
         await run(coordinator, 3, *variables)
         assert int(await variables[1].read()) == 5
-
-
-def test_these_are_used_by_steps() -> None:
-    assert callable(note)
-    assert isinstance(shared, dict)

@@ -393,14 +393,6 @@ class Coordinator:
 
     # Workers that come and leave.
 
-    async def add_worker(self, address: str, index: int | None, timeout_s: float | None) -> str:
-        """Take a worker into the cluster; see ``ClusterCoordinator.add_worker``."""
-        return await self.links.workers.add(address, index, timeout_s)
-
-    async def remove_worker(self, worker: str) -> None:
-        """Let a worker leave for good; see ``ClusterCoordinator.remove_worker``."""
-        await self.links.workers.remove(worker, "the program removes it")
-
     def _worker_leaves(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
         if self.links.workers.leaves(peer, message):
             self._retiring.add(peer.task)

@@ -214,13 +214,7 @@ class Cuts:
                     for ps, task, incarnation, sequence in message.others:
                         wanted.setdefault(ps, []).append((task, incarnation, sequence))
                 doing = _described(wanted)
-                await all_of(
-                    [
-                        self._links[ps].call(always(Admit(number, updates)))
-                        for ps, updates in wanted.items()
-                        if 0 <= ps < len(self._links)
-                    ]
-                )
+                await self._admit(number, wanted)
                 frozen = await _ask_all(self._links, Freeze(number), Frozen)
             images = [
                 ImageState.from_bytes(b"".join(segments), link.task)
@@ -245,6 +239,16 @@ class Cuts:
         cut.held_s = loop.time() - began
         logger.debug("cut %d held updates up for %.1f ms", number, cut.held_s * 1e3)
         return cut
+
+    async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
+        """Let through what belongs to updates that have begun somewhere; wait for its end."""
+        calls = []
+        for ps, updates in wanted.items():
+            if not 0 <= ps < len(self._links):
+                raise RemoteProtocolError(f"an update has a part on ps {ps}, which there is not")
+            calls.append(self._links[ps].call(always(Admit(number, updates))))
+        if calls:
+            await all_of(calls)
 
     def _tell_all(self, message: Message) -> asyncio.Task[Any]:
         """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""

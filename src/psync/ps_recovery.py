@@ -212,11 +212,10 @@ class PsRecovery:
         self._ps.begin_timeline(timeline)
         for link in links:
             link.release()
-        cut = CutCalls(states)
+        to_step = max(state.iterations for state in states)
         return RollbackEvent(
-            tuple(self._lost), timeline, from_step,
-            max(state.iterations for state in states), self.ended.undone(cut),
-            asyncio.get_running_loop().time() - began,
+            tuple(self._lost), timeline, max(from_step, to_step), to_step,
+            self.ended.undone(CutCalls(states)), asyncio.get_running_loop().time() - began,
         )  # fmt: skip
 
     async def _attach_all(self) -> None:

@@ -259,6 +259,13 @@ class ShardTable:
         """
         return self._optimizer(optimizer_id).step
 
+    @property
+    def iterations(self) -> int:
+        """The most updates that an optimizer has made."""
+        return max(
+            (each.rule.iteration(each.step) for each in self._optimizers.values()), default=0
+        )
+
     def set_optimizer_step(self, optimizer_id: int, step: int) -> None:
         """Let the next push of an optimizer have this step, or the one that it carries if later.
 
