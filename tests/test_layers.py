@@ -31,7 +31,7 @@ LAYERS = {
         "moment_rules", "adaptive_rules", "layerwise_rules", "rule_configs", "blocks", "row_blocks",
         "shards", "row_checks", "row_store", "lock_table", "means", "gradient_accumulation",
         "shard_updates", "gradient_store", "store", "ledger", "update_gate", "sync_config", "ledger_image",
-        "untrusted_json", "image_state", "ps_image", "rollback_rules", "step_norms",
+        "untrusted_json", "image_state", "ps_image", "rollback_rules", "adoption", "former_store", "step_norms",
         "closure_states", "metric_rules", "checkpoint_manifest", "dispatching", "closure_waits",
         "closure_errors", "closures", "gangs", "membership", "coordinator_grants", "flapping",
         "tokens", "sync_groups", "sync_steps", "staging", "session_members",
@@ -39,7 +39,7 @@ LAYERS = {
         "handshake_limits",
     ],
     "L2 shell": [
-        "access", "signing", "certificates", "tls_config", "checkpoint_files", "checkpoint_writer", "checkpoint_images", "resolvers",
+        "access", "signing", "certificates", "tls_config", "checkpoint_files", "image_files", "checkpoint_writer", "checkpoint_images", "resolvers",
         "union_resolver", "slurm_resolver", "kubernetes_resolver", "testing_notes",
         "testing_switches", "weak_rules", "failpoints", "stacks", "task_reports", "platform",
         "transport", "tls_channel", "tls_network", "connection", "exchanges", "serving", "lost_messages", "rpc", "endpoint",
@@ -54,7 +54,7 @@ LAYERS = {
         "replica_context", "updates", "whole_sets", "long_work", "ps_locks", "hosted_accumulators",
         "accumulator_service", "clock_service", "session_service", "step_updates", "slot_service",
         "measure_service", "gate_service", "ps_updates", "row_pulls", "group_table", "ps_sync",
-        "token_waits", "ps_pulls", "all_ps", "step_rounds", "step_closer", "image_service",
+        "token_waits", "ps_pulls", "all_ps", "step_rounds", "step_closer", "image_service", "adoption_service",
         "ps_report", "ps_task", "step_thread", "gang_member", "closure_inputs", "worker_session",
         "worker_leave",
         "worker_task", "remote_value", "closure_messages", "closure_timeout", "watchdog",
@@ -67,7 +67,7 @@ LAYERS = {
         "moving_averages", "staleness_bound", "gradient_arguments", "variable_lists",
         "optimizer_state", "optimizer_handles", "optimizers", "gradients", "replica_runs",
         "strategy_extended", "colocation", "distributed_datasets", "strategy", "datasets", "visits",
-        "data", "cluster_coordinator", "session_hooks", "training_sessions", "sync_arguments",
+        "data", "worker_changes", "cluster_coordinator", "session_hooks", "training_sessions", "sync_arguments",
         "sync_replicas", "metrics", "checkpoint_objects", "checkpoint_values", "checkpoint",
         "checkpoint_reports", "callbacks", "sidecar_evaluator", "training_progress", "evaluation",
         "trainer", "task_output", "processes", "testing.deadlock", "testing.segments",
@@ -77,7 +77,7 @@ LAYERS = {
     "L5 edge": [
         "launcher", "bench.draws", "bench.digits", "bench.modes", "bench.training", "bench.checks",
         "bench.figures", "bench.report", "bench.plots", "bench.real_runs", "bench.virtual_runs",
-        "bench.peers", "bench.sync_async", "bench", "checkpoint_cli", "cli", "__main__",
+        "bench.peers", "bench.sync_async", "bench", "certs_cli", "checkpoint_cli", "cli", "__main__",
     ],
 }  # fmt: skip
 ORDER = [module for modules in LAYERS.values() for module in modules]

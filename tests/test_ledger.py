@@ -405,3 +405,14 @@ def test_a_refused_message_is_settled_until_it_is_acknowledged_or_begun_anew() -
     ledger.acknowledge(client, 3)
     ledger.fail(late.ticket)  # its client has given up waiting
     assert ledger.is_settled(client, 2)
+
+
+def test_once_its_floor_is_raised_it_serves_nobody_below() -> None:
+    ledger = Ledger(floor=100)
+    ledger.check_incarnation("w", 150)
+    ledger.raise_floor(200)
+    ledger.raise_floor(120)
+    for incarnation in (150, 199):
+        with pytest.raises(FencedError, match="has been replaced by 200"):
+            ledger.check_incarnation("w", incarnation)
+    ledger.check_incarnation("w", 200)

@@ -317,6 +317,10 @@ class Ledger:
         if sender is None or sender.incarnation < incarnation:
             self._senders[task] = _Sender(incarnation)
 
+    def raise_floor(self, floor: int) -> None:
+        """Serve nobody below ``floor`` from now on, whichever task: another ledger does."""
+        self._floor = max(self._floor, floor)
+
     def check_incarnation(self, task: str, incarnation: int) -> None:
         """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""
         sender = self._senders.get(task)

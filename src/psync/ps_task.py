@@ -14,17 +14,20 @@ begun for an earlier one ends where it began.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from psync.accumulator_service import AccumulatorService
+from psync.adoption_service import AdoptionService
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.clock_service import ClockService
+from psync.coordinator_enquiry import ENQUIRER
 from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
 from psync.errors import (
@@ -61,18 +64,25 @@ from psync.transport import Listener
 from psync.updates import NO_BYTES, memory_for
 from psync.weak_rules import weaken
 from psync.wire.messages import (
+    AskOptimizer,
     AskStatistics,
     AttachPs,
     CheckShards,
     CreateShards,
     DefineAccumulator,
+    DefineOptimizer,
     Done,
     Fence,
     FinalBelow,
     Hello,
+    LockShards,
     Message,
+    Pull,
+    PullLocked,
     Refused,
     ReportSchedule,
+    SetOptimizer,
+    SetSlots,
     Shutdown,
     Statistics,
 )
@@ -80,6 +90,11 @@ from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, T
 from psync.wire.tensors import array_from_bytes
 
 logger = logging.getLogger(__name__)
+
+NOT_JUDGED = frozenset(
+    {Pull, PullLocked, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer}
+)
+"""What the ledger does not look at, and who was replaced must not be served with all the same."""
 
 
 class PsTask:
@@ -121,6 +136,9 @@ class PsTask:
             fence=self._fence_everywhere,
             end_training=self._end_training,
         )
+        self._adoption = AdoptionService(
+            self.task, self._work, self._check_coordinator, lambda: self._store
+        )
         self._images = ImageService(
             self.task, self._work, self._pool, self._check_coordinator, self
         )
@@ -147,6 +165,7 @@ class PsTask:
         if self._closer is not None:
             await self._closer.close()
         self._sessions.close()
+        await self._adoption.close()
         await self._work.drain()  # what began meanwhile
 
     @property
@@ -164,6 +183,7 @@ class PsTask:
     def statistics(self) -> dict[str, Any]:
         """Return counters: store, ledger, connections."""
         return {
+            "iterations": self._store.iterations,
             "pulls": self._pulls.pulls,
             "row_pulls": self._rows.pulls,
             "pushes": self._updates.pushes,
@@ -183,6 +203,7 @@ class PsTask:
     def _handlers(self) -> dict[type[Message], Handler]:
         return {
             AttachPs: Handler(self._attach),
+            **self._adoption.handlers(),
             GrantCoordinator: Handler(self._grant),
             CreateShards: Handler(self._create, self._prepare_create),
             Fence: Handler(self._fence),
@@ -202,6 +223,11 @@ class PsTask:
     # Membership.
 
     def _admit(self, hello: Hello) -> Refused | None:
+        is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
+        if is_worker and not self._coordinator:
+            # It would find no variable here, and take that for a mistake of its program, if this
+            # task has just been started again. It tries until the coordinator has decided.
+            return Refused("full", "it serves no coordinator yet")
         try:
             self._ledger.check_incarnation(hello.task, hello.incarnation)
         except FencedError as exc:
@@ -216,7 +242,7 @@ class PsTask:
             granted = self._grants.grant(clock, message.previous, message.seen)
         return Reply(CoordinatorGranted(granted))
 
-    def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Reply:
+    def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Awaitable[Reply]:
         _check_chief(peer)
         if message.coordinator != peer.incarnation:
             raise UsageError(f"{peer.task} speaks for another coordinator than itself")
@@ -226,14 +252,19 @@ class PsTask:
                 f"(incarnation {message.coordinator})"
             )
         if message.coordinator > self._coordinator:
-            if self._coordinator:
-                logger.info("%s: a new coordinator takes over, variables are dropped", self.task)
+            previous = self._coordinator
+            if previous:
+                kept = "kept" if message.keep else "dropped"
+                logger.info("%s: a new coordinator takes over, variables are %s", self.task, kept)
             self._coordinator = message.coordinator
             self._grants.note(message.coordinator)
+            self._ledger.raise_floor(message.coordinator)  # also for what waits for its turn
+            store = self._store
             self._begin(message)
+            self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
             self._clocks.restart()
             self._sessions.attached(message.coordinator)
-        return Reply(Done())
+        return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a new coordinator."""
@@ -257,14 +288,29 @@ class PsTask:
         if self._index == 0 and self._attached is not None:
             shares = None
             if self._closer is not None:
-                self._closer.replaced("an earlier image" if self._timeline else "a new coordinator")
-                self._work.to_the_end(self._closer.close())
+                self._closer.replaced("an earlier image" if self._timeline else "a newer coordinator")
+                self._work.to_the_end(self._end_closer(self._closer))
                 shares = self._closer.shares if self._timeline else None
             self._closer = StepCloser(
                 self._platform, self._attached, self._sync, self._work, self._pool,
                 self._clocks.look_again, self._timeline, shares,
             )  # fmt: skip
             self._endpoint.handlers.update(self._closer.handlers())
+
+    def _end_closer(self, closer: StepCloser) -> Coroutine[Any, Any, None]:
+        """End what decided steps; where variables are kept, a step that is decided is applied."""
+        attach = self._attached
+        keep = attach is not None and attach.keep and not self._timeline
+        patience_s = attach.ps_timeout_s if attach is not None and keep else 0.0
+
+        async def end() -> None:
+            if keep:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience_s):
+                        await closer.pause()
+            await closer.close()
+
+        return end()
 
     # Images, see ``image_service.Held``.
 
@@ -300,6 +346,7 @@ class PsTask:
             accumulators[definition.name] = definition, step
         logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
         self._timeline = message.timeline
+        self._adoption.went_back(self._coordinator + message.timeline)
         self._serve(store, thawed.ledger, accumulators.values())
         for number, raw in groups.items():
             self._sync.define(number, raw)
@@ -337,7 +384,18 @@ class PsTask:
         handlers: dict[type[Message], Handler] = {}
         for service in (self._updates, self._sync, self._locks, self._pulls, self._gate):
             handlers.update(service.handlers())
+        for kind in NOT_JUDGED & handlers.keys():
+            handlers[kind] = self._of_served(handlers[kind])
         return handlers
+
+    def _of_served(self, handler: Handler) -> Handler:
+        """Refuse whoever was replaced, over a connection that it had before."""
+
+        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
+            self._ledger.check_incarnation(peer.task, peer.incarnation)
+            return handler.run(peer, message, body)
+
+        return Handler(run, handler.prepare)
 
     async def _pause_steps(self) -> None:
         if self._closer is not None:
