@@ -170,9 +170,15 @@ class ClosureInputs:
             except CaptureError as exc:
                 error = ClosureInputError(f"a dataset could not be built: {exc.message}")
                 raise error from exc
-            context = InputContext(handle.num_pipelines, self._worker_index, 1)
-            position = handle.starts.get(self._worker_index, 0)
-            iterator = WorkerIterator(dataset_fn, context, ahead=self._ahead, position=position)
+            # A worker that was added after the dataset was made reads the share of another one.
+            share = self._worker_index % handle.num_pipelines
+            iterator = WorkerIterator(
+                dataset_fn,
+                InputContext(handle.num_pipelines, share, 1),
+                ahead=self._ahead,
+                position=handle.starts.get(self._worker_index, 0),
+                worker_index=self._worker_index,
+            )
             self._iterators.add(handle.uid, iterator)
         await iterator.ready()
 

@@ -1,7 +1,8 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
-Layer: L4. Imports: errors, cluster, context, coordinator, datasets, environment,
-events, optimizer_handles, remote_value, strategy, task_reports, visits, wire.
+Layer: L4. Imports: errors, context, coordinator, datasets, distributed_datasets, environment,
+events, flapping, optimizer_handles, remote_value, strategy, task_reports, visits, wire,
+worker_changes.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from types import TracebackType
 from typing import Any, Self
 
 from psync.closures import MAX_LOSSES
-from psync.cluster import task_name
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.datasets import PerWorkerDataset, PerWorkerIterator, capture_dataset
+from psync.distributed_datasets import DistributedDataset
 from psync.environment import platform_of, script_is_shared, watchdog_timeout
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.events import Event
+from psync.flapping import LIMIT, Flapping
 from psync.optimizer_handles import PROCESS, any_synchronous
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
 from psync.task_reports import add_description
 from psync.visits import Visits
 from psync.wire.messages import AskPosition, IteratorPosition, ReleaseIterators
+from psync.worker_changes import add_worker, remove_worker
+
 
 _of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
@@ -47,7 +51,10 @@ class ClusterCoordinator:
         closure_timeout: Seconds after which a worker that still runs the same closure is given
             up: the closure runs again elsewhere. None: a step may take as long as it likes.
         max_losses: A closure that was lost with its worker this often seems to be the cause, and
-            is reported instead of killing further workers (Dask's rule and number).
+            is reported instead of killing further workers (Dask's rule and number). A worker that
+            leaves in order, or whose session the coordinator ends, is no loss.
+        max_flaps: A worker that is lost more often than this within a minute is not connected to
+            again for 30 s, then for twice as long, up to 5 minutes. None: it always is.
         watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
             waits, and shows the stacks of this process, if there is work and no closure has ended
             meanwhile; again after as long a silence. None: the environment variable
@@ -85,6 +92,7 @@ class ClusterCoordinator:
         ps_timeout: float = 15.0,
         closure_timeout: float | None = None,
         max_losses: int = MAX_LOSSES,
+        max_flaps: int | None = LIMIT,
         watchdog_timeout: float | None = None,
         on_stall: Callable[[str], object] | None = None,
         insecure: bool = False,
@@ -105,7 +113,6 @@ class ClusterCoordinator:
                 f"closure_timeout: expected seconds above 0, got {closure_timeout}"
             )
         self.strategy = strategy
-        self._num_workers = num_workers
         self._min_workers = num_workers if min_workers is None else min_workers
         self._connect_timeout_s = connect_timeout
         self._ps_timeout_s = ps_timeout
@@ -116,6 +123,8 @@ class ClusterCoordinator:
         self._on_stall = on_stall
         self._undescribe: Callable[[], None] = lambda: None
         self._max_losses = max_losses
+        self._max_flaps = max_flaps
+        Flapping(max_flaps)  # is it a limit?
         self._insecure = insecure
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._starting = False
@@ -172,6 +181,7 @@ class ClusterCoordinator:
             watchdog_timeout_s=self._watchdog_timeout_s,
             on_stall=self._on_stall,
             max_losses=self._max_losses,
+            max_flaps=self._max_flaps,
         )
         self._starting = True
         try:
@@ -234,6 +244,56 @@ class ClusterCoordinator:
         if kwargs is not None and not isinstance(kwargs, dict):
             raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
         return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+
+    async def add_worker(
+        self, address: str, *, index: int | None = None, timeout: float | None = 60.0
+    ) -> str:
+        """Take a worker into the cluster that was not there at the start; return its task name.
+
+        It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
+        more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
+        "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
+        when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
+        ``psync.run``. Datasets and variables keep the number of workers that they were made for:
+        it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
+        that one's copy of a variable that is synchronized on read.
+
+        Args:
+            address: Where it listens.
+            index: Its task index; None: the lowest that no worker of the cluster has.
+            timeout: Seconds to wait for it; it may still be starting. None: for ever.
+
+        Raises:
+            ConnectFailed: It is not there in time, and is forgotten.
+            ConfigurationError: The address is none, or another task's; or the index is.
+            ProtocolError: Another task answers there, such as a worker of another index.
+            AuthenticationError: It holds another secret.
+            ClosedError: The coordinator is not running.
+
+        Cancellation: It is forgotten.
+        """
+        workers = self._running("add_worker").links.workers
+        return await add_worker(workers, self.strategy.cluster, address, index, timeout)
+
+    async def remove_worker(self, task: str, timeout: float | None = None) -> None:
+        """Ask a worker to leave, and wait until it has; its process exits with code 0.
+
+        It gives back what it has not begun and finishes the closure that it runs. One that cannot
+        be reached is forgotten at once. Its index may be given to another one. Nobody reads its
+        share of per-worker datasets any more.
+
+        Args:
+            task: As in ``/job:worker/task:3``.
+            timeout: Seconds to wait; None: as long as its closure takes.
+
+        Raises:
+            ConfigurationError: The cluster has no such worker.
+            DeadlineExceeded: It has not left in time; it will when its closure has ended.
+            ClosedError: The coordinator is not running.
+
+        Cancellation: It leaves all the same.
+        """
+        await remove_worker(self._running("remove_worker").links.workers, task, timeout)
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
@@ -309,8 +369,11 @@ class ClusterCoordinator:
         """
         coordinator = self._running("create_per_worker_dataset")
         captured, function = capture_dataset(dataset_fn, coordinator.functions)
+        num_workers = len(coordinator.links.workers.names())
+        if isinstance(dataset_fn, DistributedDataset):
+            num_workers = dataset_fn.num_workers
         return PerWorkerDataset(
-            captured, function, self._num_workers, self._release_iterator, self._positions
+            captured, function, num_workers, self._release_iterator, self._positions
         )
 
     def distribute_once(
@@ -366,9 +429,10 @@ class ClusterCoordinator:
         coordinator = self._running("positions")
         answers = await coordinator.ask_workers(AskPosition(iterator.uid))
         positions = {}
-        for place, index in enumerate(self.strategy.cluster.task_indices("worker")):
+        workers = coordinator.links.workers.names()[: iterator.num_pipelines]
+        for place, worker in enumerate(workers):
             positions[place] = iterator.starts.get(place, 0)
-            answer = answers.get(task_name("worker", index))
+            answer = answers.get(worker)
             if isinstance(answer, IteratorPosition) and answer.position >= 0:
                 positions[place] = answer.position
         return positions

@@ -70,11 +70,11 @@ class DistributedDataset:
         self, dataset_fn: Callable[..., Any], num_workers: int, worker_index: int | None
     ) -> None:
         self.dataset_fn = dataset_fn
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._worker_index = worker_index
 
     def __repr__(self) -> str:
-        return f"<distributed dataset of {self.dataset_fn!r} for {self._num_workers} workers>"
+        return f"<distributed dataset of {self.dataset_fn!r} for {self.num_workers} workers>"
 
     def __iter__(self) -> Iterator[Any]:
         closure = current_closure()
@@ -84,7 +84,9 @@ class DistributedDataset:
                 "iter() on a distributed dataset on the coordinator: its elements are for workers",
                 hint="pass iter(coordinator.create_per_worker_dataset(dataset)) to steps",
             )
-        return _elements(self.dataset_fn, InputContext(self._num_workers, index))
+        # A worker that was added later reads the share of another one.
+        share = index % self.num_workers
+        return _elements(self.dataset_fn, InputContext(self.num_workers, share))
 
     @property
     def element_spec(self) -> Any:
@@ -96,7 +98,7 @@ class DistributedDataset:
 
         Source: ``tf.distribute.DistributedDataset.element_spec``.
         """
-        return element_spec_of(self.dataset_fn, self._num_workers)
+        return element_spec_of(self.dataset_fn, self.num_workers)
 
 
 def _elements(dataset_fn: Callable[..., Any], context: InputContext) -> Generator[Any, None, None]:

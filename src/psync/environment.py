@@ -33,6 +33,9 @@ script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", defaul
 training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_over", default=None)
 """Set by a training session that ends: the program now says its last words."""
 
+added_workers: ContextVar[dict[str, str] | None] = ContextVar("psync_added_workers", default=None)
+"""Address of each worker that the program has added, by name: they, too, hear of its end."""
+
 run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", default=None)
 """Set when the run ends beside which a launcher has started this evaluator; None: none has."""
 

@@ -16,7 +16,6 @@ What an end means is known before it comes, or by what the worker said last:
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
@@ -135,6 +134,10 @@ class WorkerLinks:
         """Return the name of each worker there ever was, by what steps call its index."""
         return list(self._places)
 
+    def addresses(self) -> dict[str, str]:
+        """Return where each worker of the cluster listens, by name."""
+        return {worker.name: worker.address for worker in self._workers.values()}
+
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         now = self._loop.time()
@@ -149,12 +152,12 @@ class WorkerLinks:
 
     # Workers that come and leave.
 
-    async def add(self, address: str, index: int | None, timeout_s: float | None) -> str:
+    async def add(self, address: str, index: int, timeout_s: float | None) -> str:
         """Take a worker into the cluster; return its name once it takes part.
 
         Args:
             address: Where it listens.
-            index: What it calls itself; None: the lowest that no worker has.
+            index: What it calls itself; no other worker has it.
             timeout_s: Seconds to wait for it; None: for ever.
 
         Raises:
@@ -163,9 +166,6 @@ class WorkerLinks:
 
         Cancellation: It is forgotten, as after an error.
         """
-        if index is None:
-            taken = {parse_task_name(name)[1] for name in self._workers}
-            index = next(number for number in itertools.count() if number not in taken)
         name = task_name("worker", index)
         place = self._places.setdefault(name, len(self._places))
         worker = self._workers[name] = _Worker(name, address, place)
@@ -201,14 +201,6 @@ class WorkerLinks:
                 logger.info("%s was not told to leave: %s", name, exc)
             await worker.on_gone.wait()
         await self._forget(worker)
-
-    def knows(self, name: str) -> bool:
-        """Return whether a worker of this name belongs to the cluster."""
-        return name in self._workers
-
-    def address_of(self, name: str) -> str:
-        """Return where a worker is known to listen."""
-        return self._workers[name].address
 
     def end_session(self, name: str, error: Exception, *, blame: bool) -> None:
         """End what a worker does for us, and attach it anew: nothing that speaks against it.
