@@ -74,6 +74,7 @@ class Cut:
         images: The state of each ps.
         pending: Closures whose gradients count in a synchronous step that is not in the cut.
         held_s: Seconds for which updates were held up.
+        is_over: Whether it has ended.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Cut:
         self.images = images
         self.pending = pending
         self.held_s = 0.0
+        self.is_over = False
         self._links = links
 
     async def shared(self, path: str, nonce: str) -> list[bool]:
@@ -110,6 +112,7 @@ class Cut:
 
         Cancellation: The file may be written.
         """
+        self._check_held()
         listed = json.dumps([list(item) for item in items]).encode()
         message, segments = await _ask(
             self._links[ps], WriteFrozen(self.number, path), Written, [listed]
@@ -128,6 +131,7 @@ class Cut:
             CutLost: The ps does not hold the cut any more.
             ParameterServerLost: It is gone.
         """
+        self._check_held()
         nbytes = self.images[ps].items[item].nbytes
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
@@ -141,6 +145,10 @@ class Cut:
                 )
             for segment in received.segments:
                 yield segment
+
+    def _check_held(self) -> None:
+        if self.is_over:
+            raise CutLost(f"cut {self.number} is over")
 
     async def read(self, ps: int, item: int) -> np.ndarray:
         """Return an item, of its shape and dtype; else as ``pieces``. Cancellation: safe."""
@@ -189,6 +197,7 @@ class Cuts:
             try:
                 yield cut
             finally:
+                cut.is_over = True
                 self._tell_all(DropFrozen(cut.number))
 
     async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
