@@ -1,0 +1,199 @@
+"""One chaotic run: start it, let the killer and the network loose, compare what is left.
+
+Layer: L5. Imports: testing.chaos, testing.chaos_proxy, testing_notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psync.testing.chaos import oracle, program
+from psync.testing.chaos.journal import read_journal
+from psync.testing.chaos.killer import Kill, Killer, KillPlan
+from psync.testing.chaos.victims import Victim, victims_of
+from psync.testing_notes import notes_in
+
+START_S = 60.0
+END_S = 120.0
+LOOK_EVERY_S = 0.05
+
+LOSSES = {
+    "*": {"request": 0.001, "reply": 0.001, "in_flight": 0.001, "min_each": 1},
+    "Push": {"request": 0.004, "reply": 0.004, "in_flight": 0.002, "min_each": 2},
+    "Contribute": {"request": 0.004, "reply": 0.004, "in_flight": 0.002, "min_each": 2},
+}
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is done in one run."""
+
+    seed: int
+    seconds: float
+    settings: program.Settings
+    kills: KillPlan
+    losses: Mapping[str, Any] | None = None
+    failpoints: str = ""
+    without: str = ""
+    log_level: str = "warning"
+
+
+@dataclass
+class Result:
+    """What came of a run."""
+
+    plan: RunPlan
+    faults: list[str] = field(default_factory=list)
+    kills: list[Kill] = field(default_factory=list)
+    passed_over: int = 0
+    notes: Mapping[str, Counter[str]] = field(default_factory=dict)
+    expected: oracle.Expected = field(default_factory=oracle.Expected)
+    checked: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+async def run(plan: RunPlan) -> Result:
+    """Do it. Everything that it leaves is in the directory of the settings.
+
+    Cancellation: All processes are ended.
+    """
+    result = Result(plan)
+    directory = Path(plan.settings.directory)
+    for name in ("notes", "applies"):
+        (directory / name).mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    async with _launched(plan) as launcher:
+        try:
+            await _announce(launcher, plan)
+            tasks = {"chief": 1, "ps": plan.settings.num_ps, "worker": plan.settings.num_workers}
+            killer = Killer(
+                launcher.pid, directory, tasks, plan.kills, random.Random(f"{plan.seed}/kills")
+            )
+            result.kills = killer.kills
+            await _unless_it_ends(launcher, killer.run(plan.seconds))
+            result.passed_over = killer.passed_over
+            await asyncio.to_thread((directory / program.STOP).touch)
+            async with asyncio.timeout(END_S):
+                code = await asyncio.to_thread(launcher.wait)
+            if code:
+                result.faults.append(f"psync run ended with code {code}: see {directory}/run.log")
+        except _Over as exc:
+            result.faults.append(f"{exc}: see {directory}/run.log")
+        except TimeoutError:
+            await _ask_all(launcher.pid)
+            result.faults.append(
+                f"training has not ended {END_S:g} s after the last fault: see {directory}/run.log"
+            )
+    result.seconds = time.monotonic() - began
+    await asyncio.to_thread(_judge, result, directory)
+    return result
+
+
+class _Over(Exception):
+    """The run has ended before its time."""
+
+
+@contextlib.asynccontextmanager
+async def _launched(plan: RunPlan) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Start ``psync run``; at the end nothing of it is left."""
+    directory, settings = Path(plan.settings.directory), plan.settings
+    command = [
+        sys.executable, "-m", "psync", "run", program.__file__,
+        "--ps", str(settings.num_ps), "--workers", str(settings.num_workers),
+        "--max-restarts", "1000", "--log-level", plan.log_level,
+    ]  # fmt: skip
+    if b"--chief-restarts" in subprocess.check_output([*command[:4], "--help"]):
+        command += ["--chief-restarts", "1000"]
+    environ = {
+        **os.environ,
+        **settings.to_environment(),
+        "PSYNC_TESTING_NOTES": str(directory / "notes"),
+        "PSYNC_TESTING_APPLY_LOG": str(directory / "applies"),
+        "PSYNC_TESTING_WITHOUT": plan.without,
+        "PSYNC_FAILPOINTS": plan.failpoints,
+    }
+    if plan.losses:
+        environ["PSYNC_TESTING_LOSS"] = json.dumps({**plan.losses, "seed": plan.seed})
+    with (directory / "run.log").open("ab") as log:
+        launcher = subprocess.Popen(  # noqa: ASYNC220 - the loop does nothing else yet
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGTERM)
+            try:
+                launcher.wait(15.0)
+            except subprocess.TimeoutExpired:
+                launcher.kill()  # its tasks end with it: see processes
+                launcher.wait()
+
+
+async def _announce(launcher: subprocess.Popen[bytes], plan: RunPlan) -> None:
+    """Tell the program where its tasks are, once they are known."""
+    deadline = time.monotonic() + START_S
+    while not (found := victims_of(launcher.pid)):
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            raise _Over("psync run has not started anything")
+        await asyncio.sleep(LOOK_EVERY_S)
+    some: Victim = next(iter(found.values()))
+    addresses = {
+        address: address
+        for job in ("ps", "worker")
+        for address in some.config["cluster"].get(job, ())
+    }
+    path = Path(plan.settings.directory, "addresses.json")
+    path.with_suffix(".new").write_text(json.dumps(addresses))
+    path.with_suffix(".new").rename(path)
+
+
+async def _unless_it_ends(launcher: subprocess.Popen[bytes], chaos: Any) -> None:
+    work = asyncio.ensure_future(chaos)
+    try:
+        while not work.done():
+            if launcher.poll() is not None:
+                raise _Over(f"psync run ended early, with code {launcher.returncode}")
+            await asyncio.wait([work], timeout=0.2)
+        work.result()
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+async def _ask_all(launcher: int) -> None:
+    """Let every task say in the log what it does."""
+    for victim in victims_of(launcher).values():
+        victim.send(signal.SIGUSR1)
+    await asyncio.sleep(2.0)
+
+
+def _judge(result: Result, directory: Path) -> None:
+    """Compare what is left with what must be."""
+    settings = result.plan.settings
+    result.notes = notes_in(directory / "notes")
+    result.expected = oracle.read(read_journal(directory))
+    final = directory / program.FINAL
+    if not final.exists():
+        result.faults.append("there are no final values")
+        return
+    with np.load(final) as arrays:
+        found = dict(arrays)
+    result.faults += oracle.check(result.expected, found, settings.num_ps, settings.rows)
+    result.checked.append(f"counters of {result.expected.stop} closures on {settings.num_ps} ps")

@@ -1,0 +1,85 @@
+"""What a chaotic run has done and found, as a table.
+
+Layer: L5. Imports: testing.chaos.one_run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from psync.lost_messages import FORMS
+from psync.testing.chaos.one_run import Result
+
+SHOWN = 12  # faults
+
+
+def summary(result: Result, again: str) -> str:
+    """Return the text.
+
+    Args:
+        result: Of the run.
+        again: The command that runs it again.
+    """
+    plan, expected = result.plan, result.expected
+    kinds = Counter((kill.job, kill.signal) for kill in result.kills)
+    pushing = Counter((kill.job, kill.signal) for kill in result.kills if kill.in_flight)
+    lines = [
+        f"chaos: seed {plan.seed}, {plan.settings.mode}, recovery {plan.settings.recovery}, "
+        f"{plan.settings.num_ps} ps, {plan.settings.num_workers} workers, {result.seconds:.0f} s",
+        "",
+        "killed or stopped            times   with a push in flight",
+        *(
+            f"  {job:<8} {signal:<16} {count:>5} {pushing[job, signal]:>10}"
+            for (job, signal), count in sorted(kinds.items())
+        ),
+    ]
+    if result.passed_over:
+        lines.append(f"  nobody could be killed in time: {result.passed_over} times")
+    lines += ["", *losses_of(result.notes), "", *failpoints_of(result.notes)]
+    lines += [
+        f"closures done: {len(expected.done)}, lives of the program: {expected.lives}, "
+        f"checkpoints: {expected.checkpoints}, rollbacks: {expected.rollbacks} (closures undone: "
+        f"{len(expected.undone)})",
+        *(f"checked: {what}" for what in result.checked),
+        "",
+    ]
+    if not result.faults:
+        return "\n".join([*lines, "nothing was found"])
+    lines += [f"FAULT: {fault}" for fault in result.faults[:SHOWN]]
+    if len(result.faults) > SHOWN:
+        lines.append(f"… and {len(result.faults) - SHOWN} more")
+    return "\n".join([*lines, f"left in {plan.settings.directory}", f"again: {again}"])
+
+
+def losses_of(notes: Mapping[str, Counter[str]]) -> list[str]:
+    """Return a line for each kind of message that occurred."""
+    lost: Counter[tuple[str, str]] = Counter()
+    kinds: set[str] = set()
+    for counts in notes.values():
+        for line, count in counts.items():
+            match line.split():
+                case ["lost", kind, form]:
+                    lost[kind, form] += count
+                    kinds.add(kind)
+                case ["met", kind]:
+                    kinds.add(kind)
+    if not kinds:
+        return ["messages lost: none"]
+    return [
+        f"messages lost           {'  '.join(f'{form:>9}' for form in FORMS)}",
+        *(
+            f"  {kind:<20}  {'  '.join(f'{lost[kind, form]:>9}' for form in FORMS)}"
+            for kind in sorted(kinds)
+        ),
+    ]
+
+
+def failpoints_of(notes: Mapping[str, Counter[str]]) -> list[str]:
+    """Return a line for each failpoint that has acted."""
+    hits: Counter[str] = Counter()
+    for counts in notes.values():
+        for line, count in counts.items():
+            if line.startswith("failpoint "):
+                hits[line.removeprefix("failpoint ")] += count
+    return [f"failpoint {name}: {count} deaths" for name, count in sorted(hits.items())]
