@@ -164,6 +164,7 @@ class ImageService:
         pool: Memory of what is prepared.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         held: What is served.
+        reached: Told the name of a place where a test may stop the task.
     """
 
     def __init__(
@@ -173,12 +174,14 @@ class ImageService:
         pool: BlockPool,
         check_coordinator: Callable[[Peer], None],
         held: Held,
+        reached: Callable[[str], None],
     ) -> None:
         self._task = task
         self._work = work
         self._pool = pool
         self._check_coordinator = check_coordinator
         self._held_now = held
+        self._reached = reached
         self._cut: _Cut | None = None
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
@@ -283,6 +286,7 @@ class ImageService:
         return _again(under_way)
 
     async def _written(self, cut: _Cut, path: Path, items: list[tuple[int, str]]) -> Reply:
+        self._reached("checkpoint.ps.write")
         size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
         self._written_bytes += size
         return Reply(Written(size), [json.dumps(places).encode()])

@@ -140,8 +140,9 @@ class PsTask:
             self.task, self._work, self._check_coordinator, lambda: self._store
         )
         self._images = ImageService(
-            self.task, self._work, self._pool, self._check_coordinator, self
-        )
+            self.task, self._work, self._pool, self._check_coordinator, self,
+            platform.failpoints.hit,
+        )  # fmt: skip
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
             self._admit,
