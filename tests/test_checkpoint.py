@@ -289,7 +289,7 @@ class TestManager:
                 await checkpoint.restore(path)
 
 
-@pytest.mark.parametrize("method", ["data_file", "commit"])
+@pytest.mark.parametrize("method", ["add_image", "commit"])
 async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

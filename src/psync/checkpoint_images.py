@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from psync.checkpoint_files import Reader, disk_errors, read_bounded
+from psync.checkpoint_files import READ_BYTES, Reader, disk_errors, read_bounded
 from psync.checkpoint_manifest import Image, Place
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.image_state import ImageState
@@ -73,6 +73,26 @@ def _stored(path: Path, image: Image, size: int) -> StoredImage:
         named = f"item {wrong[0]}" if wrong else "an item"
         raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {image.data}")
     return StoredImage(state, path / image.data, image.places)
+
+
+def check_places(image: StoredImage) -> None:
+    """Read all arrays of an image and compare their checksums.
+
+    Raises:
+        CheckpointCorrupt: One is not what was written.
+        CheckpointError: The file cannot be read.
+    """
+    with disk_errors(f"reading {image.file}"), open(image.file, "rb") as file:
+        for place in image.places:
+            file.seek(place.start)
+            crc, left = 0, place.nbytes
+            while left and (data := file.read(min(left, READ_BYTES))):
+                crc, left = zlib.crc32(data, crc), left - len(data)
+            if left or crc != place.crc32:
+                raise CheckpointCorrupt(
+                    f"{image.file}: item {place.item}: expected checksum {place.crc32:08x}, got "
+                    f"{crc:08x}"
+                )
 
 
 class SavedImages:

@@ -1,6 +1,6 @@
 """What is in checkpoints, for people and for other programs: lists, differences, exports.
 
-Layer: L4. Imports: errors, specs, checkpoint_files, checkpoint_manifest.
+Layer: L4. Imports: errors, specs, checkpoint_files, checkpoint_images, checkpoint_manifest.
 
 Everything here blocks, and needs no cluster.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from psync.checkpoint_files import DataFile, Planned, Reader
+from psync.checkpoint_images import check_places, stored_images
 from psync.checkpoint_manifest import Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
 
@@ -48,7 +49,7 @@ def summary(path: Path) -> str:
 
 
 def inspection(path: Path) -> list[str]:
-    """Return a line for each tensor and state of a checkpoint, and check every byte of it.
+    """Return a line for each tensor, state and image of a checkpoint, and check every byte of it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -64,6 +65,10 @@ def inspection(path: Path) -> list[str]:
     for name, state in reader.manifest.states.items():
         text = json.dumps(state)
         lines.append(f"{name}  {text if len(text) <= 100 else text[:97] + '...'}")
+    for stored in stored_images(path) if reader.manifest.images else ():
+        check_places(stored)
+        nbytes = sum(place.nbytes for place in stored.places)
+        lines.append(f"{stored.file.name}  all that a ps held, to recover it  {_size(nbytes)}")
     return lines
 
 
