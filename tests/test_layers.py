@@ -49,7 +49,7 @@ LAYERS = {
         "context", "captures", "payloads", "failures", "functions", "dataset_functions",
         "data_sources", "iterators", "coordinator_enquiry", "declarations", "plans", "ps_link",
         "ps_calls", "ps_rows", "ps_client", "measure_client", "shard_locks", "slot_client", "cuts",
-        "pulled_ahead", "sync_client", "accumulator_client", "creation", "runtime", "scopes",
+        "pulled_ahead", "sync_client", "accumulator_client", "reattachment", "creation", "runtime", "scopes",
         "variable_creators", "turns", "collectives", "extended", "replica_states",
         "replica_context", "updates", "whole_sets", "long_work", "ps_locks", "hosted_accumulators",
         "accumulator_service", "clock_service", "session_service", "step_updates", "slot_service",

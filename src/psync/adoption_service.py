@@ -53,9 +53,7 @@ class AdoptionService:
             AdoptShards: Handler(self._adopt),
         }
 
-    def begin(
-        self, store: ShardStore, previous: int, coordinator: int, *, keep: bool
-    ) -> None:
+    def begin(self, store: ShardStore, previous: int, coordinator: int, *, keep: bool) -> None:
         """A newer coordinator is served, with a store of its own.
 
         Args:
@@ -108,8 +106,7 @@ class AdoptionService:
 
     def _describe(self, peer: Peer, message: DescribeShards, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
-        described = self._former.describe().to_bytes()
-        return Reply(ShardsDescribed(), (memoryview(described),))
+        return Reply(ShardsDescribed(), [self._former.describe().to_bytes()])
 
     def _adopt(self, peer: Peer, message: AdoptShards, body: list[memoryview]) -> Reply:
         self._check_coordinator(peer)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from psync.adoption import NewOptimizer
 from psync.closures import MAX_LOSSES
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
@@ -23,14 +24,19 @@ from psync.environment import platform_of, script_is_shared, watchdog_timeout
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.events import Event
 from psync.flapping import LIMIT, Flapping
-from psync.optimizer_handles import PROCESS, any_synchronous
+from psync.optimizer_handles import (
+    PROCESS,
+    any_synchronous,
+    note_learning_rate,
+    optimizers_here,
+)
+from psync.reattachment import OwnOptimizers
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
 from psync.task_reports import add_description
 from psync.visits import Visits
 from psync.wire.messages import AskPosition, IteratorPosition, ReleaseIterators
 from psync.worker_changes import add_worker, remove_worker
-
 
 _of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
@@ -61,6 +67,11 @@ class ClusterCoordinator:
             ``PSYNC_WATCHDOG_TIMEOUT`` says it, or there is no watchdog; 0: none.
         on_stall: Called with the text of each such report, on the loop.
         insecure: Whether it may run without a secret.
+        attach: Whether the program goes on with the values that the ps tasks hold, if an earlier
+            one has left any: it has died, and they live. It must declare the same variables and
+            make the same optimizers, before it schedules anything; what it has not declared then
+            is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
+            is left anywhere, this is a normal start.
 
     Raises:
         ConfigurationError: If an option is out of range, or the strategy is no
@@ -96,6 +107,7 @@ class ClusterCoordinator:
         watchdog_timeout: float | None = None,
         on_stall: Callable[[str], object] | None = None,
         insecure: bool = False,
+        attach: bool = False,
     ) -> None:
         if hasattr(self, "strategy"):
             return  # made before for this strategy
@@ -118,6 +130,7 @@ class ClusterCoordinator:
         self._ps_timeout_s = ps_timeout
         if max_losses < 1:
             raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
+        self._attach = attach
         self._closure_timeout_s = closure_timeout
         self._watchdog_timeout_s = _watchdog_timeout(watchdog_timeout)
         self._on_stall = on_stall
@@ -151,6 +164,9 @@ class ClusterCoordinator:
         """Connect to every ps and to the workers.
 
         Raises:
+            AttachError: With ``attach=True``: a ps that was started again has lost its part of the
+                variables, or they are others than those declared so far. What is declared later is
+                compared when something first needs it.
             ConnectFailed: They are not there in time; names who is missing, and where.
             AuthenticationError: A task holds another secret.
             ProtocolError: Something else answers at a task's address.
@@ -182,6 +198,7 @@ class ClusterCoordinator:
             on_stall=self._on_stall,
             max_losses=self._max_losses,
             max_flaps=self._max_flaps,
+            attach=OwnOptimizers(_optimizers, note_learning_rate) if self._attach else None,
         )
         self._starting = True
         try:
@@ -472,6 +489,13 @@ def coordinator_of(origin: str) -> Coordinator | None:
     """
     known = _of_origin.get(origin)
     return None if known is None else known._coordinator
+
+
+def _optimizers() -> list[NewOptimizer]:
+    return [
+        NewOptimizer(optimizer.number, optimizer.get_name(), optimizer.get_config())
+        for optimizer in optimizers_here()
+    ]
 
 
 def _watchdog_timeout(given: float | None) -> float | None:

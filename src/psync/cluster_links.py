@@ -70,6 +70,8 @@ class ClusterLinks:
         program: Token of this process.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
         max_flaps: As for ``Flapping``.
+        keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
+            a synchronous step that is being closed gets to its end before others refuse it.
     """
 
     def __init__(
@@ -83,7 +85,10 @@ class ClusterLinks:
         program: str,
         ps_timeout_s: float,
         max_flaps: int | None = LIMIT,
+        keep: bool = False,
     ) -> None:
+        self._keep = keep
+        self._ps_0_attached = asyncio.Event()
         self._owner = owner
         self._origin = origin
         self._program = program
@@ -235,6 +240,8 @@ class ClusterLinks:
         while True:
             mine = self.incarnation
             try:
+                if index and self._keep:
+                    await self._ps_0_attached.wait()
                 peer = await link.peer("control")
                 link.lost_after_s = self._ps_timeout_s
                 await link.call(lambda _: self._ps_attachment(index))
@@ -251,6 +258,8 @@ class ClusterLinks:
                 continue
             if mine == self.incarnation:
                 self._fenced_ps.add(index)
+            if not index:
+                self._ps_0_attached.set()
             self.perform(self.membership.connected(link.task, peer.incarnation))
             if not first:
                 logger.warning("%s is reachable again", link.task)
@@ -270,7 +279,10 @@ class ClusterLinks:
         await link.call(lambda _: self._ps_attachment(link.index), urgent=True)
 
     def _ps_attachment(self, index: int) -> AttachPs:
-        return AttachPs(self.incarnation, index, list(self._ps.values()), self._ps_timeout_s)
+        # One that was started again while this program runs is of no life: see ``adoption``.
+        keep = self._keep or self._up
+        addresses = list(self._ps.values())
+        return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep)
 
     # worker_links.WorkerLinksOwner.
 

@@ -2,8 +2,8 @@
 
 Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
 cluster_links, creation, cuts, declarations, dispatching, events, failures, flapping, functions,
-gang_runner, joins, payloads, platform, ps_link, ps_recovery, remote_value, replica_context, rpc, runtime,
-schedule_report, schedule_reporter, watchdog, wire.
+gang_runner, joins, payloads, platform, ps_link, ps_recovery, reattachment, remote_value,
+replica_context, rpc, runtime, schedule_report, schedule_reporter, watchdog, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ from psync.payloads import EMPTY, check_size, pack_arguments
 from psync.platform import Platform
 from psync.ps_link import PsLink
 from psync.ps_recovery import PsRecovery, Source
+from psync.reattachment import OwnOptimizers, reattach
 from psync.remote_value import RemoteValue
 from psync.replica_context import forbid_in_merge
 from psync.rpc import Handler, Peer, Reply
@@ -86,6 +88,8 @@ class Coordinator:
         on_stall: Is called with that report.
         max_losses: A closure that was lost with its worker this often is reported as an error.
         max_flaps: A worker that is lost more often than this within a minute is set aside.
+        attach: The program goes on with what another one has left on the ps tasks, and these are
+            its optimizers; None: it begins anew.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class Coordinator:
         on_stall: Callable[[str], object] | None = None,
         max_losses: int = MAX_LOSSES,
         max_flaps: int | None = LIMIT,
+        attach: OwnOptimizers | None = None,
     ) -> None:
+        self._attach = attach
         self._failpoints = platform.failpoints
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -130,10 +136,11 @@ class Coordinator:
         self.links = ClusterLinks(
             platform, cluster, self, handlers,
             origin=origin, program=program, ps_timeout_s=ps_timeout_s, max_flaps=max_flaps,
+            keep=attach is not None,
         )  # fmt: skip
         self._creation = Creation(declared, self.links.ps)
         self.events = Events()
-        self.cuts = Cuts(self.links.ps, self._creation.ensure)
+        self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = PsRecovery(self.links.ps, self, self.events, max(ps_timeout_s, RESTART_S))
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
@@ -154,6 +161,11 @@ class Coordinator:
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
+        if self._attach is not None:
+            self._creation.reattachment = await reattach(
+                self.links.ps, self.links.incarnation, self._attach
+            )
+            await self._creation.ensure()  # what does not fit is told here, as far as it is known
         self._reporting = self._reporter.start()
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
@@ -365,7 +377,7 @@ class Coordinator:
 
     async def _create(self) -> None:
         try:
-            await self._creation.ensure()
+            await self._creation.ensure(last=True)
         except Exception as exc:
             self._fail(exc)
         finally:

@@ -1,6 +1,6 @@
 """Creating declared variables on the ps tasks.
 
-Layer: L3. Imports: declarations, errors, ps_client, wire.
+Layer: L3. Imports: declarations, errors, ps_client, reattachment, wire.
 
 Declared variables are created together, before anything needs the first of them. The
 initial values are made on the chief, one shard at a time, and sent in messages of bounded
@@ -19,6 +19,7 @@ import numpy as np
 
 from psync.declarations import Declaration, initial_shards, is_constant
 from psync.ps_client import PsClient
+from psync.reattachment import Reattachment
 from psync.specs import ShardSpec
 from psync.wire.messages import CreateShards
 from psync.wire.tensors import to_bytes_view
@@ -34,9 +35,14 @@ class Creation:
     Args:
         declared: New declarations appear at the end of this list; they are taken from it.
         ps: Links to all ps tasks.
+
+    Attributes:
+        reattachment: What earlier programs have left there, and is adopted instead of being
+            created; None: nothing.
     """
 
     def __init__(self, declared: list[Declaration], ps: PsClient) -> None:
+        self.reattachment: Reattachment | None = None
         self._declared = declared
         self._ps = ps
         self._lock = asyncio.Lock()
@@ -46,30 +52,47 @@ class Creation:
     @property
     def pending(self) -> bool:
         """Whether something has to be created, or never will be."""
+        return self._has_work or self.reattachment is not None
+
+    @property
+    def _has_work(self) -> bool:
         return bool(self._declared) or self._error is not None
 
-    async def ensure(self) -> None:
-        """Create everything that is declared.
+    async def ensure(self, *, last: bool = False) -> None:
+        """Create everything that is declared, or adopt it.
+
+        Args:
+            last: Whether what nobody has declared by now is dropped, if there was another program.
 
         Raises:
+            AttachError: What is declared is not what another program has left; again at every call.
             PartitionError: An initial value does not fit its variable; again at every call,
                 since closures cannot tell which variables they will need.
             ParameterServerLost: A ps is gone.
 
         Cancellation: Safe; creating goes on with the next call.
         """
-        while self.pending:
+        while self._has_work or (last and self.reattachment is not None):
             async with self._lock:
                 if self._error is not None:
                     raise self._error.with_traceback(None)  # it is raised many times
                 batch = list(self._declared)
                 try:
-                    await self._create(batch)
+                    await self._create(await self._adopt(batch, last=last))
                 except Exception as exc:
                     self._error = exc
                     raise
                 del self._declared[: len(batch)]
                 self.created.update(shard.key for one in batch for shard in one.spec.shards)
+
+    async def _adopt(self, batch: list[Declaration], *, last: bool) -> list[Declaration]:
+        """Return what is not adopted."""
+        if self.reattachment is None:
+            return batch
+        missing = await self.reattachment.adopt([each.spec for each in batch], last=last)
+        if last:
+            self.reattachment = None
+        return [each for each in batch if each.spec.name in missing]
 
     async def _create(self, batch: list[Declaration]) -> None:
         """Make and send the shards; at most one message for each ps is held at a time."""

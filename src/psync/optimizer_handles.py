@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from psync import merged_updates
@@ -41,6 +41,7 @@ from psync.rule_configs import rule_from_config
 from psync.rule_options import RuleOptions
 from psync.runtime import Runtime
 from psync.schedules import Constant, Schedule, as_schedule
+from psync.schedules import from_config as schedule_from_config
 from psync.scopes import running_scopes
 from psync.slot_client import set_optimizer
 from psync.specs import Outcome
@@ -439,6 +440,23 @@ class Optimizer:
         refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
         outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
         return PushResult(outcome, step, max(0, step - known - 1))
+
+
+def optimizers_here() -> list[Optimizer]:
+    """Return the optimizers of this program through which it may push, by their numbers."""
+    own = [optimizer for optimizer in _interned.values() if optimizer.origin == PROCESS]
+    wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
+    return sorted(
+        (optimizer for optimizer in own if id(optimizer) not in wrapped),
+        key=lambda optimizer: optimizer.number,
+    )
+
+
+def note_learning_rate(number: int, config: Mapping[str, Any]) -> None:
+    """The ps tasks go on with a learning rate that another program has set."""
+    optimizer = _interned.get((PROCESS, number))
+    if optimizer is not None:
+        optimizer._rule.learning_rate = schedule_from_config(config)
 
 
 def any_synchronous() -> bool:

@@ -1,0 +1,245 @@
+"""psync.reattachment: the chief dies, the ps tasks live, and the next chief goes on with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
+
+import psync
+from psync.errors import AttachError, FencedError, ParameterServerLost
+
+pytestmark = pytest.mark.virtual_time
+
+
+@contextlib.asynccontextmanager
+async def life(
+    cluster: MemoryCluster, *, attach: bool = True, partitioner: Any = None, **options: Any
+) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
+    """A chief, from its start to its end: to the other tasks an end is an end."""
+    gc.collect()  # optimizers of the life before, which had another process
+    strategy = cluster.strategy(partitioner or psync.FixedShardsPartitioner(2))
+    async with psync.ClusterCoordinator(strategy, attach=attach, **options) as coordinator:
+        yield strategy, coordinator
+
+
+async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
+    async with cluster_of(2, 2) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [1.0] * 4
+
+
+async def train(coordinator: psync.ClusterCoordinator, w: Any, optimizer: Any, count: int) -> None:
+    async def step() -> None:
+        await optimizer.apply_gradients([(np.ones(4, np.float32), w)])
+
+    for _ in range(count):
+        coordinator.schedule(step)
+    await coordinator.join()
+
+
+async def first_life(cluster: MemoryCluster, count: int = 5) -> dict[str, Any]:
+    async with life(cluster) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.ones(4, np.float32), name="w")
+            counter = psync.Variable(0, name="counter")
+        adam = psync.optimizers.Adam(0.1)
+        await train(coordinator, w, adam, count)
+        await counter.assign_add(7)
+        await adam.set_learning_rate(0.25)
+        return {
+            "w": (await w.read()).tolist(),
+            "m": (await adam.get_slot(w, "m").read()).tolist(),
+        }
+
+
+async def test_values_slots_steps_and_learning_rates_go_on() -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():  # in another order: other numbers
+                counter = psync.Variable(0, name="counter")
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]
+            assert await counter.read() == 7
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            assert await adam.iterations.read() == 5
+            assert adam.learning_rate == 0.25
+            await train(coordinator, w, adam, 3)
+            assert await adam.iterations.read() == 8
+
+
+async def test_two_lives_are_what_one_would_have_been() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            adam = psync.optimizers.Adam(0.1)
+            await train(coordinator, w, adam, 8)
+            whole = (await w.read()).tolist()
+            del adam
+    async with cluster_of(2, 1) as cluster:
+        for _ in range(2):
+            async with life(cluster) as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.ones(4, np.float32), name="w")
+                adam = psync.optimizers.Adam(0.1)
+                await train(coordinator, w, adam, 4)
+                halves = (await w.read()).tolist()
+                del adam
+    assert halves == whole
+
+
+async def test_what_is_declared_later_is_adopted_too_and_what_is_missing_is_created(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counter = psync.Variable(0, name="counter")
+            assert await counter.read() == 7  # nothing is dropped for that
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+                new = psync.Variable(3, name="new")
+            adam = psync.optimizers.Adam(0.1)
+            assert (await w.read()).tolist() == before["w"]
+            assert await new.read() == 3
+            assert 'variable "new" begins with its initial value: no ps held it' in caplog.text
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            await train(coordinator, w, adam, 1)
+
+
+async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            await w.read()
+            assert "is dropped" not in caplog.text
+            await train(coordinator, w, adam, 1)
+            assert 'variable "counter" is dropped' in caplog.text
+            with strategy.scope():
+                counter = psync.Variable(0, name="counter")
+            assert await counter.read() == 0
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["at the start", "at the first use"])
+async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(early: bool) -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        gc.collect()
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        coordinator = psync.ClusterCoordinator(strategy, attach=True)
+
+        def declare() -> Any:
+            with strategy.scope():
+                psync.Variable(np.ones(6, np.float32), name="w")
+                return psync.Variable(0.0, name="counter")
+
+        if early:
+            declare()
+            with pytest.raises(AttachError, match=r'"w" declared(.|\n)*"counter" declared'):
+                await coordinator.start()
+        else:
+            async with coordinator:
+                counter = declare()
+                for _ in range(2):
+                    with pytest.raises(AttachError, match=r'"w" declared(.|\n)*"counter" decl'):
+                        await counter.read()
+                coordinator.schedule(note, ("never",))
+                with pytest.raises(AttachError):
+                    await coordinator.join()
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]
+
+
+async def test_optimizers_of_which_one_is_not_there_are_an_error_that_names_both() -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            sgd = psync.optimizers.SGD(0.5, name="mine")
+            with pytest.raises(AttachError, match=r'adam.* was used, .*but "mine" \(rule=sgd'):
+                await train(coordinator, w, sgd, 1)
+
+
+async def test_a_ps_that_was_started_again_is_named() -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        await cluster.stop("ps-1")
+        await cluster.start("ps-1")
+        for _ in range(2):  # also once a program has attached it
+            with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
+                async with life(cluster):
+                    pass
+        async with life(cluster, attach=False) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [0.0] * 4
+        async with life(cluster) as (strategy, _):  # which is of one piece again
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [0.0] * 4
+
+
+async def test_a_ps_that_lost_its_part_while_the_program_ran_is_named() -> None:
+    """The program has attached it again, empty, before it died: it is no life of its own."""
+    async with cluster_of(2, 1) as cluster:
+        with pytest.raises(ParameterServerLost):
+            async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.ones(4, np.float32), name="w")
+                await w.read()
+                await cluster.stop("ps-1")
+                await cluster.start("ps-1")
+                await w.read()
+        with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
+            async with life(cluster):
+                pass
+
+
+async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture) -> None:
+    """One ps had its shards, the other had not: nothing of it counts."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                whole = psync.Variable(np.full(4, 5.0, np.float32), name="whole")
+                await whole.read()
+                await whole.assign_add(np.ones(4, np.float32))
+                psync.Variable(np.full(4, 6.0, np.float32), name="half")
+            for link in cluster.network.links("ps-1:1"):
+                link.to_server.stall()
+            creating = asyncio.create_task(coordinator._coordinator._creation.ensure())
+            await asyncio.sleep(1)
+            creating.cancel()
+        assert [s.variable for s in map(cluster.tasks["ps-0"]._store.spec,
+                                        cluster.tasks["ps-0"]._store.keys())] == ["whole", "half"]
+        for link in cluster.network.links("ps-1:1"):
+            link.to_server.flow()
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                whole = psync.Variable(np.zeros(4, np.float32), name="whole")
+                half = psync.Variable(np.full(4, 8.0, np.float32), name="half")
+            assert (await whole.read()).tolist() == [6.0] * 4
+            assert (await half.read()).tolist() == [8.0] * 4
+            assert 'variable "half" begins with its initial value: it was not created whole' in (
+                caplog.text
+            )
