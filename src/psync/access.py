@@ -91,7 +91,7 @@ def load_secret(environ: Mapping[str, str]) -> Secret | None:
         return None
     source = f"PSYNC_SECRET_FILE ({path})"
     try:
-        return Secret(_read_private(path, source).strip(), source=source)
+        return Secret(read_private(path, source).strip(), source=source)
     except (OSError, ValueError) as exc:
         if isinstance(exc, ConfigurationError):
             raise
@@ -104,7 +104,17 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for somebody to write into it
 
 
-def _read_private(path: str, source: str) -> bytes:
+def read_private(path: str, source: str) -> bytes:
+    """Return what a file holds that nobody but its owner can read or change.
+
+    Args:
+        path: Of the file.
+        source: What to call it in an error.
+
+    Raises:
+        ConfigurationError: If it is no file, or others can read or change it.
+        OSError, ValueError: If it cannot be read.
+    """
     # The checks are of the file that is open, not of a name that may change hands meanwhile.
     with open(path, "rb", opener=_open_without_waiting) as file:
         status = os.fstat(file.fileno())

@@ -229,9 +229,13 @@ class Connection(asyncio.BufferedProtocol):
         """Close because of ``error``, and say where it came from if that was not foreseen."""
         if not isinstance(error, PsyncError):
             logger.error("a message of %s failed", self.wire.peer_task, exc_info=error)
-        if not self._open:
-            self._write(self.wire.data_to_send())  # what a stranger may know of it
-        self.abort(error)
+        if self._open or self._closing:
+            self.abort(error)
+            return
+        self._error = error
+        self._write(self.wire.data_to_send())  # what a stranger may know of it
+        self._closing = True
+        self._transport.close()  # once that is on its way; within the deadline
 
     @property
     def is_connected(self) -> bool:

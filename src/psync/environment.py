@@ -1,7 +1,7 @@
 """The platform of a task that runs in a process of its own, from its environment variables.
 
-Layer: L2. Imports: access, errors, failpoints, lost_messages, platform, resolvers, transport,
-wire.limits.
+Layer: L2. Imports: access, errors, failpoints, lost_messages, platform, resolvers,
+tls_config, tls_network, transport, wire.limits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
@@ -22,7 +21,9 @@ from psync.failpoints import Failpoints
 from psync.lost_messages import MessageLosses
 from psync.platform import Platform
 from psync.resolvers import ClusterResolver
-from psync.transport import SocketNetwork
+from psync.tls_config import load_tls
+from psync.tls_network import TlsNetwork
+from psync.transport import Network, SocketNetwork
 from psync.wire.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", defaul
 """Set when the run ends beside which a launcher has started this evaluator; None: none has."""
 
 
-_newest_incarnation = 0  # of all that platforms of this process have given
+_newest_incarnation = 0  # under which this process is, or was, a coordinator
 
 
 def platform_of(
@@ -61,7 +62,8 @@ def platform_of(
         warn: Told what running without a secret means, where that is allowed.
 
     Raises:
-        ConfigurationError: No secret, or a variable cannot be understood.
+        ConfigurationError: No secret, certificates that cannot be used, or a variable that cannot
+            be understood.
     """
     own = getattr(resolver, "platform", None)
     if isinstance(own, Platform):
@@ -69,32 +71,27 @@ def platform_of(
     environ = os.environ
     insecure = insecure or insecure_by_environ(environ)
     secret = require_secret(load_secret(environ), insecure, address, warn)
+    tls = load_tls(environ)
+    network: Network = SocketNetwork(_inherited(address) if listens else {})
     return Platform(
-        SocketNetwork(_inherited(address) if listens else {}),
+        network if tls is None else TlsNetwork(network, tls),
         secret,
         limits=limits_of(environ),
         failpoints=Failpoints.from_environment(environ),
         losses=MessageLosses.from_environment(environ),
         apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
-        new_incarnation=_new_incarnation,
     )
 
 
 def newest_incarnation() -> int:
-    """Return the newest incarnation under which this process has spoken; 0: it has not."""
+    """Return the last incarnation under which this process was a coordinator; 0: it was none."""
     return _newest_incarnation
 
 
 def note_incarnation(granted: int) -> None:
-    """This process speaks under an incarnation that another task has granted it."""
+    """This process is the coordinator of this incarnation from now on; 0: forget earlier ones."""
     global _newest_incarnation
-    _newest_incarnation = max(_newest_incarnation, granted)
-
-
-def _new_incarnation() -> int:
-    global _newest_incarnation
-    _newest_incarnation = max(time.time_ns(), _newest_incarnation + 1)
-    return _newest_incarnation
+    _newest_incarnation = granted
 
 
 def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
