@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from psync import updates
+from psync.coordinator_enquiry import ENQUIRER
 from psync.creation import Creation
+from psync.endpoint import Endpoint
 from psync.errors import (
     ConfigurationError,
+    ConnectFailed,
     FencedError,
     GradientError,
     PartitionError,
@@ -23,6 +26,7 @@ from psync.errors import (
 )
 from psync.moment_rules import Adam
 from psync.ps_client import PsClient
+from psync.ps_task import PsTask
 from psync.update_rules import SGD
 from psync.wire.messages import (
     AskStatistics,
@@ -535,6 +539,36 @@ class TestCoordinators:
     async def test_the_chief_may_stop_it(self) -> None:
         async with PsCluster() as cluster:
             assert await ask(cluster.chief, Shutdown("the end")) == Done()
+            assert cluster.ps[0].stopped.is_set()
+
+    async def test_workers_wait_at_a_ps_that_is_new_until_it_serves_a_chief(self) -> None:
+        """Else they would find their variables missing, before the coordinator knows of it."""
+        async with PsCluster() as cluster:
+            await cluster.ps[0].close()
+            again = PsTask(cluster.platform(), 0, "ps0:1")
+            await again.start()
+            enquirer = Endpoint(cluster.platform(), WORKER, ENQUIRER, {})
+            await enquirer.connect("ps0:1", "/job:ps/task:0")
+            await enquirer.close()
+            worker = Endpoint(cluster.platform(), WORKER, 5000, {})
+            with pytest.raises(ConnectFailed, match="connection: it serves no coordinator yet"):
+                await worker.connect("ps0:1", "/job:ps/task:0")
+            await worker.close()
+            connecting = asyncio.create_task(cluster.client().links[0].peer("control"))
+            await cluster.attach(cluster.client(CHIEF, 101), 101)
+            assert (await connecting).is_open
+            await again.close()
+
+    async def test_a_chief_that_was_replaced_may_not_stop_it(self) -> None:
+        async with PsCluster() as cluster:
+            successor = cluster.client(CHIEF, 101)
+            await cluster.attach(successor, 101)
+            with pytest.raises(FencedError, match="serves a newer coordinator than /job:chief"):
+                await ask(cluster.chief, Shutdown("the end"))
+            with pytest.raises(FencedError, match=r"100 of /job:chief/task:0 .* by 101"):
+                await ask(cluster.client(CHIEF, 100), Shutdown("the end"))
+            assert not cluster.ps[0].stopped.is_set()
+            assert await ask(cluster.client(CHIEF, 101), Shutdown("the end")) == Done()
             assert cluster.ps[0].stopped.is_set()
 
     async def test_a_fenced_worker_is_refused_at_push_and_at_the_handshake(self) -> None:

@@ -215,6 +215,7 @@ def test_a_worker_that_comes_at_the_end_enters_and_finds_it_there() -> None:
 
 def test_workers_who_wait_for_a_chief_that_fails_are_told() -> None:
     members = SessionMembers()
+    members.connected(CHIEF, 100)
     members.attached(100)
     members.ask("a", A, 50, 0.0)
     assert members.end("the chief failed", True) == [
@@ -222,6 +223,30 @@ def test_workers_who_wait_for_a_chief_that_fails_are_told() -> None:
         TellOver("a", "the chief failed", True),
     ]
     assert members.ask("b", B, 50, 0.0) == [TellOver("b", "the chief failed", True)]
+
+
+def test_who_asks_when_a_chief_that_failed_has_gone_waits_for_the_next_one() -> None:
+    members = opened(A)
+    members.connected(CHIEF, 100)
+    members.end("the chief failed", True)
+    members.connected(CHIEF, 90)  # an earlier one, which knows nothing yet
+    members.disconnected(CHIEF, 90, 0.0)
+    assert members.ask("b", B, 50, 0.0) == [TellOver("b", "the chief failed", True)]
+    members.disconnected(CHIEF, 100, 0.0)
+    assert members.ask("b again", B, 60, 0.0) == []
+    members.connected(CHIEF, 200)
+    members.attached(200)
+    assert only(members.declared("open", CHIEF, True, 1, 0.0), Enter) == [Enter("b again", 201)]
+
+
+def test_who_asks_when_the_chief_is_lost_waits_for_the_next_one() -> None:
+    members = opened(A)
+    members.connected(CHIEF, 100)
+    members.disconnected(CHIEF, 100, 1.0)
+    members.tick(1.0 + GRACE_S)
+    assert members.ask("a", A, 150, 9.0) == []
+    members.attached(200)
+    assert only(members.declared("open", CHIEF, True, 1, 10.0), Enter) == [Enter("a", 201)]
 
 
 def test_the_chiefs_leave_ends_training_and_waits_for_all_others() -> None:
@@ -388,6 +413,7 @@ class Sessions(RuleBasedStateMachine):
     @rule()
     def a_chief_attaches(self) -> None:
         self.coordinator += 100
+        self.members.connected(CHIEF, self.coordinator)
         self.perform(self.members.attached(self.coordinator))
         self.closed = False
         self.alive = {}

@@ -16,7 +16,9 @@ are there: all who wait when training begins take part in its first step.
 
 **Losses.** A replica without a connection for ``GRACE_S`` is lost: it is fenced on every ps, and
 steps go on without it. Started again, it enters again. Without the chief training ends; and also
-when no replica is left, at once if all have left, after ``DESERTED_S`` if one was lost.
+when no replica is left, at once if all have left, after ``DESERTED_S`` if one was lost. Who asks to
+take part after a failure, while the chief is still there, is told of it; once that chief has gone,
+who asks waits for the next one.
 
 Source: TensorFlow's between-graph replication; there a worker that dies leaves all others waiting.
 """
@@ -128,6 +130,7 @@ class SessionMembers:
 
     def __init__(self) -> None:
         self._coordinator = 0  # incarnation of the chief that the ps tasks serve; 0: none yet
+        self._chiefs: set[int] = set()  # incarnations of the chiefs that have a connection
         self._given: dict[str, int] = {}  # highest incarnation that each task was given
         self._asking: dict[str, _Asking] = {}  # by task: its last one
         self._reset()
@@ -211,10 +214,11 @@ class SessionMembers:
         before = self._asking.pop(task, None)
         actions = _replaced(None if before is None else before.waiter, task)
         over = self._over
-        if over is not None and (over.failed or not self._open):
+        next_chief = over is not None and over.failed and self._coordinator not in self._chiefs
+        if over is not None and not next_chief and (over.failed or not self._open):
             return [*actions, TellOver(waiter, over.reason, over.failed)]
         self._asking[task] = asking = _Asking(waiter, boot)
-        if self._open:
+        if self._open and not next_chief:
             entered = self._enter(task, asking, now)
             return [*actions, self._set_members(), *entered]
         return [*actions, *self._open_if_complete(now)]
@@ -283,11 +287,15 @@ class SessionMembers:
 
     def connected(self, task: str, incarnation: int) -> None:
         """A task has a connection under this incarnation."""
+        if _may_lead(task):
+            self._chiefs.add(incarnation)
         for known in self._known(task, incarnation):
             known.lost_at = None
 
     def disconnected(self, task: str, incarnation: int, now: float) -> None:
         """A task has no connection under this incarnation any more."""
+        if _may_lead(task):
+            self._chiefs.discard(incarnation)
         for known in self._known(task, incarnation):
             known.lost_at = now + GRACE_S
 
@@ -361,6 +369,10 @@ class SessionMembers:
             "missing": list(self._missing),
             "over": "" if self._over is None else self._over.reason,
         }
+
+
+def _may_lead(task: str) -> bool:
+    return task.startswith("/job:chief/")
 
 
 def _replaced(before: Waiter | None, task: str) -> list[Action]:
