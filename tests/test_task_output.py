@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import logging
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync import task_output
 from psync.errors import ConfigurationError
 from psync.task_output import (
     MAX_LINE_CHARS,
@@ -223,3 +226,79 @@ def test_an_unbuffered_task_writes_each_line_in_one_piece(monkeypatch: pytest.Mo
     print("ready", 1)
     print("ready", 2)
     assert raw.pieces == [b"ready 1\n", b"ready 2\n"]
+
+
+# --- output that nobody takes ------------------------------------------------------------------
+
+
+def test_lines_that_meet_a_full_disk_are_lost_and_told_of_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_output, "_told", set())
+    written: list[str] = []
+    room = False
+
+    def sink(text: str) -> None:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(text)
+
+    forwarders = [task_output.LineForwarder(f"[{name}] ", sink) for name in "ab"]
+    for forwarder in forwarders:
+        forwarder.feed(b"lost\n")
+        forwarder.feed(b"lost, too\n")
+    room = True
+    for forwarder in forwarders:
+        forwarder.feed(b"kept\n")
+    assert written == ["[a] kept\n", "[b] kept\n"]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["psync: output of tasks is lost: No space left on device"]
+
+
+def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with open("/dev/full", "w") as full:
+        handler = task_output._TaskLogHandler(full)
+        record = logging.LogRecord("psync", logging.INFO, "", 1, "lost", (), None)
+        handler.emit(record)
+        assert capfd.readouterr().err == ""
+        record.args = ("too many",)
+        handler.emit(record)  # a mistake of the program's is shown as ever
+        assert "--- Logging error ---" in capfd.readouterr().err
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_a_blocked_write_goes_on_to_nowhere_and_others_stay() -> None:
+    code = """
+import os, signal, sys
+from psync.task_output import release_blocked_output
+signal.signal(signal.SIGALRM, release_blocked_output)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+os.write(1, b"x" * 1_000_000)
+os.write(2, b"stderr has a reader\\n")
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        assert process.wait() == 0
+        assert process.stderr.read() == b"stderr has a reader\n"
+
+
+def test_closed_descriptors_are_filled_and_open_ones_stay() -> None:
+    code = """
+import os
+from psync.task_output import fill_standard_streams
+fill_standard_streams()
+other = os.open("/dev/null", os.O_RDONLY)
+assert other > 2, other
+os.write(1, b"lost"); os.write(2, b"kept")
+fill_standard_streams()
+assert os.open("/dev/null", os.O_RDONLY) == other + 1
+"""
+    ended = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, code], capture_output=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == (b"", b"kept")

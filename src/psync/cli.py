@@ -11,6 +11,7 @@ have imported what they need, and ``--help`` needs none of it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import sys
@@ -21,9 +22,11 @@ import click
 
 from psync.checkpoint_cli import checkpoint
 from psync.errors import ConfigurationError
-from psync.task_output import configure_logging
+from psync.task_output import configure_logging, fill_standard_streams
 
 USAGE_ERROR = 2  # exit code, as everywhere
+FAILED = 1
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 log_level_option = click.option(
@@ -246,12 +249,17 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: What follows the program's name; by default ``sys.argv[1:]``.
     """
+    fill_standard_streams()
     try:
         code: int = psync.main(args, prog_name="psync", standalone_mode=False)
     except click.ClickException as error:
         code = _fail(error.format_message() + _hint(error))
     except ConfigurationError as error:
         code = _fail(str(error))
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        code = _fail(f"the output cannot be written: {error.strerror}", FAILED)
     except (KeyboardInterrupt, click.Abort):
         code = 130  # 128 + SIGINT, before anything ran that had to be stopped
     _let_go_of_broken_pipes()
@@ -274,6 +282,8 @@ def _hint(error: click.ClickException) -> str:
 def _let_go_of_broken_pipes() -> None:
     """Keep Python from flushing again, failing again, and changing the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # it was closed before we were started
+            continue
         try:
             stream.flush()
         except OSError:

@@ -29,7 +29,7 @@ from psync.processes import (
     TaskProcess,
     describe_exit,
 )
-from psync.task_output import write_stderr
+from psync.task_output import also_release_blocked_output, write_stderr
 
 SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
@@ -255,6 +255,7 @@ class _Run:
             signals.append(signal.SIGHUP)
         for signum in signals:
             loop.add_signal_handler(signum, self._on_signal, signum)
+            also_release_blocked_output(signum)
         loop.add_signal_handler(signal.SIGUSR1, self._on_report_signal)
         try:
             yield

@@ -1,6 +1,6 @@
 """The event loop of a task's process: which one, and how signals and a launcher end what it runs.
 
-Layer: L4. Imports: errors, task_reports.
+Layer: L4. Imports: errors, task_output, task_reports.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from psync.errors import ConfigurationError
+from psync.task_output import release_blocked_output
 from psync.task_reports import report_on_signal
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def run_loop(
         def on_signal(signum: int, frame: object) -> None:
             nonlocal came
             came += 1
+            release_blocked_output(signum, frame)
             loop.call_soon_threadsafe(terminate)
             if _first_words is not None:
                 watcher = threading.Thread(target=_watch, args=(lambda: heard, came), daemon=True)

@@ -10,8 +10,12 @@ leaves the user's logging alone.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import logging
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO
@@ -43,6 +47,40 @@ def _write(stream: TextIO | None, text: str) -> None:
     stream.flush()
 
 
+def fill_standard_streams() -> None:
+    """Open /dev/null in place of stdin, stdout and stderr where they are closed.
+
+    Or the next socket would get the number of one of them, and with it what somebody prints.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= 2:
+        os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
+    os.close(fd)
+
+
+def release_blocked_output(signum: int, frame: object) -> None:
+    """Send stdout and stderr to nowhere where a write would wait now, because nobody reads.
+
+    A handler of ``signal.signal`` for signals that end the process: a loop that is blocked in such
+    a write would not hear of them. The write is interrupted, and goes on to /dev/null.
+    """
+    for fd in (1, 2):
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            if not select.select([], [fd], [], 0)[1]:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, fd)
+                os.close(nowhere)
+
+
+def also_release_blocked_output(signum: int) -> None:
+    """To be called after the loop's ``add_signal_handler``, which is served as before.
+
+    ``signal.signal`` makes the signal interrupt system calls, which the loop had turned off.
+    """
+    signal.signal(signum, release_blocked_output)
+
+
 def write_whole_lines() -> None:
     """Let ``print`` write each line in one piece, at its end.
 
@@ -55,12 +93,25 @@ def write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
+_told: set[int | None] = set()  # errors of output that were told of
+
+
+def _say_lost(error: OSError) -> None:
+    if error.errno in _told:
+        return
+    _told.add(error.errno)
+    text = f"psync: output of tasks is lost: {error.strerror or error}\n"
+    with contextlib.suppress(OSError, ValueError):  # that is full, too
+        write_stderr(text)
+
+
 class LineForwarder:
     r"""Turns the bytes of one pipe into whole lines with a prefix.
 
     ``\n``, ``\r\n`` and a lone ``\r`` (progress bars) end a line. Bytes that are not UTF-8 are
-    replaced. A line above 64 Ki characters goes out in pieces. Once the sink fails, because whoever
-    read it has gone, output is dropped: a task does not die because nobody reads what it prints.
+    replaced. A line above 64 Ki characters goes out in pieces. A task does not die because nobody
+    reads what it prints: once whoever read it has gone, output is dropped; while the disk is full,
+    what comes is lost, and that is said once on stderr.
 
     Args:
         prefix: Put before every line.
@@ -110,12 +161,19 @@ class LineForwarder:
             return
         try:
             self._sink(lines)
-        except (OSError, ValueError):  # a broken pipe; a closed file
+        except (BrokenPipeError, ValueError):  # nobody reads it; a closed file
             self._sink = None
+        except OSError as exc:  # no space left: there may be some later
+            _say_lost(exc)
 
 
 class _TaskLogHandler(logging.StreamHandler[TextIO]):
     """Speaks only while the root logger has no handler, which would get the record as well."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Lose a record that cannot be written: a traceback for each would go the same way."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not logging.getLogger().handlers and bool(super().filter(record))

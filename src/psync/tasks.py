@@ -35,7 +35,7 @@ from psync.platform import Platform
 from psync.process_loop import end_of_run, run_loop
 from psync.processes import watch_lifeline
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
-from psync.task_output import configure_logging, write_whole_lines
+from psync.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.task_reports import described_by
 from psync.wire.messages import Shutdown
 
@@ -344,6 +344,7 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
 
 def _prepare_process(job: str, index: int) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
+    fill_standard_streams()
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
     if launched:
         write_whole_lines()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SERVE = ("-m", "psync", "serve")
@@ -61,6 +62,7 @@ class ByHand:
         *,
         secret: str | None = SECRET,
         environ: Mapping[str, str] = {},
+        stderr: int | IO[str] = subprocess.PIPE,
     ) -> subprocess.Popen[str]:
         config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
         secrets = {} if secret is None else {"PSYNC_SECRET": secret}
@@ -69,7 +71,7 @@ class ByHand:
             env=plain_environ(**{"TF_CONFIG": json.dumps(config), **secrets, **environ}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
         )
         self._processes.append(process)
