@@ -24,6 +24,7 @@ import numpy as np
 
 from psync.accumulator_service import AccumulatorService
 from psync.adoption_service import AdoptionService
+from psync.apply_log import ApplyLog
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.clock_service import ClockService
@@ -120,6 +121,7 @@ class PsTask:
         self._grants = CoordinatorGrants()  # of ps 0
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
+        self._log = ApplyLog(platform.apply_log, index)
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._new_services()
@@ -326,6 +328,7 @@ class PsTask:
 
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; see ``image_service.Held``."""
+        self._log.cut(self._store)
         frozen = freeze(
             self._store, self._ledger, pack_answer,
             pack_accumulators(self._accumulators.definitions()), self._sync.raw_configs(),
@@ -368,6 +371,7 @@ class PsTask:
     def _new_services(self) -> None:
         """Make what serves the pulls and updates of one coordinator's tasks."""
         weaken(self._ledger, self._platform.failpoints.without)
+        self._log.adopt(self._store)
         self._locks = PsLocks(self.task, self._store)
         self._gate = GateService(
             self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from typing import cast
 
+from psync.apply_log import LoggedStore
 from psync.blocks import BlockPool
 from psync.gate_service import GateService
 from psync.ledger import (
@@ -90,6 +91,7 @@ class PsUpdates:
         self._gate = gate
         self._slots = SlotService(task, store, work, pool)
         self._measures = MeasureService(task, store, work, pool)
+        self._log = store.log if isinstance(store, LoggedStore) else None
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -231,5 +233,7 @@ class PsUpdates:
         self.assigns += not push
         if self._gate.is_shut:
             self._gate.look_again()
+        if self._log is not None:
+            self._log.applied(update)
         self._failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
         return Reply(answer)
