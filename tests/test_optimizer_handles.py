@@ -399,3 +399,14 @@ async def test_an_optimizer_that_another_process_made_is_refused() -> None:
         "optimizer 'mine' was made on this worker, where nobody shares its slots\n"
         "hint: make it in main(), on the coordinator, and let the step capture it"
     )
+
+
+async def test_only_floating_variables_have_slots_so_a_checkpoint_can_ask_for_all() -> None:
+    adam = optimizers.Adam(0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.float32(4))
+            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
+        assert [slot.variable for slot in adam.variables()] == [w, w]
+        for slot in adam.variables():
+            assert await slot.read() == 0

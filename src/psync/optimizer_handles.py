@@ -174,7 +174,7 @@ class Optimizer:
         return Slot(var, self, name) if name in self._rule.slot_names() else None
 
     def variables(self) -> list[Slot]:
-        """Return its slots of all trainable variables.
+        """Return its slots of all trainable variables that can be optimized: those of a float dtype.
 
         Raises:
             UsageError: It has slots, and it is not known here of which variables; see
@@ -186,7 +186,12 @@ class Optimizer:
         if not names:
             return []
         variables = self._trainable_variables("variables")
-        return [Slot(variable, self, name) for variable in variables for name in names]
+        return [
+            Slot(variable, self, name)
+            for variable in variables
+            if "float" in str(variable.dtype)
+            for name in names
+        ]
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data."""
