@@ -51,7 +51,7 @@ LAYERS = {
         "ps_calls", "ps_rows", "ps_client", "measure_client", "shard_locks", "slot_client", "cuts",
         "pulled_ahead", "sync_client", "accumulator_client", "reattachment", "creation", "runtime", "scopes",
         "variable_creators", "turns", "collectives", "extended", "replica_states",
-        "replica_context", "updates", "whole_sets", "long_work", "ps_locks", "hosted_accumulators",
+        "replica_context", "updates", "apply_log", "whole_sets", "long_work", "ps_locks", "hosted_accumulators",
         "accumulator_service", "clock_service", "session_service", "step_updates", "slot_service",
         "measure_service", "gate_service", "ps_updates", "row_pulls", "group_table", "ps_sync",
         "token_waits", "ps_pulls", "all_ps", "step_rounds", "step_closer", "image_service", "adoption_service",
@@ -77,7 +77,11 @@ LAYERS = {
     "L5 edge": [
         "launcher", "bench.draws", "bench.digits", "bench.modes", "bench.training", "bench.checks",
         "bench.figures", "bench.report", "bench.plots", "bench.real_runs", "bench.virtual_runs",
-        "bench.peers", "bench.sync_async", "bench", "certs_cli", "checkpoint_cli", "cli", "__main__",
+        "bench.peers", "bench.sync_async", "bench",
+        "testing.chaos", "testing.chaos.marks", "testing.chaos.journal", "testing.chaos.victims",
+        "testing.chaos.killer", "testing.chaos.program", "testing.chaos.oracle",
+        "testing.chaos.replay", "testing.chaos.one_run", "testing.chaos.summary",
+        "testing.chaos.__main__", "certs_cli", "checkpoint_cli", "cli", "__main__",
     ],
 }  # fmt: skip
 ORDER = [module for modules in LAYERS.values() for module in modules]
