@@ -370,8 +370,15 @@ class ImageService:
 
 
 def _again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
-    """Wait for work for which others may wait, too."""
-    return asyncio.shield(under_way)
+    """Wait for work for which others may wait, too; or nobody any more, who would see its error."""
+    work = asyncio.ensure_future(under_way)
+    work.add_done_callback(_seen)
+    return asyncio.shield(work)
+
+
+def _seen(work: asyncio.Future[Reply]) -> None:
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.debug("what an image was asked for failed: %s", error)
 
 
 def _listed(
