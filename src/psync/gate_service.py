@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from psync.errors import CutLost
 from psync.ledger import Client, Ledger
 from psync.rpc import Handler, Peer, Reply
 from psync.update_gate import UpdateGate
@@ -77,6 +78,15 @@ class GateService:
     def is_shut(self) -> bool:
         """Whether a cut is being taken."""
         return self._gate.cut > 0
+
+    def check(self, cut: int) -> None:
+        """Check that the gate is shut for a cut: it opens with the connection.
+
+        Raises:
+            CutLost: It is not.
+        """
+        if self._gate.cut != cut:
+            raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
 
     def close(self) -> None:
         """Open for good: whoever waits goes on."""

@@ -144,6 +144,9 @@ class Held(Protocol):
     def settling(self) -> Iterator[None]:
         """Make ``freeze`` quick, in pieces. Nothing depends on it."""
 
+    def check_gate(self, cut: int) -> None:
+        """Raise CutLost unless updates are held back for this cut, and have been since it began."""
+
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served, and say which closures are counted in steps not yet applied.
 
@@ -225,10 +228,12 @@ class ImageService:
             self._cut.peer = peer
             self._watch(peer)
             return self._cut.answer
+        self._held_now.check_gate(message.cut)
         for _ in self._held_now.settling():  # nothing changes meanwhile, as the gate is shut
             await asyncio.sleep(0)
         frozen, pending = await self._work.when_idle(self._held_now.freeze)
         self._check_coordinator(peer)
+        self._held_now.check_gate(message.cut)
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
         self._let_go()

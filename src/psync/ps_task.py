@@ -326,6 +326,10 @@ class PsTask:
         """Make ``freeze`` quick, in pieces."""
         return settling(self._store)
 
+    def check_gate(self, cut: int) -> None:
+        """Refuse a cut that may have missed updates; see ``image_service.Held``."""
+        self._gate.check(cut)
+
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; see ``image_service.Held``."""
         self._log.cut(self._store)
