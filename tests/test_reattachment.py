@@ -246,8 +246,10 @@ async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture)
             await asyncio.sleep(1)
             cluster.network.cut("ps-1:1")  # with what was on its way
             creating.cancel()
-        assert [s.variable for s in map(cluster.tasks["ps-0"]._store.spec,
-                                        cluster.tasks["ps-0"]._store.keys())] == ["whole", "half"]
+        assert [
+            s.variable
+            for s in map(cluster.tasks["ps-0"]._store.spec, cluster.tasks["ps-0"]._store.keys())
+        ] == ["whole", "half"]
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 whole = psync.Variable(np.zeros(4, np.float32), name="whole")

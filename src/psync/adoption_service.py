@@ -1,6 +1,6 @@
 """On a ps: what it held for an earlier program is kept, described, and adopted by the next one.
 
-Layer: L3. Imports: adoption, former_store, ledger, long_work, rpc, store, wire.
+Layer: L3. Imports: errors, adoption, former_store, ledger, long_work, rpc, store, wire.
 
     AttachPs(keep=True)   nobody of the earlier program is served any more; updates and steps that
                           have begun are carried to their end; then what there is is set aside
@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from psync.adoption import Orders
+from psync.errors import FencedError
 from psync.former_store import FormerStore
 from psync.long_work import LongWork
 from psync.rpc import Handler, Peer, Reply
@@ -40,6 +41,7 @@ class AdoptionService:
         check_coordinator: Callable[[Peer], None],
         store: Callable[[], ShardStore],
     ) -> None:
+        self._task = task
         self._former = FormerStore(task)
         self._work = work
         self._check_coordinator = check_coordinator
@@ -73,9 +75,19 @@ class AdoptionService:
             self._settling = asyncio.get_running_loop().create_task(settle)
 
     async def settled(self) -> Reply:
-        """Answer AttachPs once what has begun before is at its end. Cancellation: safe."""
-        if self._settling is not None:
-            await asyncio.shield(self._settling)
+        """Answer AttachPs once what has begun before is at its end.
+
+        Raises:
+            FencedError: A coordinator has come meanwhile for whom nothing is kept.
+
+        Cancellation: Safe.
+        """
+        settling = self._settling
+        if settling is not None:
+            await asyncio.wait((settling,))
+            if settling.cancelled():
+                raise FencedError(f"{self._task} serves a newer coordinator")
+            settling.result()
         return Reply(Done())
 
     def went_back(self, life: int) -> None:
