@@ -295,13 +295,17 @@ async def _written(
     """Write a checkpoint, or leave nothing of it."""
     if number is None:
         number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
-    writer = await in_thread(Writer, directory, f"{PREFIX}-{number:08d}", reached)
+    begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
+    name = f"{PREFIX}-{number:08d}"
     try:
+        await in_thread(lambda: begun.append(Writer(directory, name, reached)))
+        writer = begun[0]
         await write(writer)
         shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
         return await in_thread(writer.commit, number, shapes, states)
     except BaseException:
-        await in_thread(writer.abandon)
+        for writer in begun:
+            await in_thread(writer.abandon)
         raise
 
 

@@ -127,15 +127,18 @@ async def _write_streamed(
     for number, label in layout.arrays[ps]:
         item = cut.images[ps].items[number]
         planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
-    data_file: DataFile = await in_thread(DataFile, path, planned)
+    opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
     try:
+        await in_thread(lambda: opened.append(DataFile(path, planned)))
+        data_file = opened[0]
         for number, _ in layout.arrays[ps]:
             async for piece in cut.pieces(ps, number):
                 await in_thread(data_file.extend, piece)
             data_file.end_slice()
         size = await in_thread(data_file.close)
     finally:
-        data_file.abandon()
+        for data_file in opened:
+            data_file.abandon()
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
 
 

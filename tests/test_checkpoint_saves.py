@@ -1,0 +1,244 @@
+"""Saving while training goes on: of which instant it is, and what is left when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_training import in_step, training
+
+import psync
+from psync.checkpoint_files import Reader
+from psync.checkpoint_images import stored_images
+from psync.errors import CheckpointError, UsageError
+from psync.failpoints import Failpoints
+from psync.image_state import ImageState
+from psync.testing import MemoryNetwork
+
+SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
+
+
+@contextlib.asynccontextmanager
+async def slow_training(num_ps: int = 3, num_workers: int = 3) -> Any:
+    """A cluster on whose network messages overtake each other."""
+    network = MemoryNetwork(seed=5, **SLOW)
+    async with psync.LocalCluster(num_ps, num_workers, processes=False, network=network) as cluster:
+        strategy = psync.ParameterServerStrategy(
+            cluster.resolver, psync.FixedShardsPartitioner(num_ps)
+        )
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            yield strategy, coordinator
+
+
+def failpoints_of(strategy: psync.ParameterServerStrategy) -> Failpoints:
+    """Those of all tasks here."""
+    failpoints: Failpoints = strategy.cluster_resolver.platform.failpoints  # type: ignore[attr-defined]
+    return failpoints
+
+
+def fails() -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def saved_while_training(tmp_path: Path, saves: int) -> list[dict[str, Any]]:
+    """The values of checkpoints that were saved while all workers pushed."""
+    async with slow_training() as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros((6, 50), np.float32), name="w")
+            b = psync.Variable(np.float32(0), name="b")
+            pushes = psync.Variable(
+                np.int64(0), name="pushes", aggregation=psync.VariableAggregation.SUM,
+                synchronization=psync.VariableSynchronization.ON_READ,
+            )  # fmt: skip
+        momentum = psync.optimizers.SGD(1.0, momentum=1.0)
+        checkpoint = psync.Checkpoint(w=w, b=b, pushes=pushes, momentum=momentum)
+
+        async def step() -> None:
+            ones = np.full((6, 50), -1, np.float32)
+            await momentum.apply_gradients([(ones, w), (np.float32(-1), b)])
+            await pushes.assign_add(1)
+
+        paths = []
+        for _ in range(saves):
+            values = [coordinator.schedule(step) for _ in range(30)]
+            await values[9]
+            paths.append(await checkpoint.save(tmp_path))
+        await coordinator.join()
+        assert await momentum.iterations.read() == 30 * saves
+        return [await checkpoint.read(path, slots=True) for path in paths]
+
+
+async def test_a_push_is_in_it_wholly_or_not_at_all(tmp_path: Path) -> None:
+    for values in await saved_while_training(tmp_path, 4):
+        slots = values["momentum"]
+        count = slots["step"]
+        assert count >= 10
+        assert slots["momentum"]["b"] == count
+        assert (slots["momentum"]["w"] == count).all()
+        assert values["b"] == count * (count + 1) / 2
+        assert (values["w"] == values["b"]).all()
+        assert count - 3 <= values["pushes"] <= count  # each worker counts after it has pushed
+
+
+async def test_the_image_and_the_tensors_are_of_one_instant(tmp_path: Path) -> None:
+    await saved_while_training(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    reader = Reader(path)
+    steps = reader.manifest.states["momentum/step"]
+    states = [ImageState.from_bytes(image.state, "here") for image in stored_images(path)]
+    assert max(state.iterations for state in states) == steps
+    assert {spec.ps for state in states for spec in state.shards} == {0, 1, 2}
+
+
+async def test_objects_are_asked_at_that_instant_and_what_comes_later_does_not_show(
+    tmp_path: Path,
+) -> None:
+    class Epochs:
+        def __init__(self) -> None:
+            self.done = [1]
+
+        def checkpoint_state(self) -> Any:
+            asyncio.get_running_loop().call_soon(self.done.append, 2)
+            return {"done": self.done}
+
+        def restore_checkpoint_state(self, state: Any) -> None:
+            self.done = state["done"]
+
+    epochs = Epochs()
+    async with training():
+        path = await psync.Checkpoint(epochs=epochs).save(tmp_path)
+        assert epochs.done == [1, 2]
+        await psync.Checkpoint(epochs=epochs).restore(path)
+        assert epochs.done == [1]
+
+
+async def test_visits_are_done_if_their_updates_are_in_it(tmp_path: Path) -> None:
+    async with slow_training() as (strategy, coordinator):
+        with strategy.scope():
+            seen = psync.Variable(np.zeros((900, 2), np.float32), name="seen")
+        visits = coordinator.distribute_once(list(range(900)), 1)
+        checkpoint = psync.Checkpoint(seen=seen, visits=visits)
+
+        async def step(shard: int) -> None:
+            await seen.scatter_add(
+                psync.IndexedSlices(np.ones((1, 2), np.float32), np.array([shard]))
+            )
+
+        values = visits.schedule(step)
+        paths = []
+        for place in (3, 100, 300):
+            await values[place]
+            paths.append(await checkpoint.save(tmp_path))
+        await coordinator.join()
+        for path in paths:
+            saved = await checkpoint.read(path)
+            done = saved["visits"]["done"]
+            assert 3 < len(done) < 900
+            assert saved["seen"][done].all()
+
+
+class TestFailure:
+    @pytest.mark.parametrize(
+        "place", ["checkpoint.ps.write", "checkpoint.before_commit", "checkpoint.before_rename"]
+    )
+    async def test_leaves_the_older_one_whole_and_nothing_of_the_new_one(
+        self, tmp_path: Path, place: str
+    ) -> None:
+        async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+            first = await manager.save()
+            await w.assign(np.zeros(4))
+            failpoints_of(strategy).arm(place, fails)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                await manager.save()
+            assert list(tmp_path.iterdir()) == [first]
+            assert await in_step(coordinator, w.read) is not None  # the ps tasks go on
+            assert (await manager.save()).name == "ckpt-00000002"
+            await psync.Checkpoint(w=w).restore(first)
+            assert (await w.read()).all()
+
+    async def test_a_ps_that_has_lost_its_connection_is_asked_again(self, tmp_path: Path) -> None:
+        """What it held is gone; so is what was written."""
+        async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            coordinator = psync.checkpoint.coordinator_of(strategy.origin)
+            assert coordinator is not None
+
+            def cut_off() -> None:
+                for link in coordinator.links.ps.links:
+                    for peer in list(link._peers.values()):
+                        peer.abort()
+
+            failpoints_of(strategy).arm("checkpoint.ps.write", cut_off)
+            with pytest.raises(CheckpointError, match="it was not saved"):
+                await checkpoint.save(tmp_path)
+            assert list(tmp_path.iterdir()) == []
+            assert (await checkpoint.save(tmp_path)).exists()
+
+    async def test_an_object_that_cannot_say_its_state_ends_it(self, tmp_path: Path) -> None:
+        class Broken:
+            def checkpoint_state(self) -> Any:
+                raise LookupError("lost")
+
+            def restore_checkpoint_state(self, state: Any) -> None: ...
+
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            with pytest.raises(LookupError, match="lost"):
+                await psync.Checkpoint(w=w, broken=Broken()).save(tmp_path)
+            await w.assign(np.zeros(4))  # no gate is shut
+            assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["0", "1"])
+async def test_who_is_cancelled_at_any_moment_leaves_all_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    monkeypatch.setenv("PSYNC_CHECKPOINT_STREAM", stream)
+    async with slow_training(2, 1) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.ones((4, 30_000), np.float32), name="w")
+        checkpoint = psync.Checkpoint(w=w, adam=psync.optimizers.Adam())
+        first = await checkpoint.save(tmp_path)
+        complete = {first}
+        for turns in (*range(12), 15, 20, 30, 50, 100, 300):
+            saving = asyncio.create_task(checkpoint.save(tmp_path))
+            for _ in range(turns):
+                await asyncio.sleep(0.0005)
+            saving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                complete.add(await saving)
+            found = set(tmp_path.glob("ckpt-*"))
+            complete |= {path for path in found - complete if path.suffix != ".tmp"}
+            assert found == complete
+        for path in complete:
+            assert Reader(path).manifest.images
+        assert (await in_step(coordinator, w.read)).all()
+
+
+async def test_two_saves_at_once_are_two_checkpoints(tmp_path: Path) -> None:
+    async with training(2, 1) as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.ones(4), name="w")
+        checkpoint = psync.Checkpoint(w=w)
+        paths = await asyncio.gather(*(checkpoint.save(tmp_path) for _ in range(3)))
+        assert sorted(path.name for path in paths) == [f"ckpt-0000000{n}" for n in (1, 2, 3)]
+
+
+async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
+    async with training() as (strategy, _), training() as (other, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones(4), name="v")
+        with other.scope():
+            w = psync.Variable(np.ones(4), name="w")
+        with pytest.raises(UsageError, match="belongs to another program or strategy"):
+            await psync.Checkpoint(v=v, w=w).save(tmp_path)
