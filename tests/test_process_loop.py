@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 import uvloop
@@ -92,3 +93,36 @@ async def test_the_pipe_is_closed_with_the_context() -> None:
     assert not over.is_set()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_end)
+
+
+@pytest.mark.parametrize(("terminated_code", "code"), [(143, 129), (0, 0)])
+def test_a_hangup_ends_the_process_in_order(terminated_code: int, code: int) -> None:
+    cleaned = []
+
+    async def main() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append("yes")
+
+    with pytest.raises(SystemExit) as caught:
+        run_loop(main, terminated_code=terminated_code)
+    assert caught.value.code == code
+    assert cleaned == ["yes"]
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_hangup_that_is_ignored_or_handled_stays_so(handler: Any) -> None:
+    async def main() -> str:
+        signal.raise_signal(signal.SIGHUP)
+        await asyncio.sleep(0.01)
+        return "went on"
+
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        assert run_loop(main) == "went on"
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -35,21 +35,22 @@ def run_loop(
     terminated_code: int = 143,
     last_words: asyncio.Event | None = None,
 ) -> T:
-    """Run ``main`` on a new loop; SIGTERM and Ctrl-C cancel it: everything is closed in order.
+    """Run ``main`` on a new loop; SIGTERM, SIGHUP and Ctrl-C cancel it: everything is closed in
+    order. A SIGHUP that is ignored (``nohup``), or for which the program has a handler, is left so.
 
     SIGUSR1 is answered by a report of what the process does; see ``task_reports``.
 
     Args:
         main: Coroutine function without arguments.
         terminated_code: With which the process ends after SIGTERM: 128 + 15, or 0 where that is
-            the orderly end, as of a ps that serves.
+            the orderly end, as of a ps that serves. After SIGHUP: 128 + 1, or 0.
         last_words: Once it is set, SIGTERM leaves ``main`` some seconds to end by itself. See also
             ``asked_first``.
 
     Raises:
         SystemExit: After a signal.
     """
-    terminated = False
+    ended_by = 0  # the signal
     report_on_signal()
     heard = 0  # of the signals that came
 
@@ -59,8 +60,7 @@ def run_loop(
         assert task is not None
 
         def terminate() -> None:
-            nonlocal terminated, heard
-            terminated = True
+            nonlocal heard
             heard += 1
             if heard == 1 and _first_words is not None:
                 _first_words()
@@ -72,8 +72,9 @@ def run_loop(
         came = 0
 
         def on_signal(signum: int, frame: object) -> None:
-            nonlocal came
+            nonlocal came, ended_by
             came += 1
+            ended_by = signum
             release_blocked_output(signum, frame)
             loop.call_soon_threadsafe(terminate)
             if _first_words is not None:
@@ -81,11 +82,15 @@ def run_loop(
                 watcher.start()
 
         # Not the loop's own handlers: those are not called while a step computes on the loop.
-        before = signal.signal(signal.SIGTERM, on_signal)
+        signals = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signals.append(signal.SIGHUP)
+        before = {signum: signal.signal(signum, on_signal) for signum in signals}
         try:
             return await main()
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
 
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -93,8 +98,8 @@ def run_loop(
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except asyncio.CancelledError:
-        if terminated:
-            sys.exit(terminated_code)
+        if ended_by:
+            sys.exit(128 + ended_by if terminated_code else 0)
         raise
 
 

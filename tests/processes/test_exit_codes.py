@@ -1,0 +1,127 @@
+"""The exit codes of the table in docs/configuration.md, "How a process ends"."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tasks_by_hand import (
+    ByHand,
+    by_hand,
+    children_of,
+    ended,
+    script,
+    wait_for_line,
+    wait_until_gone,
+)
+
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+pytestmark = pytest.mark.processes
+
+
+def table() -> dict[str, list[int]]:
+    """Codes after each signal, by the process's name."""
+    text = DOCUMENT.read_text().partition("## How a process ends")[2]
+    rows = re.findall(r"^\| (.+?) \| .+ \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    return {name: [int(code) for code in codes] for name, *codes in rows}
+
+
+def worker_that_serves(cluster: ByHand) -> subprocess.Popen[str]:
+    worker = cluster.start("worker", 0)
+    wait_for_line(worker, " serves at ")
+    return worker
+
+
+def ps(cluster: ByHand) -> subprocess.Popen[str]:
+    task = cluster.start("ps", 0)
+    wait_for_line(task, " serves at ")
+    return task
+
+
+def chief(cluster: ByHand) -> subprocess.Popen[str]:
+    cluster.serve_all()
+    program = cluster.start("chief", 0, script("idle.py"))
+    wait_for_line(program, "connected", "stdout")
+    return program
+
+
+def worker_with_the_program(cluster: ByHand) -> subprocess.Popen[str]:
+    cluster.start("ps", 0)
+    cluster.start("chief", 0, script("sessions.py", "100000"))
+    worker = cluster.start("worker", 0, script("sessions.py", "100000"))
+    wait_for_line(worker, " is at work as ", "stdout")
+    return worker
+
+
+def evaluator(cluster: ByHand) -> subprocess.Popen[str]:
+    task = cluster.start("evaluator", 0, script("evaluated.py", "/nonexistent"))
+    wait_for_line(task, "evaluator ", "stdout")
+    return task
+
+
+def launcher(cluster: ByHand) -> subprocess.Popen[str]:
+    run = cluster.start("chief", 0, ("-m", "psync", "run", *script("idle.py")))
+    wait_for_line(run, "connected", "stdout")
+    return run
+
+
+STARTS = {
+    "`psync run`": launcher,
+    "chief": chief,
+    "worker that runs the program (`on_workers=True`)": worker_with_the_program,
+    "worker": worker_that_serves,
+    "ps": ps,
+    "evaluator": evaluator,
+}
+
+
+def test_the_table_names_every_process() -> None:
+    assert list(table()) == list(STARTS)
+
+
+@pytest.mark.parametrize("signum", SIGNALS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize("name", STARTS)
+def test_a_signal_ends_it_with_the_code_of_the_table(name: str, signum: signal.Signals) -> None:
+    with by_hand() as cluster:
+        process = STARTS[name](cluster)
+        children = children_of(process.pid) if name == "`psync run`" else {}
+        process.send_signal(signum)
+        left = ended(process)
+        assert left.code == table()[name][SIGNALS.index(signum)]
+        assert "Traceback" not in left.err
+        wait_until_gone(children)
+
+
+def test_a_chief_that_hangs_up_tells_the_others_to_exit() -> None:
+    with by_hand() as cluster:
+        tasks = cluster.serve_all()
+        program = cluster.start("chief", 0, script("idle.py"))
+        wait_for_line(program, "connected", "stdout")
+        program.send_signal(signal.SIGHUP)
+        assert ended(program).code == 129
+        assert [ended(task).code for task in tasks] == [0, 0]
+
+
+def test_a_hangup_that_is_ignored_ends_no_task() -> None:
+    with by_hand() as cluster:
+        ignoring = "import signal, runpy; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        serving = "import sys; sys.argv = ['psync', 'serve']; runpy.run_module('psync')"
+        task = cluster.start("ps", 0, ("-c", ignoring + serving))
+        wait_for_line(task, " serves at ")
+        task.send_signal(signal.SIGHUP)
+        task.send_signal(signal.SIGTERM)
+        assert ended(task).code == 0
+
+
+def test_who_cannot_start_ends_with_code_2() -> None:
+    with by_hand() as cluster:
+        for job in ("ps", "worker"):
+            assert cluster.run(job, 0, secret="short").code == 2
+        assert cluster.run("chief", 0, script("idle.py"), secret="short").code == 2
+        assert cluster.run("evaluator", 0, script("idle.py")).code == 2
+        assert cluster.run("chief", 0, ("-m", "psync", "run", "no-such-script.py")).code == 2
