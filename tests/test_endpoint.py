@@ -501,6 +501,155 @@ async def test_a_real_client_is_told_that_there_is_no_room(place: str, tmp_path:
     await ps.close()
 
 
+# --- addresses from which too many fail -----------------------------------------------------------
+
+
+class FromElsewhere:
+    """A network in memory on which each connection comes from the address named last."""
+
+    def __init__(self) -> None:
+        self.below = MemoryNetwork()
+        self.source = "192.0.2.1"
+
+    async def connect(self, address: str, factory: Any) -> Any:
+        return await self.below.connect(address, factory)
+
+    async def listen(self, address: str, factory: Any) -> Any:
+        def accept() -> asyncio.BufferedProtocol:
+            protocol: Any = factory()
+            made, source = protocol.connection_made, self.source
+
+            def connection_made(transport: Any) -> None:
+                transport._extra["peername"] = (source, 4711)
+                made(transport)
+
+            protocol.connection_made = connection_made
+            return protocol  # type: ignore[no-any-return]
+
+        return await self.below.listen(address, accept)
+
+
+async def fail(network: FromElsewhere, count: int, words: bytes = b"x" * 32) -> list[bytes]:
+    """Let strangers say something; return what they hear."""
+    heard = []
+    for _ in range(count):
+        stranger = Stranger(words)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await settle()
+        if not words:
+            stranger.transport.close()
+        await stranger.gone.wait()
+        heard.append(stranger.heard)
+    return heard
+
+
+@pytest.mark.virtual_time
+async def test_an_address_from_which_too_many_fail_is_not_heard_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = FromElsewhere()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    heard = await fail(network, 30)
+    assert [words != b"" for words in heard] == [True] * 10 + [False] * 20
+    told = texts(caplog)
+    assert len(told) == 11  # not one for each
+    assert told[-1] == (
+        f"{PS}: 10 handshakes with 192.0.2.1 have failed; most connections from there are closed "
+        "at once, until that ends"
+    )
+    assert not ps._peers
+    with pytest.raises(ConnectFailed, match=r"connection reset|was closed"):
+        await worker.connect("ps0:1", PS)
+    network.source = "192.0.2.2"  # others are heard
+    assert (await worker.connect("ps0:1", PS)).is_open
+    network.source = "192.0.2.1"  # and it is, too, six seconds later
+    before = asyncio.get_running_loop().time()
+    assert (await worker.connect_retrying("ps0:1", PS)).is_open
+    assert 5 <= asyncio.get_running_loop().time() - before <= 12
+    # Who proves himself there clears the account.
+    assert [words != b"" for words in await fail(network, 12)] == [True] * 10 + [False] * 2
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("secret", [OTHER_SECRET, None], ids=["another", "none"])
+async def test_a_task_with_another_secret_counts_as_failed(secret: Secret | None) -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=3))
+    worker = new_endpoint(network, WORKER, secret=secret)
+    await ps.listen("ps0:1")
+    for _ in range(3):
+        with pytest.raises(AuthenticationError):
+            await worker.connect("ps0:1", PS)
+        await settle()
+    with pytest.raises(ConnectFailed):
+        await worker.connect("ps0:1", PS)
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_stranger_who_is_slow_counts_as_failed() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=1, handshake_seconds=2))
+    await ps.listen("ps0:1")
+    start = asyncio.get_running_loop().time()
+    await network.connect("ps0:1", Stranger)
+    while ps._peers:
+        await asyncio.wait([asyncio.ensure_future(peer.wait_closed()) for peer in ps._peers])
+    assert asyncio.get_running_loop().time() - start == 2.0
+    assert await fail(network, 1) == [b""]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_probes_and_peers_that_find_no_room_do_not_count() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=1, connections=1))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    await fail(network, 5, words=b"")
+    peer = await worker.connect("ps0:1", PS)
+    for _ in range(5):
+        with pytest.raises(ConnectFailed, match="it has 1 connections"):
+            await worker.connect("ps0:1", PS)
+    peer.close()
+    assert (await worker.connect_retrying("ps0:1", PS, timeout_s=1)).is_open
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_this_machine_is_never_refused() -> None:
+    network = FromElsewhere()
+    network.source = "127.0.0.1"
+    ps = new_endpoint(network, limits=Limits(handshake_failures=1))
+    await ps.listen("ps0:1")
+    assert all(await fail(network, 30))
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_slow_strangers_of_one_address_keep_nobody_else_out() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=4))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    strangers = [Stranger() for _ in range(4)]
+    for stranger in strangers:
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+    await settle()
+    network.source = "192.0.2.2"
+    start = asyncio.get_running_loop().time()
+    assert (await worker.connect("ps0:1", PS)).is_open
+    assert asyncio.get_running_loop().time() == start
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, False, False, False]
+    await worker.close()
+    await ps.close()
+
+
 # --- closing ---------------------------------------------------------------------------------
 
 
