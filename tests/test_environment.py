@@ -6,14 +6,17 @@ import asyncio
 import os
 import re
 import socket
+from pathlib import Path
 
 import pytest
+from tls_files import authority, variables_of
 
 import psync
 from psync.environment import platform_of, watchdog_timeout
 from psync.errors import ConfigurationError
 from psync.platform import Platform
 from psync.testing import MemoryNetwork
+from psync.tls_network import TlsNetwork
 from psync.wire.limits import Limits
 
 SECRET = "correct horse battery staple"
@@ -92,6 +95,24 @@ def test_failpoints_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PSYNC_FAILPOINTS", "ps.push.applied=error")
     failpoints = platform_of(resolver(), LOCAL, insecure=True).failpoints
     assert failpoints.hits == {"ps.push.applied": 0}
+
+
+def test_certificates_are_the_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, path in variables_of(tmp_path / "certs", authority()).items():
+        monkeypatch.setenv(name, path)
+    assert isinstance(platform_of(resolver(), LOCAL, insecure=True).network, TlsNetwork)
+    monkeypatch.setenv("PSYNC_TLS_KEY_FILE", "/nowhere/key.pem")
+    with pytest.raises(ConfigurationError, match=r"PSYNC_TLS_KEY_FILE \(/nowhere/key.pem\)"):
+        platform_of(resolver(), LOCAL, insecure=True)
+
+
+def test_certificates_do_not_take_the_secrets_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, path in variables_of(tmp_path / "certs", authority()).items():
+        monkeypatch.setenv(name, path)
+    with pytest.raises(ConfigurationError, match="no secret is set"):
+        platform_of(resolver(), LOCAL)
 
 
 # --- the socket of a launcher ------------------------------------------------------------------

@@ -117,6 +117,11 @@ def test_a_network_is_for_tasks_in_one_process() -> None:
         psync.LocalCluster(1, 1, network=psync.testing.MemoryNetwork())
 
 
+def test_tasks_in_one_process_have_nothing_to_hide() -> None:
+    with pytest.raises(ConfigurationError, match="security: tasks in one process"):
+        psync.LocalCluster(1, 1, processes=False, security=True)
+
+
 async def test_it_has_a_resolver_only_while_it_runs() -> None:
     cluster = psync.LocalCluster(1, 1, processes=False)
     with pytest.raises(UsageError, match="the local cluster is not running"):

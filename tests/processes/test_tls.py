@@ -114,28 +114,52 @@ def test_tasks_without_tls_and_a_chief_with_it_are_told(certs: Certs) -> None:
         assert "Traceback" not in said
 
 
+def temporary_directories() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("psync-tls-*"))
+
+
+async def read_on(cluster: psync.LocalCluster) -> list[float]:
+    """What a worker of the cluster reads of a variable."""
+    strategy = psync.ParameterServerStrategy(cluster.resolver)
+    network = cluster.resolver.platform.network
+    assert type(network).__name__ == "TlsNetwork"
+    async with psync.ClusterCoordinator(strategy) as coordinator:
+        with strategy.scope():
+            v = psync.Variable([1.0, 2.0])
+
+        async def step() -> list[float]:
+            return [float(x) for x in await v.read()]
+
+        result = coordinator.schedule(step)
+        await coordinator.join()
+        fetched: list[float] = await coordinator.fetch(result)
+        return fetched
+
+
 def test_a_local_cluster_makes_its_own_certificates_and_removes_them() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("psync-tls-*"))
+    before = temporary_directories()
 
     async def train() -> list[float]:
         async with psync.LocalCluster(1, 1, security=True) as cluster:
-            (directory,) = set(Path(tempfile.gettempdir()).glob("psync-tls-*")) - before
+            (directory,) = temporary_directories() - before
             assert directory.stat().st_mode & 0o077 == 0
-            strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy) as coordinator:
-                with strategy.scope():
-                    v = psync.Variable([1.0, 2.0])
-
-                async def step() -> list[float]:
-                    return [float(x) for x in await v.read()]
-
-                result = coordinator.schedule(step)
-                await coordinator.join()
-                fetched: list[float] = await coordinator.fetch(result)
-                return fetched
+            return await read_on(cluster)
 
     assert asyncio.run(train()) == [1.0, 2.0]
-    assert set(Path(tempfile.gettempdir()).glob("psync-tls-*")) == before
+    assert temporary_directories() == before
+
+
+def test_a_local_cluster_uses_the_certificates_of_its_environment(
+    certs: Certs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, path in certs.items():
+        monkeypatch.setenv(name, path)
+
+    async def train() -> list[float]:
+        async with psync.LocalCluster(1, 1) as cluster:
+            return await read_on(cluster)
+
+    assert asyncio.run(train()) == [1.0, 2.0]
 
 
 # --- without what TLS needs ------------------------------------------------------------------
