@@ -224,69 +224,19 @@ class TestMistakes:
         assert repr(psync.SavedState(epoch=3)) == "SavedState(epoch=3)"
 
 
-class TestManager:
-    async def test_the_newest_are_kept_and_some_for_ever(self, tmp_path: Path) -> None:
-        async with training() as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(1), name="w")
-            manager = psync.CheckpointManager(
-                psync.Checkpoint(w=w), tmp_path / "run", max_to_keep=2, keep_every_n_steps=3
-            )
-            assert manager.latest_checkpoint is None
-            assert await manager.restore_or_initialize() is None
-            for number in range(7):
-                await w.assign([number])
-                await manager.save()
-            names = [path.name for path in manager.checkpoints]
-            assert names == [f"ckpt-{number:08d}" for number in (3, 6, 7)]
-            assert manager.latest_checkpoint == manager.checkpoints[-1]
-            await w.assign([50])
-            assert await manager.restore_or_initialize() == manager.latest_checkpoint
-            assert (await w.read())[0] == 6
-            await psync.Checkpoint(w=w).restore(manager.checkpoints[0])
-            assert (await w.read())[0] == 2
-
-    async def test_a_number_may_be_given_once(self, tmp_path: Path) -> None:
-        async with training() as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(1), name="w")
-            manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
-            assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
-            with pytest.raises(CheckpointError, match="exists already"):
-                await manager.save(checkpoint_number=120)
-            assert (await manager.save()).name == "ckpt-00000121"
-
-    async def test_a_number_is_a_whole_one(self, tmp_path: Path) -> None:
-        async with training():
-            manager = psync.CheckpointManager(
-                psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path
-            )
-            assert (await manager.save(np.array(7))).name == "ckpt-00000007"  # type: ignore[arg-type]
-            for number in (-1, 1.5, "8", True, 10**18):
-                with pytest.raises(ConfigurationError, match="expected a whole number from 0"):
-                    await manager.save(number)  # type: ignore[arg-type]
-            assert len(manager.checkpoints) == 1
-
-    def test_arguments_that_are_none_are_refused(self, tmp_path: Path) -> None:
-        checkpoint = psync.Checkpoint(state=psync.SavedState())
-        with pytest.raises(ConfigurationError, match="expected max_to_keep above 0"):
-            psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)
-        with pytest.raises(ConfigurationError, match="expected a Checkpoint, got str"):
-            psync.CheckpointManager("checkpoint", tmp_path)  # type: ignore[arg-type]
-
-    async def test_no_checkpoint_and_damaged_ones_are_told_apart(self, tmp_path: Path) -> None:
-        async with training() as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(1), name="w")
-            checkpoint = psync.Checkpoint(w=w, progress=psync.SavedState(epoch=1))
-            with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
-                await checkpoint.restore(tmp_path / "ckpt-00000001")
-            path = await checkpoint.save(tmp_path)
-            manifest = json.loads((path / "manifest.json").read_bytes())
-            manifest["states"]["progress"]["epoch"] = 2
-            (path / "manifest.json").write_text(json.dumps(manifest))
-            with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
-                await checkpoint.restore(path)
+async def test_no_checkpoint_and_damaged_ones_are_told_apart(tmp_path: Path) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        checkpoint = psync.Checkpoint(w=w, progress=psync.SavedState(epoch=1))
+        with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
+            await checkpoint.restore(tmp_path / "ckpt-00000001")
+        path = await checkpoint.save(tmp_path)
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        manifest["states"]["progress"]["epoch"] = 2
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(CheckpointCorrupt, match="not the one that was committed"):
+            await checkpoint.restore(path)
 
 
 @pytest.mark.parametrize("method", ["add_image", "commit"])

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from local_training import in_step, training
+from session_cluster import session_cluster
 
 import psync
 from psync.checkpoint_files import Reader
 from psync.checkpoint_images import stored_images
-from psync.errors import CheckpointError, UsageError
+from psync.errors import CheckpointError, CheckpointNotFound, UsageError
 from psync.failpoints import Failpoints
 from psync.image_state import ImageState
 from psync.testing import MemoryNetwork
@@ -242,3 +243,21 @@ async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
             w = psync.Variable(np.ones(4), name="w")
         with pytest.raises(UsageError, match="belongs to another program or strategy"):
             await psync.Checkpoint(v=v, w=w).save(tmp_path)
+
+
+async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> None:
+    async with session_cluster(2, 1) as cluster:
+        strategy = cluster.strategy("worker", variable_partitioner=psync.FixedShardsPartitioner(2))
+        with strategy.scope():
+            w = psync.Variable(np.ones((4, 2), np.float32), name="w")
+        sgd = psync.optimizers.SGD(1.0, momentum=0.5)
+        checkpoint = psync.Checkpoint(w=w, sgd=sgd, progress=psync.SavedState(epoch=1))
+        async with psync.MonitoredTrainingSession(strategy):
+            await sgd.apply_gradients([(np.ones((4, 2), np.float32), w)])
+            path = await checkpoint.save(tmp_path)
+            await w.assign(np.ones((4, 2), np.float32))
+            await checkpoint.restore(path)
+            assert not (await w.read()).any()
+            assert await sgd.iterations.read() == 1
+        with pytest.raises(CheckpointNotFound, match="saved without a ClusterCoordinator"):
+            stored_images(path)

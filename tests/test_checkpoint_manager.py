@@ -1,0 +1,156 @@
+"""The checkpoints of a program: their numbers, which are kept, and which is gone back to."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_training import training
+
+import psync
+from psync.checkpoint_files import remove
+from psync.cluster_coordinator import coordinator_of
+from psync.errors import CheckpointError, ConfigurationError
+from psync.image_state import ImageState
+
+
+async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(
+            psync.Checkpoint(w=w), tmp_path / "run", max_to_keep=2, keep_every_n_steps=3
+        )
+        assert manager.latest_checkpoint is None
+        assert await manager.restore_or_initialize() is None
+        for number in range(7):
+            await w.assign([number])
+            await manager.save()
+        names = [path.name for path in manager.checkpoints]
+        assert names == [f"ckpt-{number:08d}" for number in (3, 6, 7)]
+        assert manager.latest_checkpoint == manager.checkpoints[-1]
+        await w.assign([50])
+        assert await manager.restore_or_initialize() == manager.latest_checkpoint
+        assert (await w.read())[0] == 6
+        await psync.Checkpoint(w=w).restore(manager.checkpoints[0])
+        assert (await w.read())[0] == 2
+
+
+async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+        assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
+        with pytest.raises(CheckpointError, match="exists already"):
+            await manager.save(checkpoint_number=120)
+        assert (await manager.save()).name == "ckpt-00000121"
+
+
+async def test_a_number_is_a_whole_one(tmp_path: Path) -> None:
+    async with training():
+        manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
+        assert (await manager.save(np.array(7))).name == "ckpt-00000007"  # type: ignore[arg-type]
+        for number in (-1, 1.5, "8", True, 10**18):
+            with pytest.raises(ConfigurationError, match="expected a whole number from 0"):
+                await manager.save(number)  # type: ignore[arg-type]
+        assert len(manager.checkpoints) == 1
+
+
+def test_arguments_that_are_none_are_refused(tmp_path: Path) -> None:
+    checkpoint = psync.Checkpoint(state=psync.SavedState())
+    with pytest.raises(ConfigurationError, match="expected max_to_keep above 0"):
+        psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)
+    with pytest.raises(ConfigurationError, match="expected a Checkpoint, got str"):
+        psync.CheckpointManager("checkpoint", tmp_path)  # type: ignore[arg-type]
+
+
+def source_of(strategy: psync.ParameterServerStrategy) -> Any:
+    """Where a lost ps would be recovered from."""
+    coordinator = coordinator_of(strategy.origin)
+    assert coordinator is not None
+    return coordinator.recovery.source
+
+
+def handed(strategy: psync.ParameterServerStrategy) -> Path | None:
+    """The checkpoint of which images would be taken."""
+    images = source_of(strategy)()
+    return None if images is None else images[0].file.parent
+
+
+class TestRecovery:
+    async def test_what_was_saved_last_is_gone_back_to(self, tmp_path: Path) -> None:
+        async with training(2, 1) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
+            assert source_of(strategy) is None
+            await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
+            assert source_of(strategy) is None
+            for _ in range(2):
+                path = await manager.save()
+                assert handed(strategy) == path
+            first, second = (
+                ImageState.from_bytes(image.state, "") for image in source_of(strategy)()
+            )
+            assert [spec.variable for spec in (*first.shards, *second.shards)] == ["w"]
+
+    async def test_of_several_managers_the_one_that_saved_last_is_asked(
+        self, tmp_path: Path
+    ) -> None:
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            often, best = (
+                psync.CheckpointManager(checkpoint, tmp_path / name) for name in ("often", "best")
+            )
+            await best.save()
+            path = await often.save()
+            assert handed(strategy) == path
+            path = await best.save()
+            del often, best  # the files are there, whoever has written them
+            gc.collect()
+            assert handed(strategy) == path
+
+    async def test_what_an_earlier_program_saved_is_only_restored(self, tmp_path: Path) -> None:
+        managers = []
+        for _ in range(2):
+            async with training() as (strategy, _):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(1), name="w")
+                checkpoint = psync.Checkpoint(w=w)
+                manager = psync.CheckpointManager(checkpoint, tmp_path)
+                managers.append(manager)
+                await manager.restore_or_initialize()
+                assert source_of(strategy) is None
+                path = await manager.save()
+                assert handed(strategy) == path
+                remove(path)
+                assert handed(strategy) is None
+
+    async def test_what_is_being_gone_back_to_is_not_removed(self, tmp_path: Path) -> None:
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            manager = psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+            first = await manager.save()
+            source = source_of(strategy)
+            written = checkpoint._saved
+
+            async def recovery_begins(*arguments: Any) -> Any:
+                saved = await written(*arguments)  # the cut was taken before the ps was lost
+                assert source()[0].file.parent == first
+                return saved
+
+            checkpoint._saved = recovery_begins  # type: ignore[method-assign]
+            second = await manager.save()
+            assert manager.checkpoints == [first, second]
+            checkpoint._saved = written  # type: ignore[method-assign]
+            third = await manager.save()
+            assert manager.checkpoints == [third]
