@@ -12,7 +12,7 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
 from psync.endpoint import Endpoint
-from psync.errors import ConfigurationError, FencedError, UsageError
+from psync.errors import ConfigurationError, FencedError, ParameterServerLost, UsageError
 from psync.rpc import Peer
 from psync.wire.messages import AskStatistics, AttachWorker, Done, RunClosures, Shutdown, Statistics
 from psync.worker_task import WorkerTask
@@ -86,6 +86,36 @@ async def test_a_worker_is_asked_to_stop():
         await chief.endpoint.close()
 
 
+async def test_an_older_coordinator_than_the_one_that_is_served_cannot_stop_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        old, new = Chief(cluster, 1), Chief(cluster, 2)
+        control = await old.connect()
+        await new.attach()
+        with pytest.raises(FencedError, match="works for a newer coordinator than /job:chief"):
+            await control.call(Shutdown("the chief has ended"))
+        assert not task.stopped.is_set()
+        await (await Chief(cluster, 2).connect()).call(Shutdown("the chief has ended"))
+        assert task.stopped.is_set()
+        for chief in (old, new):
+            await chief.endpoint.close()
+
+
+async def test_without_a_coordinator_any_chief_stops_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        new, old = Chief(cluster, 2), Chief(cluster, 1)
+        control, _ = await new.attach()
+        peer = await old.connect()
+        await new.endpoint.close()
+        await control.wait_closed()
+        while task.statistics()["network"]["connections"] > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await peer.call(Shutdown("the chief has ended"))
+        assert task.stopped.is_set()
+        await old.endpoint.close()
+
+
 async def test_an_address_that_is_taken_is_named():
     async with cluster_of(1, 1) as cluster:
         second = WorkerTask(cluster.platform(), 0, "worker-0:1")
@@ -129,3 +159,58 @@ async def test_a_plain_step_that_hangs_does_not_hold_up_the_next_session():
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
             assert await asyncio.wait_for(coordinator.schedule(lambda: 1).fetch(), 20) == 1
         go_on.set()
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_cannot_reach_a_ps_begins_anew_and_the_step_never_knows(caplog):
+    async with coordinating(2, 2, ps_timeout=15, max_losses=1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]  # one on each ps
+
+        async def step():
+            event_of(f"begun {psync.get_worker_index()}").set()
+            for counter in counters:
+                await counter.assign_add(1)
+            return psync.get_worker_index()
+
+        assert {await coordinator.schedule(step).fetch() for _ in range(2)} <= {0, 1}
+        before = coordinator.statistics()["closures"].finished
+        cluster.network.partition("worker-0", "ps-1")
+        cluster.network.cut("ps-1:1")
+        with caplog.at_level(logging.WARNING):
+            values = [coordinator.schedule(step) for _ in range(6)]
+            await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {1}
+        assert "/job:worker/task:0 cannot go on (/job:ps/task:1 at ps-1:1 " in caplog.text
+        cluster.network.heal("worker-0", "ps-1")
+        await asyncio.sleep(400)  # it may have been set aside
+
+        async def slow():
+            await asyncio.sleep(1)
+            return await step()
+
+        values = [coordinator.schedule(slow) for _ in range(6)]
+        await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {0, 1}
+        assert [int(await counter.read()) for counter in counters] == [before + 12] * 2
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_is_lost_to_all_is_the_coordinators_to_report():
+    async with coordinating(2, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]
+
+        async def step():
+            await psync.pull(counters)
+
+        await coordinator.schedule(step)
+        await cluster.stop("ps-1")
+        values = [coordinator.schedule(step) for _ in range(6)]
+        with pytest.raises(ParameterServerLost):
+            await coordinator.join(timeout=200)
+        assert all(value.done() for value in values)
+        coordinator.schedule(step)
+        with pytest.raises(ParameterServerLost):
+            await coordinator.join(timeout=200)
+        assert await coordinator.schedule(psync.get_worker_index).fetch() in (0, 1)

@@ -413,6 +413,9 @@ class Coordinator:
 
     def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
         self.links.workers.session_ends(peer, message)
+        lost = next((link.lost for link in self.links.ps.links if link.lost is not None), None)
+        if not message.in_order and lost is not None and not self.recovery.is_on:
+            self._fail(lost)  # that is why it cannot go on, and no other worker can
         return Reply(messages.Done())
 
     def ps_lost(self, error: ParameterServerLost) -> None:
@@ -463,6 +466,8 @@ class Coordinator:
         logger.error("%s", error)
         if not self._closed:
             self._fail(error)
+            # Pushes that were begun wait for an answer that cannot come.
+            self.links.workers.end_sessions(error)
 
     def replaced(self, error: FencedError) -> None:
         """End everything, now and at every join: workers and ps tasks serve another one."""

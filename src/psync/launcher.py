@@ -183,6 +183,7 @@ class _Run:
                 await asyncio.wait([self._outcome], timeout=ALONE_S)
                 if self._outcome.done():
                     return
+                self._group.abandon("worker", index)  # the chief goes on looking for it there
                 _say(f"{death}: it has ended by itself and is not started again")
                 return
             if not policy.allow(asyncio.get_running_loop().time()):

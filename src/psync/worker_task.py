@@ -117,8 +117,9 @@ class WorkerTask:
         await asyncio.shield(self._leaving)
 
     async def _leave(self, reason: str, hint: str) -> None:
-        logger.info("%s leaves: %s", self.task, reason)
         session = self._session
+        level = logging.DEBUG if session is None else logging.INFO  # nobody misses it
+        logger.log(level, "%s leaves: %s", self.task, reason)
         try:
             if session is not None:
                 await leave(session, reason, hint=hint)

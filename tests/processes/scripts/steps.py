@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 
 import numpy as np
@@ -112,6 +113,25 @@ async def endless():
             for _ in range(100):
                 coordinator.schedule(step)
             await coordinator.join()
+
+
+async def leaves():
+    """Ask one of two workers to leave, and go on with the other."""
+
+    async def step():
+        await asyncio.sleep(0.01)
+        return os.getpid()
+
+    async with coordinator_of() as coordinator:
+        pid = await coordinator.schedule(step)
+        os.kill(pid, signal.SIGTERM)
+        while len(coordinator.statistics()["closures"].workers) == 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        values = [coordinator.schedule(step) for _ in range(20)]
+        await coordinator.join()
+        assert pid not in await coordinator.fetch(values)
+        await asyncio.sleep(1.5)  # the launcher waits a little before it says a word
+        print("left;", len(values), "more ran elsewhere")
 
 
 if __name__ == "__main__":
