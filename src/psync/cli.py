@@ -1,7 +1,7 @@
-"""The command line: ``psync run``, ``psync serve``, ``psync bench`` and ``psync checkpoint``.
+"""The command line: ``psync run``, ``serve``, ``bench``, ``checkpoint`` and ``certs``.
 
-Layer: L5. Imports: errors, checkpoint_cli, task_output; launcher, tasks and bench when their
-command runs.
+Layer: L5. Imports: errors, certs_cli, checkpoint_cli, task_output; launcher, tasks and bench when
+their command runs.
 
 Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
 line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
@@ -17,9 +17,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
+from psync.certs_cli import certs, tls_environ, tls_options
 from psync.checkpoint_cli import checkpoint
 from psync.errors import ConfigurationError
 from psync.task_output import configure_logging, fill_standard_streams
@@ -106,6 +108,7 @@ def psync(context: click.Context) -> int:
     "One more death ends the run.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@tls_options
 @log_level_option
 def run(
     script: str,
@@ -116,6 +119,7 @@ def run(
     max_restarts: int,
     quiet: bool,
     log_level: str,
+    **tls: Any,
 ) -> int:
     """Run SCRIPT on a cluster of its own, on this machine.
 
@@ -138,7 +142,7 @@ def run(
         evaluator=evaluator,
         max_restarts=max_restarts,
         quiet=quiet,
-        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level},
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
     )
 
 
@@ -220,8 +224,9 @@ def sync_async(
     is_flag=True,
     help="Serve without a secret, to everybody who can reach the address.",
 )
+@tls_options
 @log_level_option
-def serve(insecure: bool, log_level: str) -> int:
+def serve(insecure: bool, log_level: str, **tls: Any) -> int:
     """Serve as the ps or the worker that TF_CONFIG says this process is.
 
     It loads no script: a worker gets its steps from the chief. Ends when the chief says so, or on
@@ -235,12 +240,14 @@ def serve(insecure: bool, log_level: str) -> int:
     """
     from psync import tasks
 
+    os.environ.update(tls_environ(**tls))
     configure_logging(log_level)
     tasks.serve_forever(insecure=insecure)
     return 0
 
 
 psync.add_command(checkpoint)
+psync.add_command(certs)
 
 
 def main(args: Sequence[str] | None = None) -> int:

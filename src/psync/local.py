@@ -1,7 +1,7 @@
 """A whole cluster on this machine, for first contact, notebooks and tests.
 
-Layer: L4. Imports: errors, access, cluster, platform, processes, resolvers, tasks, testing,
-transport.
+Layer: L4. Imports: errors, access, certificates, cluster, platform, processes, resolvers, tasks,
+testing, tls_config, tls_network, transport.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from types import TracebackType
 from typing import Self
 
+from psync import certificates
 from psync.access import Secret, mint_secret
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, UsageError
@@ -21,10 +23,15 @@ from psync.ps_task import PsTask
 from psync.resolvers import SimpleClusterResolver
 from psync.tasks import make_task
 from psync.testing import MemoryNetwork, VirtualClockLoop
+from psync.tls_config import TLS_VARIABLES, load_tls
+from psync.tls_network import TlsNetwork
 from psync.transport import SocketNetwork
 from psync.worker_task import WorkerTask
 
 logger = logging.getLogger(__name__)
+
+CERTIFICATE_DAYS = 365
+"""Of those that are made for one cluster, and go with it."""
 
 
 class LocalClusterResolver(SimpleClusterResolver):
@@ -50,9 +57,13 @@ class LocalCluster:
         network: Joins the tasks of a cluster without processes, in place of one that delivers
             at once: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
             and checks. With ``psync.testing.run_virtual`` such a test takes no real time.
+        security: Whether connections between the processes have TLS, with certificates that are
+            made for this cluster and removed with it (``pip install 'psync[tls]'``). Without, they
+            have it if the environment names certificates.
 
     Raises:
-        ConfigurationError: If a number is too small, or processes are given a network.
+        ConfigurationError: If a number is too small, processes are given a network, or tasks
+            without processes security. From ``start``: if certificates cannot be made or used.
 
     Example:
         async with psync.LocalCluster(2, 2) as cluster:
@@ -71,6 +82,7 @@ class LocalCluster:
         *,
         max_restarts: int = 3,
         network: MemoryNetwork | None = None,
+        security: bool = False,
     ) -> None:
         for name, count in (("num_ps", num_ps), ("num_workers", num_workers)):
             if not isinstance(count, int) or count < 1:
@@ -81,6 +93,9 @@ class LocalCluster:
                 "network: only tasks in one process can use it",
                 hint="LocalCluster(…, processes=False)",
             )
+        if security and not processes:
+            raise ConfigurationError("security: tasks in one process have nothing to hide")
+        self._security = security
         self._processes = processes
         self._network = network
         self._max_restarts = max_restarts
@@ -156,13 +171,20 @@ class LocalCluster:
 
     async def _start_processes(self, resources: contextlib.AsyncExitStack) -> None:
         secret = mint_secret()
-        group = ProcessGroup({"chief": 1, **self._counts}, secret=secret)
+        environ = dict(os.environ)
+        if self._security:
+            for name in TLS_VARIABLES:
+                environ.pop(name, None)
+            environ |= resources.enter_context(certificates.temporary(CERTIFICATE_DAYS))
+        tls = load_tls(environ)
+        group = ProcessGroup({"chief": 1, **self._counts}, secret=secret, environ=environ)
         await resources.enter_async_context(group)
         resources.push_async_callback(self._stop_watching)
         for job, count in self._counts.items():
             for index in range(count):
                 self._watch(group, job, index)
-        platform = Platform(SocketNetwork(), Secret(secret.encode()))
+        network = SocketNetwork() if tls is None else TlsNetwork(SocketNetwork(), tls)
+        platform = Platform(network, Secret(secret.encode()))
         self._resolver = LocalClusterResolver(group.cluster, platform)
 
     def _watch(self, group: ProcessGroup, job: str, index: int) -> None:
