@@ -19,6 +19,7 @@ from ps_cluster import (
     push,
     until,
 )
+from sync_cluster import SyncCluster
 
 from psync.adoption import Holding, Orders
 from psync.blocks import BlockPool
@@ -244,3 +245,42 @@ async def test_what_went_back_to_one_cut_is_of_one_piece() -> None:
         await attach(newer, 1 << 40)
         holding = await held(newer)
         assert (holding.life, len(holding.shards)) == (103, 1)
+
+
+@pytest.mark.parametrize("step_ps", [0, 1])
+async def test_a_step_that_ps_0_has_decided_is_applied_everywhere_first(step_ps: int) -> None:
+    """ps 1 cannot be reached when the next chief comes: ps 0 waits, with that chief."""
+    async with SyncCluster(2, step_ps=step_ps) as cluster:
+        w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+        points = cluster.ps[0]._platform.failpoints
+        points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
+        pushes = [
+            asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
+        ]
+        await settle()
+        number = 1 << 40
+        chief = cluster.client(CHIEF, number)
+        attaching = asyncio.create_task(attach(chief, number))
+        for answer in await asyncio.gather(*pushes, return_exceptions=True):
+            assert isinstance(answer, FencedError)
+        await settle()
+        assert not attaching.done()
+        cluster.network.heal("ps1:1")
+        await attaching
+        await attach(chief, number, ps=1)
+        for ps in range(2):
+            shards = tuple(
+                (spec.name, shard.index, spec.variable_id)
+                for spec in (w, cluster.step)
+                for shard in spec.shards
+                if shard.ps == ps
+            )
+            await say(chief, AdoptShards(0, True), [Orders(shards).to_bytes()], ps=ps)
+        value, step = await pull(chief, w, cluster.step)
+        assert value.tolist() == [[0.5] * 3] * 2
+        assert step == 1
+        cluster.chief = chief
+        again = [cluster.replica(index, number + index) for index in range(2)]
+        answers = await asyncio.gather(*(replica.push((w,), (1.0,)) for replica in again))
+        assert [answer.token for answer in answers] == [2, 2]  # from the step that there was
+        assert cluster.group()["steps"] == 1

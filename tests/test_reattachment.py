@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
+import memory_cluster
 import numpy as np
 import pytest
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
@@ -259,3 +260,185 @@ async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture)
             assert 'variable "half" begins with its initial value: it was not created whole' in (
                 caplog.text
             )
+
+
+async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, float, Any]:
+    """Rounds of two replicas; return the global step, the value, and what ps 0 counted."""
+    async with life(cluster) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(3, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.Momentum(0.5, 0.9), 2, 2)
+
+        async def step() -> str:
+            await w.read()
+            one = np.ones(3, np.float32)
+            return (await optimizer.apply_gradients([(one, w)], global_step)).outcome.value
+
+        values = [coordinator.schedule(step) for _ in range(2 * rounds)]
+        await coordinator.join()
+        assert set(await coordinator.fetch(values)) <= {"accepted"}
+        counters = (await coordinator.ps_statistics())[0]["sync"]
+        return int(await global_step.read()), float((await w.read())[0]), counters
+
+
+async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() -> None:
+    async with cluster_of(2, 2) as cluster:
+        whole = await synchronous_life(cluster, 6)
+    async with cluster_of(2, 2) as cluster:
+        first = await synchronous_life(cluster, 3)
+        second = await synchronous_life(cluster, 3)
+    assert (first[0], second[0]) == (3, 6)
+    assert second[1] == whole[1]  # with the momentum that there was
+    (one,), (other,) = first[2].values(), second[2].values()
+    assert other["steps"] == one["steps"] == 3
+    assert other["tokens"] == one["tokens"]  # none on top of those of before
+
+
+async def test_gradients_that_were_counted_and_not_applied_are_gone_with_their_closures() -> None:
+    async with cluster_of(2, 1) as cluster:
+        for expected in (0, 0):
+            async with life(cluster) as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(3, np.float32), name="w")
+                    global_step = psync.get_or_create_global_step()
+                optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5), 2, 2)
+
+                async def step() -> None:  # the step needs one of another replica
+                    await note("pushes")
+                    one = np.ones(3, np.float32)
+                    await optimizer.apply_gradients([(one, w)], global_step)  # noqa: B023
+
+                event_of("pushes").clear()
+                coordinator.schedule(step)
+                coordinator.schedule(step)  # so that the first one waits for it
+                await event_of("pushes").wait()
+                assert await global_step.read() == expected
+                assert (await w.read()).tolist() == [0.0] * 3
+
+
+async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps() -> None:
+    """It is cut off in the middle of a push over two ps tasks, and hears of it when it is back."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, old):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            for link in cluster.network.links("ps-1:1"):
+                link.to_server.stall()
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(1)  # ps 0 has its part
+            async with life(cluster) as (strategy, new):
+                with strategy.scope():
+                    again = psync.Variable(np.zeros(4, np.float32), name="w")
+                assert (await again.read()).tolist() == [1.0, 1.0, 0.0, 0.0]
+                for link in cluster.network.links("ps-1:1"):
+                    link.to_server.flow()
+                with pytest.raises(FencedError):
+                    await adding
+                for act in (w.assign_add(np.ones(4, np.float32)), w.read()):
+                    with pytest.raises(FencedError):
+                        await act
+                old.schedule(note, ("never",))
+                with pytest.raises(FencedError):
+                    await old.join()
+                assert (await again.read()).tolist() == [1.0, 1.0, 0.0, 0.0]
+                assert "never" not in shared
+
+
+async def test_workers_of_the_chief_that_died_change_nothing_any_more() -> None:
+    """A step that cannot be cancelled pushes after the next chief has come."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def stubborn() -> None:
+                await note("begun")
+                while not event_of("go on").is_set():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await event_of("go on").wait()
+                try:
+                    await w.assign_add(np.ones(4, np.float32))
+                except BaseException as exc:
+                    memory_cluster.shared["error"] = exc
+                    raise
+
+            coordinator.schedule(stubborn)
+            await event_of("begun").wait()
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                again = psync.Variable(np.zeros(4, np.float32), name="w")
+            await again.read()
+            event_of("go on").set()
+            await asyncio.sleep(5)
+            assert shared["error"] is not None
+            assert (await again.read()).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("num_attached", [0, 1])
+async def test_the_chief_died_before_every_ps_was_attached(num_attached: int) -> None:
+    async with cluster_of(2, 1) as cluster:
+        before = await first_life(cluster)
+        for name in ("ps-0", "ps-1")[num_attached:]:
+            cluster.network.partition(f"{name}:1")
+        dying = asyncio.create_task(life(cluster, connect_timeout=1e6).__aenter__())
+        await asyncio.sleep(30)
+        assert not dying.done()
+        dying.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await dying
+        for name in ("ps-0", "ps-1")[num_attached:]:
+            cluster.network.heal(f"{name}:1")
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]
+
+
+async def test_the_chief_died_when_it_had_adopted_some() -> None:
+    async with cluster_of(2, 1) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]  # its slots and the counter wait
+        async with life(cluster) as (strategy, coordinator):
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+                counter = psync.Variable(0, name="counter")
+            assert (await w.read()).tolist() == before["w"]
+            assert await counter.read() == 7
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            await train(coordinator, w, adam, 1)
+            assert await adam.iterations.read() == 6
+
+
+async def test_the_chief_died_while_a_cut_was_taken() -> None:
+    """The gate of each ps was shut, and updates waited at it."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            inner = coordinator._coordinator
+            assert inner is not None
+            taking = asyncio.create_task(inner.cuts.take().__aenter__())
+            while not any(cluster.tasks[name]._gate._gate.cut for name in ("ps-0", "ps-1")):
+                await asyncio.sleep(0)
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(0)
+            taking.cancel()
+            adding.cancel()
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            at_first = (await w.read()).tolist()
+            assert set(at_first) <= {0.0, 1.0}
+            await w.assign_add(np.ones(4, np.float32))
+            assert (await w.read()).tolist() == [value + 1 for value in at_first]
+            inner = coordinator._coordinator
+            assert inner is not None
+            async with inner.cuts.take() as cut:
+                assert len(cut.images) == 2

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from psync.adoption import NewOptimizer
 from psync.closures import MAX_LOSSES
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
@@ -198,7 +197,7 @@ class ClusterCoordinator:
             on_stall=self._on_stall,
             max_losses=self._max_losses,
             max_flaps=self._max_flaps,
-            attach=OwnOptimizers(_optimizers, note_learning_rate) if self._attach else None,
+            attach=OwnOptimizers(optimizers_here, note_learning_rate) if self._attach else None,
         )
         self._starting = True
         try:
@@ -489,13 +488,6 @@ def coordinator_of(origin: str) -> Coordinator | None:
     """
     known = _of_origin.get(origin)
     return None if known is None else known._coordinator
-
-
-def _optimizers() -> list[NewOptimizer]:
-    return [
-        NewOptimizer(optimizer.number, optimizer.get_name(), optimizer.get_config())
-        for optimizer in optimizers_here()
-    ]
 
 
 def _watchdog_timeout(given: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """The handle that all optimizers share: slots, pushes, and what comes back of them.
 
-Layer: L4. Imports: errors, specs, context, gradient_arguments, gradient_clipping, indexed_slices,
+Layer: L4. Imports: errors, specs, adoption, context, gradient_arguments, gradient_clipping, indexed_slices,
 measure_client, merged_updates, optimizer_state, pulls, replica_context, rule_configs, rule_options,
 runtime, schedules, scopes, slot_client, staleness_bound, update_rules, variable_lists, variables,
 wire.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from psync import merged_updates
+from psync.adoption import NewOptimizer
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.gradient_arguments import (
@@ -447,14 +448,15 @@ class Optimizer:
         return PushResult(outcome, step, max(0, step - known - 1))
 
 
-def optimizers_here() -> list[Optimizer]:
+def optimizers_here() -> list[NewOptimizer]:
     """Return the optimizers of this program through which it may push, by their numbers."""
     own = [optimizer for optimizer in _interned.values() if optimizer.origin == PROCESS]
     wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
-    return sorted(
-        (optimizer for optimizer in own if id(optimizer) not in wrapped),
-        key=lambda optimizer: optimizer.number,
-    )
+    return [
+        NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
+        for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
+        if id(optimizer) not in wrapped
+    ]
 
 
 def note_learning_rate(number: int, config: Mapping[str, Any]) -> None:
