@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psync.blocks import BLOCK_BYTES, BlockPool
+from psync.errors import CheckpointCorrupt, CheckpointError
+from psync.image_files import Place, has_text, read_items, write_items
+from psync.ledger import Ledger
+from psync.ps_image import Frozen, Thawed, freeze, thaw
+from psync.specs import ShardSpec
+from psync.store import ShardStore
+
+W = ShardSpec("w", 0, 0, 0, (3, 4), "float32", 0)
+V = ShardSpec("v", 1, 0, 0, (3, BLOCK_BYTES // 4), "float32", 0)
+T = ShardSpec("t", 2, 0, 0, (1000, 1000, 1000), "float32", 0)  # constant
+ITEMS = [(1, "v"), (0, "w")]
+
+
+def pack(answer: object) -> bytes | None:
+    return None
+
+
+@pytest.fixture
+def frozen() -> Frozen:
+    store = ShardStore("/job:ps/task:0")
+    store.create(W, np.arange(12, dtype=np.float32).reshape(3, 4))
+    store.create(V, np.random.default_rng(3).random(V.shape, np.float32))
+    store.create(T, fill=2.0)
+    return freeze(store, Ledger(), pack)
+
+
+def thawed(frozen: Frozen) -> Thawed:
+    return thaw(frozen.state, "/job:ps/task:0", BlockPool(), 0, lambda data: data)
+
+
+def contents(frozen: Frozen) -> list[bytes]:
+    return [b"".join(map(bytes, frozen.views(place))) for place, _ in ITEMS]
+
+
+def written(path: Path, frozen: Frozen) -> list[tuple[int, Place]]:
+    size, places = write_items(path, frozen, ITEMS)
+    assert size == path.stat().st_size
+    return [(place, at) for (place, _), at in zip(ITEMS, places, strict=True)]
+
+
+def test_what_was_written_is_read_back_bit_for_bit(frozen: Frozen, tmp_path: Path) -> None:
+    expected = contents(frozen)
+    places = written(tmp_path / "a", frozen)
+    made = thawed(frozen)
+    read_items(tmp_path / "a", made, places)
+    assert made.wanted() == []
+    assert contents(freeze(made.store, Ledger(), pack)) == expected
+
+
+def test_the_file_is_one_that_other_programs_read(frozen: Frozen, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    v, w = contents(frozen)
+    written(tmp_path / "a", frozen)
+    tensors = safetensors.load_file(tmp_path / "a")
+    assert list(tensors) == ["v", "w"] or set(tensors) == {"v", "w"}
+    assert tensors["w"].shape == (3, 4)
+    assert (tensors["v"].tobytes(), tensors["w"].tobytes()) == (v, w)
+
+
+def test_blocks_are_let_go_of(frozen: Frozen, tmp_path: Path) -> None:
+    written(tmp_path / "a", frozen)
+    with pytest.raises(CheckpointError, match="not held any more"):
+        frozen.views(0)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_damaged_byte_is_found_and_its_item_named(
+    frozen: Frozen, tmp_path: Path, at: int
+) -> None:
+    places = written(tmp_path / "a", frozen)
+    start = places[at][1][0]
+    with open(tmp_path / "a", "r+b") as file:
+        file.seek(start + 5)
+        byte = file.read(1)
+        file.seek(start + 5)
+        file.write(bytes([byte[0] ^ 1]))
+    name = f"the value of shard 0 of variable {places[at][0]}"
+    with pytest.raises(CheckpointCorrupt, match=f"a: {name}: expected checksum"):
+        read_items(tmp_path / "a", thawed(frozen), places)
+
+
+def test_a_file_that_is_too_short_is_found(frozen: Frozen, tmp_path: Path) -> None:
+    places = written(tmp_path / "a", frozen)
+    os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size - 1)
+    with pytest.raises(CheckpointCorrupt, match="variable 0: expected checksum"):
+        read_items(tmp_path / "a", thawed(frozen), places)
+
+
+def test_an_item_of_another_size_or_none_at_all(frozen: Frozen, tmp_path: Path) -> None:
+    (v, (start, nbytes, crc)), w = written(tmp_path / "a", frozen)
+    with pytest.raises(CheckpointCorrupt, match=f"variable 1: expected {nbytes} bytes, got 8"):
+        read_items(tmp_path / "a", thawed(frozen), [(v, (start, 8, crc))])
+    with pytest.raises(CheckpointCorrupt, match="the value of shard 0 of variable 1 is not in"):
+        read_items(tmp_path / "a", thawed(frozen), [w])
+
+
+def test_a_file_that_is_not_there(frozen: Frozen, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"reading .*: No such file"):
+        read_items(tmp_path / "a", thawed(frozen), [])
+
+
+def test_constant_items_are_passed_over(frozen: Frozen, tmp_path: Path) -> None:
+    places = written(tmp_path / "a", frozen)
+    read_items(tmp_path / "a", thawed(frozen), [*places, (2, (0, 4_000_000_000, 0))])
+
+
+def test_a_file_that_is_there_is_left_alone(frozen: Frozen, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(CheckpointError, match="File exists"):
+        write_items(tmp_path / "a", frozen, ITEMS)
+    assert (tmp_path / "a").read_text() == "mine"
+    assert frozen.views(0)
+
+
+@pytest.mark.parametrize("items", [[(0, "w"), (0, "again")], [(3, "x")], [(-1, "x")]])
+def test_what_cannot_be_written_leaves_no_file(
+    frozen: Frozen, tmp_path: Path, items: list[tuple[int, str]]
+) -> None:
+    with pytest.raises(CheckpointError):
+        write_items(tmp_path / "a", frozen, items)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_a_text_is_told_from_others(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("nonce")
+    assert has_text(tmp_path / "a", "nonce")
+    assert not has_text(tmp_path / "a", "nonc")
+    assert not has_text(tmp_path / "a", "nonce2")
+    assert not has_text(tmp_path / "a", "nonCe")
+    assert not has_text(tmp_path / "b", "nonce")
+    assert not has_text(tmp_path, "")
+    os.mkfifo(tmp_path / "pipe")  # nobody waits for whoever writes into it
+    assert not has_text(tmp_path / "pipe", "")
+    assert not has_text(tmp_path / ("x" * 300), "nonce")

@@ -1,0 +1,517 @@
+"""Images on a real ps, asked for by a real coordinator's links."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CutLost,
+    FencedError,
+    RemoteProtocolError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.image_service import (
+    pack_accumulators,
+    pack_answer,
+    unpack_accumulators,
+    unpack_answer,
+)
+from psync.ledger_image import LedgerState, SenderState
+from psync.moment_rules import Adam
+from psync.schedules import Constant
+from psync.specs import VariableSpec
+from psync.wire.codec import encode
+from psync.wire.messages import (
+    AccumulatorState,
+    AskAccumulator,
+    AskOptimizer,
+    DefineAccumulator,
+    Done,
+    FinalBelow,
+    GradientApplied,
+    Message,
+    OptimizerState,
+    Pushed,
+    SetOptimizer,
+)
+from psync.wire.recovery_messages import (
+    AskShared,
+    DropFrozen,
+    FillImage,
+    Freeze,
+    PrepareImage,
+    ReadFrozen,
+    Shared,
+    TakeImage,
+    WriteFrozen,
+)
+from tests.image_tools import call, fill, freeze, prepare, read, read_all, take, write
+from tests.ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
+
+MiB = 1 << 20
+LARGE = 3 * MiB // 4  # elements of float32: three blocks
+ADAM = Adam(0.125).to_config()
+
+
+async def adam(cluster: PsCluster, v: VariableSpec, value: float, **kwargs: Any) -> list[str]:
+    client = kwargs.pop("client", cluster.chief)
+    answers = await push(client, (v,), (value,), config=ADAM, **kwargs)
+    return [answer.outcome for answer in answers]
+
+
+async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
+    """Value and slots, as anybody reads them."""
+    (value,) = await pull(cluster.chief, v)
+    arrays = [value]
+    for slot in ("m", "v"):
+        arrays += await pull(cluster.chief, v, optimizer=1, slot=slot)
+    return [array.tobytes() for array in arrays]
+
+
+def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
+    image: dict[str, Any] = cluster.ps[ps].statistics()["image"]
+    return image
+
+
+@pytest.mark.asyncio
+class TestFreeze:
+    async def test_pushes_go_on_and_what_is_read_stays(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            await adam(cluster, v, 1.0)
+            state, pending = await freeze(cluster)
+            assert pending == []
+            before = await everything(cluster, v)
+            for value in (2.0, -3.0):
+                await adam(cluster, v, value)
+                assert await read_all(cluster, state) == before
+            assert await everything(cluster, v) != before
+            assert state.iterations == 1
+            assert state.versions == {v.shards[0].key: 2}  # created, pushed
+
+    async def test_parts_of_an_item(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.arange(LARGE, dtype=np.float32))
+            await freeze(cluster)
+            got = await read(cluster, 0, MiB - 4, MiB + 8)
+            assert np.frombuffer(got, np.float32).tolist() == [MiB // 4 - 1, MiB // 4, MiB // 4 + 1]
+            with pytest.raises(CheckpointError, match="no bytes"):
+                await read(cluster, 0, 0, 4 * MiB)
+            with pytest.raises(CheckpointError, match="item 7 of an image"):
+                await read(cluster, 7, 0, 1)
+            with pytest.raises(RemoteProtocolError, match="at most 16777216 bytes"):
+                await read(cluster, 0, 0, 17 * MiB)
+
+    async def test_an_update_under_way_is_waited_for(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            release = hold(cluster.ps[0], v)
+            freezing = asyncio.create_task(freeze(cluster))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            release()
+            state, _ = await freezing
+            assert state.versions == {v.shards[0].key: 1}
+
+    async def test_rows_that_are_constant_in_part(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros((5000, 64), np.float32))
+            store = cluster.ps[0]._store
+            key, rows = v.shards[0].key, np.array([3, 4999])
+            for _ in store.scatter(key, "assign", rows, np.ones((2, 64), np.float32)):
+                pass
+            state, _ = await freeze(cluster)
+            got = np.frombuffer(await read(cluster, 0, 0, state.items[0].nbytes), np.float32)
+            assert got.sum() == 128
+
+    async def test_the_same_cut_again_is_the_same_contents(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            first = await freeze(cluster)
+            await assign(cluster.chief, v, np.ones(3, np.float32))
+            assert await freeze(cluster) == first
+            assert await read(cluster, 0, 0, 12) == bytes(12)
+            await freeze(cluster, 2)
+            assert await read(cluster, 0, 0, 12, cut=2) != bytes(12)
+            with pytest.raises(CutLost, match="does not hold cut 1 any more"):
+                await read(cluster, 0, 0, 12)
+
+    async def test_it_is_held_until_it_is_dropped(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.zeros(3, np.float32))
+            await freeze(cluster, 2)
+            assert held(cluster)["held"] == 1
+            assert (await call(cluster.chief, DropFrozen(1))).message == Done()  # another one
+            assert await read(cluster, 0, 0, 12, cut=2) == bytes(12)
+            for _ in range(2):
+                assert (await call(cluster.chief, DropFrozen(2))).message == Done()
+            with pytest.raises(CutLost):
+                await read(cluster, 0, 0, 12, cut=2)
+            assert (held(cluster)["held"], held(cluster)["frozen"]) == (0, 1)
+
+    async def test_it_ends_with_the_connection_over_which_it_was_asked_for(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(LARGE, np.float32))
+            await assign(cluster.chief, v, np.ones(LARGE, np.float32))
+            await freeze(cluster)
+            block = cluster.ps[0]._store.shards()[v.shards[0].key].values.block(1)
+            assert block.held()
+            cluster.chief.links[0]._peers["control"].abort()
+            await until(lambda: not held(cluster)["held"])
+            assert not block.held()
+            with pytest.raises(CutLost):
+                await read(cluster, 0, 0, 12)
+
+    async def test_who_has_gone_when_it_is_frozen_holds_nothing(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            release = hold(cluster.ps[0], v)
+            freezing = asyncio.create_task(freeze(cluster))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            freezing.cancel()
+            peers = cluster.ps[0]._endpoint.peers
+            (peer,) = [peer for peer in peers if peer.lane == "control"]
+            cluster.chief.links[0]._peers["control"].abort()
+            await until(lambda: peer.is_closed)
+            release()
+            await asyncio.gather(freezing, return_exceptions=True)
+            await cluster.ps[0]._work.drain()
+            assert held(cluster)["held"] == 0
+
+
+@pytest.mark.asyncio
+class TestWho:
+    @pytest.mark.parametrize(
+        "message",
+        [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
+         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, [])],
+        ids=lambda message: type(message).__name__,
+    )  # fmt: skip
+    async def test_only_the_coordinator_that_is_served_may_ask(self, message: Message) -> None:
+        async with PsCluster() as cluster:
+            await freeze(cluster)
+            with pytest.raises(UsageError, match="is not a coordinator"):
+                await call(cluster.client(WORKER), message)
+            with pytest.raises(FencedError, match="not the coordinator that it serves"):
+                await call(cluster.client(CHIEF, 200), message)
+
+
+@pytest.mark.asyncio
+class TestWriting:
+    async def test_a_file_that_both_see(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            (tmp_path / "nonce").write_text("abc")
+            for text, same in (("abc", True), ("abd", False)):
+                received = await call(cluster.chief, AskShared(str(tmp_path / "nonce"), text))
+                assert received.message == Shared(same)
+
+    async def test_the_same_request_again_gets_the_same_answer(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            path = tmp_path / "a"
+            both = await asyncio.gather(write(cluster, state, path), write(cluster, state, path))
+            assert both[0] == both[1] == await write(cluster, state, path)
+            assert held(cluster)["written_bytes"] == path.stat().st_size
+
+    async def test_what_cannot_be_written_is_said(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(3, np.float32))
+            state, _ = await freeze(cluster)
+            with pytest.raises(CheckpointError, match="No such file or directory"):
+                await write(cluster, state, tmp_path / "none" / "a")
+            for items, named in (("{}", "expected a list"), ('[[0, ""]]', "a name: expected text")):
+                with pytest.raises(CheckpointCorrupt, match=named):
+                    await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")), [items.encode()])
+            with pytest.raises(CheckpointCorrupt, match="is not JSON"):
+                await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")))
+            assert list(tmp_path.iterdir()) == []
+
+    async def test_a_cut_that_is_dropped_meanwhile_leaves_no_file(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            service = cluster.ps[0]._images
+            assert service._cut is not None
+            reading = service._cut.frozen.letting_go(0)
+            next(reading)
+            await call(cluster.chief, DropFrozen(1))
+            with pytest.raises(CheckpointError, match="not held any more"):
+                next(reading)
+            with pytest.raises(CutLost):
+                await write(cluster, state, tmp_path / "a")
+
+
+@pytest.mark.asyncio
+class TestGoingBack:
+    @pytest.mark.parametrize("size", [5, LARGE])
+    async def test_values_slots_steps_and_what_was_seen_come_back(
+        self, size: int, tmp_path: Path
+    ) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(size, np.float32))
+            worker = cluster.client(WORKER, 1000)
+            assert await adam(cluster, v, 1.0, client=worker, closure=4) == ["accepted"]
+            assert await adam(cluster, v, 2.0, client=worker, closure=5) == ["accepted"]
+            rate = SetOptimizer(1, ADAM, -1, Constant(0.5).to_config())
+            await call(cluster.chief, rate)
+            at_cut = await everything(cluster, v)
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            assert await adam(cluster, v, 3.0, client=worker, closure=5, ordinal=1) == ["accepted"]
+            after = await everything(cluster, v)
+            assert state.calls == {4: 1, 5: 1}
+
+            await prepare(cluster, state, tmp_path / "a", places)
+            assert await everything(cluster, v) == after  # what is served has not changed
+            await take(cluster, fences=[(WORKER, 1001)])
+            assert await everything(cluster, v) == at_cut
+            assert (await freeze(cluster, 9))[0].ledger.calls == state.ledger.calls
+
+            with pytest.raises(FencedError):
+                await adam(cluster, v, 3.0, client=worker, closure=6)
+            again = cluster.client(WORKER, 1001)  # runs closure 5 anew
+            assert await adam(cluster, v, 2.0, client=again, closure=5) == ["duplicate"]
+            assert await everything(cluster, v) == at_cut
+            assert await adam(cluster, v, 3.0, client=again, closure=5, ordinal=1) == ["accepted"]
+            assert await everything(cluster, v) == after
+
+    async def test_a_message_of_the_coordinator_is_answered_as_before(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(5, np.float32))
+            (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
+            sender = cluster.ps[0]._ledger._senders[CHIEF]
+            state, _ = await freeze(cluster)
+            (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
+            assert unpack_answer(kept.answers[-1][2]) == first
+            await prepare(
+                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
+            )
+            await take(cluster)
+            restored = cluster.ps[0]._ledger._senders[CHIEF]
+            assert restored is not sender
+            assert restored.incarnation == sender.incarnation
+            assert [m.answer for m in restored.messages.values()][-1] == first
+
+    async def test_final_closures_stay_final(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(5, np.float32))
+            cluster.chief.links[0]._peers["control"].notify(FinalBelow(7))
+            await adam(cluster, v, 1.0, closure=8)
+            state, _ = await freeze(cluster)
+            await prepare(
+                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
+            )
+            await take(cluster)
+            other = cluster.client(OTHER, 1001)
+            assert await adam(cluster, v, 1.0, client=other, closure=6) == ["duplicate"]
+
+    async def test_an_empty_ps_takes_up_what_another_one_held(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            w = await cluster.create("w", np.arange(3, dtype=np.int64))
+            await adam(cluster, v, 1.0)
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            expected = await everything(cluster, v)
+        async with PsCluster() as other:
+            await prepare(other, state, tmp_path / "a", places)
+            with pytest.raises(UnknownVariableError):
+                await pull(other.chief, v)
+            await take(other)
+            assert await everything(other, v) == expected
+            (got,) = await pull(other.client(), w)
+            assert got.tolist() == [0, 1, 2]
+            received = await call(other.chief, AskOptimizer(1, ADAM))
+            assert received.message == OptimizerState(1)
+
+    async def test_bytes_may_come_over_the_network(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.arange(LARGE, dtype=np.float32))
+            await adam(cluster, v, 1.0)
+            state, _ = await freeze(cluster)
+            items = await read_all(cluster, state)
+            expected = await everything(cluster, v)
+            await adam(cluster, v, 1.0)
+            await prepare(cluster, state)
+            half = MiB + 12
+            for place, data in enumerate(items):
+                with pytest.raises(UsageError, match=f"not complete.* variable {v.variable_id} is"):
+                    await take(cluster)
+                await fill(cluster, place, data[half:], start=half)
+                await fill(cluster, place, data[:half])
+            await take(cluster)
+            assert await everything(cluster, v) == expected
+
+    async def test_a_table_that_was_never_touched_needs_no_bytes(self) -> None:
+        async with PsCluster() as cluster:
+            store = cluster.ps[0]._store
+            v = await cluster.create("v", np.zeros(2, np.float32))
+            spec = dataclasses.replace(v.shards[0], variable_id=50, shape=(8_000_000, 64))
+            store.create(spec, fill=0.25)
+            state, _ = await freeze(cluster)
+            assert (
+                await read(cluster, 1, 2048_000_000 - 4, 2048_000_000) == np.float32(0.25).tobytes()
+            )
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(8))
+            await take(cluster)
+            assert cluster.ps[0]._store.shards()[spec.key].values.num_made == 0
+
+    async def test_repetitions_change_nothing(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            await asyncio.gather(
+                prepare(cluster, state, tmp_path / "a", places),
+                prepare(cluster, state, tmp_path / "a", places),
+            )
+            assert held(cluster)["loads"] == 1
+            await take(cluster)
+            await assign(cluster.chief, v, np.ones(LARGE, np.float32))
+            await take(cluster)
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 1).all()
+            assert (held(cluster)["taken"], held(cluster)["timeline"]) == (1, 1)
+            with pytest.raises(UsageError, match="load 1 has been given up"):
+                await prepare(cluster, state, tmp_path / "a", places)
+
+    async def test_a_newer_load_gives_up_the_one_before(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            await assign(cluster.chief, v, np.ones(3, np.float32))
+            await prepare(cluster, state)
+            await prepare(cluster, state, tmp_path / "a", places, load=2)
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await fill(cluster, 0, bytes(12))
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await take(cluster)
+            with pytest.raises(UsageError, match="load 1 has been given up"):
+                await prepare(cluster, state)
+            await take(cluster, load=2)
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 0).all()
+
+    async def test_what_is_damaged_is_refused_and_what_is_served_stays(
+        self, tmp_path: Path
+    ) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            path = tmp_path / "a"
+            ((item, start, nbytes, crc),) = await write(cluster, state, path)
+            await assign(cluster.chief, v, np.full(LARGE, 2, np.float32))
+            good, data = [(item, start, nbytes, crc)], bytearray(path.read_bytes())
+            data[start + 2 * MiB] ^= 1
+            path.write_bytes(data)
+            for places, named in (
+                (good, "the value of shard 0 of variable 0: expected checksum"),
+                ([(item, start, nbytes - 4, crc)], "expected 3145728 bytes, got 3145724"),
+                ([], "variable 0 is not in the file"),
+                ([(item, -1, nbytes, crc)], "a place: expected a whole number from 0"),
+                ([(item, start)], "a list of 4 entries"),
+            ):
+                with pytest.raises(CheckpointCorrupt, match=named):
+                    await prepare(cluster, state, path, places)
+                with pytest.raises(UsageError, match="is not being prepared"):
+                    await take(cluster)
+            for broken in (
+                dataclasses.replace(state, accumulators=((encode(Done()), 0),)),
+                dataclasses.replace(state, ledger=LedgerState((sender(b"\x90"),))),
+            ):
+                with pytest.raises(CheckpointCorrupt):
+                    await prepare(cluster, broken, path, good)
+            with pytest.raises(CheckpointCorrupt, match="image 1: damaged: it is not JSON"):
+                await call(cluster.chief, PrepareImage(1, ""), [b"{"])
+            with pytest.raises(RemoteProtocolError, match="2 segments"):
+                await call(cluster.chief, PrepareImage(1, ""), [b"{}", b"[]"])
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 2).all()
+            data[start + 2 * MiB] ^= 1
+            path.write_bytes(data)
+            await prepare(cluster, state, path, good)  # under the same number
+            await take(cluster)
+
+    async def test_an_update_under_way_ends_with_what_it_began_on(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            release = hold(cluster.ps[0], v)
+            pushing = asyncio.create_task(push(cluster.client(WORKER, 1000), (v,), (1.0,)))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            await take(cluster, fences=[(WORKER, 1001)])
+            release()
+            await pushing  # whoever sent it is fenced, and its answer is of no use
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 0).all()
+
+    async def test_what_clients_take_for_known_stays_known(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
+            await call(cluster.chief, accumulator)
+            cluster.ps[0]._accumulators._hosted["g"].rule.set_global_step(3)
+            state, _ = await freeze(cluster)
+            late = dataclasses.replace(accumulator, name="late")
+            await call(cluster.chief, late)
+            await adam(cluster, v, 1.0)  # the ps knows the optimizer from now on
+            plan = cluster.chief.plan((v,))
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            await take(cluster)
+            for name, step in (("g", 3), ("late", 0)):
+                received = await call(cluster.chief, AskAccumulator(name))
+                assert received.message == AccumulatorState(0, step)
+            assert await adam(cluster, v, 1.0, plan=plan) == ["accepted"]
+            received = await call(cluster.chief, AskOptimizer(1, ADAM))
+            assert received.message == OptimizerState(1)
+
+    async def test_a_newer_coordinator_forgets_what_was_frozen_and_prepared(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            newer = cluster.client(CHIEF, 200)
+            await cluster.attach(newer, 200)
+            assert (held(cluster)["held"], held(cluster)["preparing"]) == (0, 0)
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await call(newer, TakeImage(1, 1, []))
+
+
+def sender(answer: bytes) -> SenderState:
+    return SenderState(WORKER, 1, 0, ((0, None, answer),))
+
+
+class TestPacking:
+    def test_answers_to_updates_are_kept_and_others_are_not(self) -> None:
+        packed = pack_answer(Pushed("accepted", 3))
+        assert packed is not None
+        assert unpack_answer(packed) == Pushed("accepted", 3)
+        assert pack_answer(GradientApplied("accepted", 1, 2)) is None
+
+    @pytest.mark.parametrize("data", [b"", b"\x91\x01\x02", encode(Done())])
+    def test_what_is_no_answer_is_corrupt(self, data: bytes) -> None:
+        with pytest.raises(CheckpointCorrupt, match="an answer in an image"):
+            unpack_answer(data)
+
+    def test_accumulators(self) -> None:
+        definition = DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0)
+        assert unpack_accumulators(pack_accumulators([(definition, 3)])) == [(definition, 3)]
+        wrong = dataclasses.replace(definition, kind="other")
+        for broken in (encode(Done()), b"", encode(wrong)):
+            with pytest.raises(CheckpointCorrupt, match="an accumulator"):
+                unpack_accumulators([(broken, 0)])
