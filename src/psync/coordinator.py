@@ -536,8 +536,11 @@ class Coordinator:
             self.gangs.look(replicas)
 
     def has_updated(self, closure_id: int, calls: int) -> None:
-        """A closure that has ended has made so many calls that update something."""
-        if self.recovery.source is not None:
+        """A closure that has ended has made so many calls that update something.
+
+        What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
+        """
+        if self.cuts.taken or self.recovery.source is not None:
             self.recovery.ended.ended(closure_id, calls)
 
     def results_came(self) -> None:
