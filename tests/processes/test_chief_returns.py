@@ -1,0 +1,74 @@
+"""The chief is killed in the middle of training and started again: it goes on with what there is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from tasks_by_hand import by_hand, ended, script
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PLACES = 4096
+
+
+def lines(path: Path) -> list[int]:
+    """The whole lines of the journal."""
+    text = path.read_text() if path.exists() else ""
+    return [int(line) for line in text.split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("kills", [1, 3])
+def test_each_update_that_was_acknowledged_is_there_and_none_twice(
+    kills: int, tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+    with by_hand(2, 2) as cluster:
+        command = script("returning.py", str(journal), "960")
+        tasks = [cluster.start(job, index, command) for job in ("ps", "worker") for index in (0, 1)]
+        for _ in range(kills):
+            known = len(lines(journal))
+            chief = cluster.start("chief", 0, command)
+            deadline = time.monotonic() + 60
+            while len(lines(journal)) < known + 40:
+                assert chief.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            chief.kill()
+            chief.wait()
+        acknowledged = lines(journal)
+        last = ended(cluster.start("chief", 0, command))
+        assert last.code == 0, last.err
+        at_first, at_last = map(json.loads, last.out.splitlines())
+        for marks in (at_first[0], at_last[0]):
+            halves = marks[:PLACES], marks[PLACES:]
+            for half in halves:
+                assert max(half) == 1  # no update twice
+                assert [place for place in acknowledged if not half[place]] == []
+        assert at_first[1] >= len(acknowledged)  # the optimizer's steps go on
+        assert max(at_last[1]) >= len(acknowledged) + 960  # its updates are there, too
+        assert max(at_last[1]) <= sum(at_last[0][:PLACES]) + 2 * kills
+        assert [ended(task).code for task in tasks] == [0, 0, 0, 0]
+
+
+def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with by_hand(2, 1) as cluster:
+        command = script("returning.py", str(journal), "960")
+        cluster.start("worker", 0, command)
+        ps = [cluster.start("ps", index, command) for index in (0, 1)]
+        chief = cluster.start("chief", 0, command)
+        deadline = time.monotonic() + 60
+        while len(lines(journal)) < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for process in (chief, ps[1]):
+            process.kill()
+            process.wait()
+        cluster.start("ps", 1, command)
+        last = ended(cluster.start("chief", 0, command))
+        assert last.code == 1
+        assert "/job:ps/task:1 has lost what it held" in last.err
+        assert "go on from the last checkpoint" in last.err
