@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -73,6 +74,7 @@ def main(
         seed, minutes * 60, settings, KillPlan(shares, by_signal, pause),
         LOSSES if losses else None, failpoints, without, log_level,
     )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     result = asyncio.run(one_run.run(plan))
     again = shlex.join([sys.executable, "-m", "psync.testing.chaos", *sys.argv[1:]])
     print(summary(result, again))

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.testing.chaos import oracle, program
+from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
 from psync.testing.chaos.victims import Victim, victims_of
@@ -115,10 +115,8 @@ async def _launched(plan: RunPlan) -> AsyncIterator[subprocess.Popen[bytes]]:
     command = [
         sys.executable, "-m", "psync", "run", program.__file__,
         "--ps", str(settings.num_ps), "--workers", str(settings.num_workers),
-        "--max-restarts", "1000", "--log-level", plan.log_level,
+        "--max-restarts", "1000", "--chief-restarts", "100", "--log-level", plan.log_level,
     ]  # fmt: skip
-    if b"--chief-restarts" in subprocess.check_output([*command[:4], "--help"]):
-        command += ["--chief-restarts", "1000"]
     environ = {
         **os.environ,
         **settings.to_environment(),
@@ -196,4 +194,7 @@ def _judge(result: Result, directory: Path) -> None:
     with np.load(final) as arrays:
         found = dict(arrays)
     result.faults += oracle.check(result.expected, found, settings.num_ps, settings.rows)
+    faults, looked_at = replay.check(directory / "applies", found)
+    result.faults += faults
+    result.checked.append(looked_at)
     result.checked.append(f"counters of {result.expected.stop} closures on {settings.num_ps} ps")

@@ -87,12 +87,14 @@ class Parts:
         adam = psync.optimizers.Adam(0.01)
         self.counting: Any = counting
         self.adam: Any = adam
+        self.steps: dict[str, Any] = {}  # what synchronous optimizers want to be told
         if settings.mode == "sync":
             counts = max(1, settings.num_workers - 1), settings.num_workers
             self.counting = psync.SyncReplicasOptimizer(
                 counting, *counts, reduction="sum", patience_s=600.0, name="counting"
             )
             self.adam = psync.SyncReplicasOptimizer(adam, *counts, patience_s=600.0, name="adam")
+            self.steps = {"global_step": psync.get_or_create_global_step()}
 
     def __iter__(self) -> Any:
         return iter((self.rows, self.total, self.marked, self.by_sgd, self.by_adam))
@@ -102,7 +104,7 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
     """Return the step function of the run."""
     rows, total, marked = parts.rows, parts.total, parts.marked
     by_sgd, by_adam = parts.by_sgd, parts.by_adam
-    counting, adam = parts.counting, parts.adam
+    counting, adam, steps = parts.counting, parts.adam, parts.steps
     path = str(Path(settings.directory, "marks"))
     num_ps, num_rows, seed = settings.num_ps, settings.rows, settings.seed
 
@@ -121,12 +123,14 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
         gradient = ((first - rng.random()) * RATE).astype(np.float32)
         with marks.pushing(worker):
             counted = await counting.apply_gradients(
-                [(ones, rows), (np.full(num_ps, -1, np.float32), total), (gradient, by_sgd)]
+                [(ones, rows), (np.full(num_ps, -1, np.float32), total), (gradient, by_sgd)],
+                **steps,
             )
         with marks.pushing(worker):
             await marked.scatter_add(psync.IndexedSlices(np.ones((num_ps, 1), np.int32), mine))
         with marks.pushing(worker):
-            moved = await adam.apply_gradients([(second - np.float32(rng.random()), by_adam)])
+            pushed = second - np.float32(rng.random())
+            moved = await adam.apply_gradients([(pushed, by_adam)], **steps)
         return counted.outcome.value, moved.outcome.value
 
     return step
@@ -166,7 +170,7 @@ class Program:
         checkpoint = psync.Checkpoint(
             rows=parts.rows, total=parts.total, marked=parts.marked, by_sgd=parts.by_sgd,
             by_adam=parts.by_adam, counting=parts.counting, adam=parts.adam,
-            progress=self._progress,
+            progress=self._progress, **parts.steps,
         )  # fmt: skip
         directory = Path(settings.directory, "checkpoints")
         self._manager = psync.CheckpointManager(checkpoint, directory, 2)
@@ -254,13 +258,10 @@ class Program:
 
     async def _listen(self) -> None:
         """Write down each rollback."""
-        events = getattr(self._coordinator, "events", None)
-        if events is None:
-            return
-        async for event in events():
+        async for event in self._coordinator.events():
             self._journal.say(
-                "rollback", kind_of=type(event).__name__, closures=list(event.closures),
-                from_step=event.from_step, to_step=event.to_step,
+                "rollback", lost=event.lost, timeline=event.timeline, seconds=event.seconds,
+                from_step=event.from_step, to_step=event.to_step, closures=event.closures,
             )  # fmt: skip
 
     async def _write_final(self) -> None:
@@ -280,7 +281,7 @@ async def main() -> None:
         strategy = psync.ParameterServerStrategy(
             psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(settings.num_ps)
         )
-        options: dict[str, Any] = {"max_losses": 1 << 20, "min_workers": 1}
+        options: dict[str, Any] = {"max_losses": 1 << 20, "max_flaps": None, "min_workers": 1}
         async with psync.ClusterCoordinator(strategy, **options) as coordinator:
             with strategy.scope():
                 parts = Parts(settings)

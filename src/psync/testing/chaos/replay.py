@@ -1,0 +1,150 @@
+"""What the ps tasks have written down, done again in one process: the same bits must come out.
+
+Layer: L5. Imports: apply_log, specs, store.
+
+A log is the calls that changed a store (``psync.apply_log``). The model is small: all of them are
+made again, one after the other. Looked at on the way:
+
+- a store that is frozen for a cut is what its log makes of it;
+- an image to which a ps goes back is what some ps has frozen before: nothing is in it twice;
+- of the calls of a closure none was applied twice, also across going back;
+- the last store of each ps is what the program has pulled at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psync.apply_log import digest, read_log
+from psync.specs import ShardSpec
+from psync.store import ShardStore
+
+Applied = tuple[int, int]  # closure, ordinal
+
+
+@dataclass
+class Replayed:
+    """What came of a log."""
+
+    path: Path
+    store: ShardStore
+    cuts: set[int] = field(default_factory=set)  # digests of what was frozen
+    images: list[int] = field(default_factory=list)  # digests of what was gone back to
+    updates: int = 0  # messages that were applied
+    faults: list[str] = field(default_factory=list)
+
+
+def replay(path: Path) -> Replayed:
+    """Make every call of a log again."""
+    replayed = Replayed(path, ShardStore("replay"))
+    applied: dict[Applied, Any] = {}
+    for name, arguments, options in read_log(path):
+        match name:
+            case "begin":
+                replayed.store, applied = ShardStore("replay"), {}
+            case "image":
+                held, found = arguments
+                replayed.store = store_of(held)
+                replayed.images.append(found)
+                # What the image's ledger knows is not written down: what it lacks runs again.
+                applied = {}
+                if digest(replayed.store) != found:
+                    replayed.faults.append(f"{path.name}: an image is not what it says")
+            case "cut":
+                replayed.cuts.add(arguments[0])
+                if digest(replayed.store) != arguments[0]:
+                    replayed.faults.append(
+                        f"{path.name}: what was frozen after {replayed.updates} updates is not "
+                        "what was applied until then"
+                    )
+            case "applied":
+                replayed.updates += 1
+                task, _, sequence, closure, ordinal, kind, _ = arguments
+                if closure >= 0 and (closure, ordinal) in applied:
+                    replayed.faults.append(
+                        f"{path.name}: closure {closure}, call {ordinal} was applied for {task} "
+                        f"(update {sequence}, {kind}), and before for "
+                        f"{applied[closure, ordinal]}"
+                    )
+                applied[closure, ordinal] = f"{task} (update {sequence}, {kind})"
+            case _:
+                _call(replayed.store, name, arguments, options)
+    return replayed
+
+
+def _call(
+    store: ShardStore, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    work = getattr(store, name)(*arguments, **options)
+    if hasattr(work, "__next__"):
+        for _ in work:
+            pass
+
+
+def store_of(held: Mapping[str, Any]) -> ShardStore:
+    """Return a store with the contents that ``apply_log.contents`` has returned."""
+    store = ShardStore("replay")
+    for number, config, rate, step in held["optimizers"]:
+        store.define_optimizer(number, config)
+        store.set_learning_rate(number, rate)
+        store.set_optimizer_step(number, step)
+    for spec, value, slots, _, pushes in held["shards"]:
+        store.create(spec, value)
+        for number, slot, data in slots:
+            for _ in store.load_slot(spec.key, number, slot, data):
+                pass
+        store.shards()[spec.key].pushes.update(pushes)
+    return store
+
+
+def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
+    """Return what is wrong, and what was looked at.
+
+    Args:
+        logs: Directory with the logs of all ps tasks, in all their lives.
+        arrays: What the program has pulled at its end, by the names of the variables.
+    """
+    paths = sorted(logs.glob("*.applies"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    faults: list[str] = []
+    last: dict[str, Replayed] = {}
+    cuts: set[int] = set()
+    images: list[tuple[str, int]] = []
+    updates = 0
+    for path in paths:
+        replayed = replay(path)
+        faults += replayed.faults
+        cuts |= replayed.cuts
+        images += [(path.name, image) for image in replayed.images]
+        updates += replayed.updates
+        last[path.name.partition(".")[0]] = replayed
+    for name, image in images:
+        if image not in cuts:
+            faults.append(f"{name}: it went back to an image that nobody had frozen")
+    count = 0
+    for replayed in last.values():
+        for shard in replayed.store.shards().values():
+            count += _differs(replayed, shard.spec, arrays, faults)
+    return faults, (
+        f"{updates} updates in {len(paths)} logs replayed: {count} shards, bit for bit; "
+        f"{len(cuts)} cuts, {len(images)} images"
+    )
+
+
+def _differs(
+    replayed: Replayed, spec: ShardSpec, arrays: Mapping[str, np.ndarray], faults: list[str]
+) -> bool:
+    """Compare a shard with what was pulled; return whether that was possible."""
+    name = spec.variable
+    if name not in arrays:
+        return False
+    data = b"".join(replayed.store.read(spec.key))
+    rows = spec.shape[0] if spec.shape else 1
+    found = arrays[name][spec.offset : spec.offset + rows] if spec.shape else arrays[name]
+    if np.ascontiguousarray(found).data.cast("B") != data:
+        faults.append(f"{replayed.path.name}: {spec} is not what the log makes of it, bit for bit")
+    return True
