@@ -72,7 +72,7 @@ LAYERS = {
         "checkpoint_reports", "callbacks", "sidecar_evaluator", "training_progress", "evaluation",
         "trainer", "task_output", "processes", "testing.deadlock", "testing.segments",
         "testing.loop_base", "testing.clock", "testing.memory_transport", "testing.link",
-        "testing.network", "testing", "process_loop", "tasks", "local", "__init__",
+        "testing.network", "testing.chaos_proxy", "testing", "process_loop", "tasks", "local", "__init__",
     ],
     "L5 edge": [
         "launcher", "bench.draws", "bench.digits", "bench.modes", "bench.training", "bench.checks",

@@ -55,7 +55,7 @@ async def connect(proxy: ChaosProxy) -> Streams:
 
 
 async def the_link(proxy: ChaosProxy) -> Link:
-    while not proxy.links:
+    while not proxy.links:  # noqa: ASYNC110
         await asyncio.sleep(0)
     return proxy.links[0]
 

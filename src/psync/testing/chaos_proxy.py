@@ -126,7 +126,7 @@ class Link:
 
 async def _sent(writer: asyncio.StreamWriter) -> None:
     """Wait until the kernel has taken all: a reset throws away what it has not."""
-    writer.transport.set_write_buffer_limits(high=0)  # type: ignore[attr-defined]
+    writer.transport.set_write_buffer_limits(high=0)
     await writer.drain()
     await asyncio.sleep(0.005)  # for the other side to take it before the reset does
 

@@ -35,6 +35,9 @@ from psync.testing.chaos.summary import summary
 @click.option("--jobs", default="", help="Shares of kills, as in worker=1,ps=0.5; default: all.")
 @click.option("--signals", default="", help="The same for signals, as in SIGKILL=1.")
 @click.option("--losses/--no-losses", default=True, help="Whether messages are lost.")
+@click.option(
+    "--cuts", default=0.0, help="Mean seconds between two faults of each proxy; 0: no proxies."
+)
 @click.option("--failpoints", default="", help="As in PSYNC_FAILPOINTS.")
 @click.option("--without", default="", help="As in PSYNC_TESTING_WITHOUT.")
 @click.option("--log-level", default="warning", help="Of the tasks.")
@@ -50,6 +53,7 @@ def main(
     jobs: str,
     signals: str,
     losses: bool,
+    cuts: float,
     failpoints: str,
     without: str,
     log_level: str,
@@ -72,7 +76,7 @@ def main(
     by_signal = {job: _shares(signals) or dict(kills.signals[job]) for job in shares}
     plan = RunPlan(
         seed, minutes * 60, settings, KillPlan(shares, by_signal, pause),
-        LOSSES if losses else None, failpoints, without, log_level,
+        LOSSES if losses else None, failpoints, without, cuts, log_level,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     result = asyncio.run(one_run.run(plan))

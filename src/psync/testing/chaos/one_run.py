@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
 from psync.testing.chaos.victims import Victim, victims_of
+from psync.testing.chaos_proxy import ChaosProxy
 from psync.testing_notes import notes_in
 
 START_S = 60.0
@@ -50,6 +51,7 @@ class RunPlan:
     losses: Mapping[str, Any] | None = None
     failpoints: str = ""
     without: str = ""
+    cuts_pause_s: float = 0.0  # mean seconds between two faults of a proxy; 0: there are no proxies
     log_level: str = "warning"
 
 
@@ -65,6 +67,7 @@ class Result:
     expected: oracle.Expected = field(default_factory=oracle.Expected)
     checked: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    proxies: Sequence[ChaosProxy] = ()
 
 
 async def run(plan: RunPlan) -> Result:
@@ -77,15 +80,16 @@ async def run(plan: RunPlan) -> Result:
     for name in ("notes", "applies"):
         (directory / name).mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    async with _launched(plan) as launcher:
+    async with contextlib.AsyncExitStack() as network, _launched(plan) as launcher:
         try:
-            await _announce(launcher, plan)
+            proxies = await _announce(launcher, plan, network)
             tasks = {"chief": 1, "ps": plan.settings.num_ps, "worker": plan.settings.num_workers}
             killer = Killer(
                 launcher.pid, directory, tasks, plan.kills, random.Random(f"{plan.seed}/kills")
             )
             result.kills = killer.kills
-            await _unless_it_ends(launcher, killer.run(plan.seconds))
+            result.proxies = proxies
+            await _unless_it_ends(launcher, _chaos(killer, proxies, plan))
             result.passed_over = killer.passed_over
             await asyncio.to_thread((directory / program.STOP).touch)
             async with asyncio.timeout(END_S):
@@ -144,22 +148,38 @@ async def _launched(plan: RunPlan) -> AsyncIterator[subprocess.Popen[bytes]]:
                 launcher.wait()
 
 
-async def _announce(launcher: subprocess.Popen[bytes], plan: RunPlan) -> None:
-    """Tell the program where its tasks are, once they are known."""
+async def _chaos(killer: Killer, proxies: Sequence[ChaosProxy], plan: RunPlan) -> None:
+    """Let killer and network loose, until the killer's time is over."""
+    faults = [asyncio.ensure_future(proxy.torment(plan.cuts_pause_s)) for proxy in proxies]
+    try:
+        await killer.run(plan.seconds)
+    finally:
+        for fault in faults:
+            fault.cancel()
+        await asyncio.gather(*faults, return_exceptions=True)
+
+
+async def _announce(
+    launcher: subprocess.Popen[bytes], plan: RunPlan, network: contextlib.AsyncExitStack
+) -> list[ChaosProxy]:
+    """Tell the program where its tasks are, once they are known: behind proxies, if there are."""
     deadline = time.monotonic() + START_S
     while not (found := victims_of(launcher.pid)):
         if launcher.poll() is not None or time.monotonic() > deadline:
             raise _Over("psync run has not started anything")
         await asyncio.sleep(LOOK_EVERY_S)
     some: Victim = next(iter(found.values()))
-    addresses = {
-        address: address
-        for job in ("ps", "worker")
-        for address in some.config["cluster"].get(job, ())
-    }
+    addresses = {}
+    proxies: list[ChaosProxy] = []
+    for job in ("ps", "worker") if plan.cuts_pause_s else ():
+        for address in some.config["cluster"][job]:
+            proxy = ChaosProxy(address, f"{plan.seed}/{job}/{len(proxies)}")
+            proxies.append(await network.enter_async_context(proxy))
+            addresses[address] = proxy.address
     path = Path(plan.settings.directory, "addresses.json")
     path.with_suffix(".new").write_text(json.dumps(addresses))
     path.with_suffix(".new").rename(path)
+    return proxies
 
 
 async def _unless_it_ends(launcher: subprocess.Popen[bytes], chaos: Any) -> None:

@@ -165,7 +165,7 @@ class Program:
         self._parts = parts
         self._journal = journal
         self._step = closure_of(settings, parts)
-        self._progress = psync.SavedState(next=0, pending=[])
+        self._progress: Any = psync.SavedState(next=0, pending=[])
         self._running: dict[int, psync.RemoteValue] = {}  # by closure, until it is said
         checkpoint = psync.Checkpoint(
             rows=parts.rows, total=parts.total, marked=parts.marked, by_sgd=parts.by_sgd,

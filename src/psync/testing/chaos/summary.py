@@ -36,6 +36,13 @@ def summary(result: Result, again: str) -> str:
     ]
     if result.passed_over:
         lines.append(f"  nobody could be killed in time: {result.passed_over} times")
+    if result.proxies:
+        lines += [
+            "",
+            f"proxies: {sum(p.cuts for p in result.proxies)} cuts, "
+            f"{sum(p.stalls for p in result.proxies)} stalls, "
+            f"{sum(p.holes for p in result.proxies)} black holes",
+        ]
     lines += ["", *losses_of(result.notes), "", *failpoints_of(result.notes)]
     lines += [
         f"closures done: {len(expected.done)}, lives of the program: {expected.lives}, "
