@@ -69,16 +69,15 @@ async def saved_while_training(tmp_path: Path, saves: int) -> list[dict[str, Any
             await values[9]
             paths.append(await checkpoint.save(tmp_path))
         await coordinator.join()
-        assert await momentum.iterations.read() == 30 * saves
+        assert await b.read() == 30 * saves * (30 * saves + 1) / 2
         return [await checkpoint.read(path, slots=True) for path in paths]
 
 
 async def test_a_push_is_in_it_wholly_or_not_at_all(tmp_path: Path) -> None:
     for values in await saved_while_training(tmp_path, 4):
         slots = values["momentum"]
-        count = slots["step"]
-        assert count >= 10
-        assert slots["momentum"]["b"] == count
+        count = slots["momentum"]["b"]
+        assert 10 <= count <= slots["step"]  # pushes may overtake each other on the way
         assert (slots["momentum"]["w"] == count).all()
         assert values["b"] == count * (count + 1) / 2
         assert (values["w"] == values["b"]).all()

@@ -45,6 +45,7 @@ from psync.errors import (
     CheckpointMismatch,
     ConfigurationError,
     CutLost,
+    FencedError,
     RemoteError,
     TransportError,
 )
@@ -118,8 +119,9 @@ class Checkpoint:
             number: Of this one, from 0. Default: one more than the highest there.
 
         Raises:
-            CheckpointError: The disk is full, or fails; there is one of that number; or a ps was
-                cut off meanwhile. What was saved before is whole.
+            CheckpointError: The disk is full, or fails; there is one of that number; a ps was cut
+                off or died meanwhile, or serves another coordinator. What was saved before is
+                whole.
             ConfigurationError: The number is none.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
@@ -156,7 +158,7 @@ class Checkpoint:
                         cut, contents, writer, streamed=streamed_by_environ(os.environ)
                     ),
                 )  # fmt: skip
-        except (CutLost, RemoteError, TransportError) as exc:
+        except (CutLost, FencedError, RemoteError, TransportError) as exc:
             raise CheckpointError(
                 f"checkpoint: it was not saved: {exc}", hint="what was saved before is whole"
             ) from exc

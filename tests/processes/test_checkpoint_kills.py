@@ -1,0 +1,166 @@
+"""Checkpoints of real processes: saved while they train, killed in the middle, on a full disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from real_training import coordinated, run
+from tasks_by_hand import plain_environ, script
+
+import psync
+from psync.checkpoint_files import Reader
+from psync.checkpoint_images import stored_images
+from psync.errors import CheckpointError
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+ROWS = 6
+
+
+class Program:
+    """A table and a number, through momentum: after n pushes both are n (n + 1) / 2."""
+
+    def __init__(self, strategy: psync.ParameterServerStrategy, width: int = 64) -> None:
+        self.width = width
+        with strategy.scope():
+            self.w = psync.Variable(np.zeros((ROWS, width), np.float32), name="w")
+            self.b = psync.Variable(np.float32(0), name="b")
+        self.momentum = psync.optimizers.SGD(1.0, momentum=1.0)
+        self.checkpoint = psync.Checkpoint(w=self.w, b=self.b, momentum=self.momentum)
+
+    def schedule(self, coordinator: psync.ClusterCoordinator, count: int) -> list[Any]:
+        w, b, momentum, shape = self.w, self.b, self.momentum, (ROWS, self.width)
+
+        async def step() -> None:
+            ones = np.full(shape, -1, np.float32)
+            await momentum.apply_gradients([(ones, w), (np.float32(-1), b)])
+
+        return [coordinator.schedule(step) for _ in range(count)]
+
+    async def assert_whole(self, path: Path) -> int:
+        """Every push is in the checkpoint wholly or not at all; return how many are."""
+        values = await self.checkpoint.read(path, slots=True)
+        count = values["momentum"]["momentum"]["b"]
+        total = count * (count + 1) / 2
+        assert (values["w"] == total).all()
+        assert values["b"] == total
+        assert (values["momentum"]["momentum"]["w"] == count).all()
+        assert values["momentum"]["step"] >= count  # pushes may overtake each other on the way
+        assert len(stored_images(path)) > 0
+        return int(count)
+
+
+@pytest.mark.parametrize("stream", ["0", "1"])
+def test_what_is_saved_while_workers_train_goes_on_in_any_other_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    monkeypatch.setenv("PSYNC_CHECKPOINT_STREAM", stream)
+    paths: list[Path] = []
+
+    async def save() -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            async with coordinated(cluster, 3) as (strategy, coordinator):
+                program = Program(strategy, 40_000)
+                for _ in range(3):
+                    values = program.schedule(coordinator, 40)
+                    await values[10]
+                    paths.append(await program.checkpoint.save(tmp_path))
+                await coordinator.join()
+                assert await program.b.read() == 120 * 121 / 2
+                counts = [await program.assert_whole(path) for path in paths]
+                assert 10 < counts[0] < counts[1] < counts[2] <= 120
+
+    async def restore(num_ps: int, num_shards: int) -> None:
+        async with psync.LocalCluster(num_ps, 1) as cluster:
+            async with coordinated(cluster, num_shards) as (strategy, coordinator):
+                program = Program(strategy, 40_000)
+                count = await program.assert_whole(paths[1])
+                await program.checkpoint.restore(paths[1])
+                program.schedule(coordinator, 5)
+                await coordinator.join()
+                total = (count + 5) * (count + 6) / 2
+                assert await program.b.read() == total
+                assert (await program.w.read() == total).all()
+
+    run(save)
+    for num_ps, num_shards in (3, 5), (1, 1):
+        run(lambda num_ps=num_ps, num_shards=num_shards: restore(num_ps, num_shards))  # type: ignore[misc]
+
+
+def test_a_ps_that_cannot_write_goes_on_and_so_does_training(tmp_path: Path) -> None:
+    """No file may be larger than 64 KiB, for one ps: as on a disk that is full."""
+
+    async def main() -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            async with coordinated(cluster) as (strategy, coordinator):
+                program = Program(strategy, 100_000)
+                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+                program.schedule(coordinator, 5)
+                first = await manager.save()
+                pids = [task.pid for task in cluster.tasks.values()]
+                victim = cluster.tasks["ps-1"].pid
+                unlimited = resource.prlimit(victim, resource.RLIMIT_FSIZE)
+                resource.prlimit(victim, resource.RLIMIT_FSIZE, (1 << 16, unlimited[1]))
+                values = program.schedule(coordinator, 20)
+                with pytest.raises(CheckpointError, match="File too large"):
+                    await manager.save()
+                assert list(tmp_path.iterdir()) == [first]
+                await coordinator.fetch(values)
+                resource.prlimit(victim, resource.RLIMIT_FSIZE, unlimited)
+                second = await manager.save()
+                assert await program.assert_whole(first) <= await program.assert_whole(second) == 25
+                assert [task.pid for task in cluster.tasks.values()] == pids
+
+    run(main)
+
+
+def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_FAILPOINTS", "checkpoint.ps.write=kill@2")
+
+    async def main() -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            async with coordinated(cluster) as (strategy, coordinator):
+                program = Program(strategy)
+                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+                await coordinator.fetch(program.schedule(coordinator, 5))
+                first = await manager.save()
+                program.schedule(coordinator, 20)
+                with pytest.raises(CheckpointError, match="it was not saved"):
+                    await manager.save()
+                assert list(tmp_path.iterdir()) == [first]
+                await coordinator.join()  # both have been recovered from the first one
+                third = await manager.save()
+                assert manager.checkpoints == [first, third]
+                assert await program.assert_whole(first) == 5
+                assert await program.assert_whole(third) >= 5
+
+    run(main)
+
+
+@pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
+def test_a_program_that_is_killed_while_it_saves_goes_on_from_the_one_before(
+    tmp_path: Path, place: str
+) -> None:
+    def program(failpoints: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "psync", "run", *script("saves.py", "--", str(tmp_path))]
+        environ = {**plain_environ(), "PSYNC_FAILPOINTS": failpoints}
+        return subprocess.run(command, env=environ, text=True, capture_output=True, timeout=60)
+
+    killed = program(f"{place}=kill@2")
+    assert killed.returncode == 137, killed.stderr
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-00000001", "ckpt-00000002.tmp"]
+    assert Reader(tmp_path / "ckpt-00000001").manifest.states["progress"] == {"epoch": 1}
+    again = program("")
+    assert again.returncode == 0, again.stderr
+    assert "began at epoch 1 from ckpt-00000001\n" in again.stdout
+    assert "ended with [12.0, 12.0, 12.0, 12.0], step 12\n" in again.stdout
+    assert sorted(os.listdir(tmp_path)) == [f"ckpt-0000000{number}" for number in (1, 2, 3)]
