@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import memory_cluster
 import numpy as np
@@ -55,6 +56,25 @@ async def test_time_without_work_does_not_count():
     assert told == [10]
     watching.cancel()
     await asyncio.wait([watching])
+
+
+async def blocked_for_a_moment() -> list[float]:
+    """A loop on which somebody computes, and on which news have come in meanwhile."""
+    ended = 0
+    told: list[float] = []
+    watching = asyncio.create_task(watch(1, lambda: ended, told.append))
+    await asyncio.sleep(0)
+    time.sleep(1.2)  # noqa: ASYNC251  that is what is tested
+    await asyncio.sleep(0.01)  # the watchdog looks first
+    ended += 1
+    await asyncio.sleep(0.2)
+    watching.cancel()
+    await asyncio.wait([watching])
+    return told
+
+
+def test_a_loop_that_computes_reads_what_came_in_before_the_silence_is_told_of():
+    assert asyncio.run(blocked_for_a_moment()) == []
 
 
 async def test_an_error_while_reporting_is_logged_and_the_watch_goes_on(caplog):

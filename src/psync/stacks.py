@@ -6,7 +6,7 @@ Layer: L2. Imports: nothing of psync.
 where it hangs. Here the chain of awaits is followed to its end.
 
 All of this may be called by a signal handler, in the middle of anything: so nothing here takes a
-lock, which the code that was interrupted might hold (``threading.enumerate`` does).
+lock that the code which was interrupted might hold. (That of ``threading`` may be taken again.)
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> list[str]:
 
 def describe_threads() -> list[str]:
     """Return all threads with their stacks, the outermost call first."""
-    known = getattr(threading, "_active", {})  # what enumerate() reads, which takes a lock
-    names = {ident: thread.name for ident, thread in list(known.items())}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     lines = [f"threads: {len(frames)}"]
     for ident, frame in frames.items():
