@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from psync.sync_config import SyncConfig
@@ -29,9 +30,17 @@ class Steps(SyncSteps):
     """One group, and its replicas' pushes, numbered as they come."""
 
     def __init__(
-        self, needed: int, total: int | None = None, *, begin: int = 0, **more: Any
+        self,
+        needed: int,
+        total: int | None = None,
+        *,
+        begin: int = 0,
+        noted: Sequence[tuple[int, int, int, bytes]] = (),
+        final_below: int = 0,
+        **more: Any,
     ) -> None:
         super().__init__()
+        self.note_calls(noted, final_below)
         self.define(GROUP, config(needed, total, **more), begin)
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}

@@ -246,3 +246,21 @@ def test_rows_may_be_empty_or_none() -> None:
         write(array, rows, np.empty((num_rows, row_size), np.float32), BlockPool())
         assert gathered(array, rows).shape == (num_rows, row_size)
         assert array.export() == []
+
+
+@pytest.mark.parametrize("row_size", [1, 3, 4, 20])
+def test_blocks_that_were_written_in_part_are_written_out(row_size: int) -> None:
+    array = RowBlocks(NUM_ROWS, row_size, np.dtype(np.float32), 7)
+    expected = np.full((NUM_ROWS, row_size), 7, np.float32)
+    assert array.is_constant
+    assert not any(array.settle(i) for i in range(array.num_blocks))
+    expected[4] = 0
+    write(array, np.array([4]), expected[4:5], BlockPool())
+    assert not array.is_constant
+    assert any([array.settle(i) for i in range(array.num_blocks)])
+    while any(array.settle(i) for i in range(array.num_blocks)):
+        assert row_size == 3, "rows that lie in two blocks lead to the next one"
+    assert np.array_equal(value_of(array), expected.reshape(-1))
+    write(array, np.arange(NUM_ROWS), expected, BlockPool())
+    array.taken_over()  # whoever has laid it out says so
+    assert not any(array.settle(i) for i in range(array.num_blocks))

@@ -416,3 +416,40 @@ def test_who_waits_for_others_is_said() -> None:
     assert steps.waiting == frozenset()
     steps.closed(GROUP, 0)
     assert steps.waiting == frozenset()
+
+
+# What an image keeps.
+
+
+def test_what_was_counted_is_pending_until_every_ps_has_applied_it() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, closure=5, ordinal=1)
+    assert steps.pending_closures() == [5]
+    assert steps.calls() == []
+    steps.push(1, 0, closure=7)
+    assert steps.pending_closures() == [5, 7]  # the step is being applied
+    assert steps.calls() == []
+    steps.closed(GROUP, 0)
+    assert steps.pending_closures() == []
+    assert [call[:3] for call in steps.calls()] == [(GROUP, 5, 1), (GROUP, 7, 0)]
+    steps.push(0, 1, closure=8)
+    steps.push(0, 1)  # of no closure
+    assert steps.pending_closures() == [8]
+    assert [call[:3] for call in steps.calls()] == [(GROUP, 5, 1), (GROUP, 7, 0)]
+
+
+def test_calls_that_were_counted_before_are_duplicates() -> None:
+    before = Steps(1)
+    before.push(0, 0, closure=5)
+    before.closed(GROUP, 0)
+    other = (GROUP + 1, 6, 0, b"digest")  # of a group that is not defined yet
+    final = (GROUP + 1, 3, 0, b"digest")
+    after = Steps(1, noted=[*before.calls(), other, final], final_below=3)
+    assert after.calls() == [other, final, *before.calls()]
+    after.final_below(4)
+    assert after.calls() == [other, *before.calls()]
+    for closure in (5, 2):
+        assert after.push(0, 0, closure=closure) == []
+    assert after.pending_closures() == []
+    assert closes(after.push(1, 0, closure=6)) == [(0, [1], False)]
+    assert [outcome for _, outcome, _ in answers(after.closed(GROUP, 0))] == ["duplicate"]

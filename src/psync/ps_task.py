@@ -230,7 +230,7 @@ class PsTask:
         if is_worker and not self._coordinator:
             # It would find no variable here, and take that for a mistake of its program, if this
             # task has just been started again. It tries until the coordinator has decided.
-            return Refused("full", "it serves no coordinator yet")
+            return Refused("early", "it serves no coordinator yet")
         try:
             self._ledger.check_incarnation(hello.task, hello.incarnation)
         except FencedError as exc:
@@ -291,7 +291,9 @@ class PsTask:
         if self._index == 0 and self._attached is not None:
             shares = None
             if self._closer is not None:
-                self._closer.replaced("an earlier image" if self._timeline else "a newer coordinator")
+                self._closer.replaced(
+                    "an earlier image" if self._timeline else "a newer coordinator"
+                )
                 self._work.to_the_end(self._end_closer(self._closer))
                 shares = self._closer.shares if self._timeline else None
             self._closer = StepCloser(
