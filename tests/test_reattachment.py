@@ -13,10 +13,12 @@ import memory_cluster
 import numpy as np
 import pytest
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
+from ps_cluster import heard, hold, until
 
 import psync
 from psync import cluster_coordinator, optimizer_handles
 from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.wire.messages import AttachPs
 
 pytestmark = pytest.mark.virtual_time
 
@@ -47,7 +49,7 @@ async def life(
 
 async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
     async with cluster_of(2, 2) as cluster:
-        async with life(cluster) as (strategy, coordinator):
+        async with life(cluster) as (strategy, _):
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
             assert (await w.read()).tolist() == [1.0] * 4
@@ -219,13 +221,13 @@ async def test_a_ps_that_was_started_again_is_named() -> None:
 async def test_a_ps_that_lost_its_part_while_the_program_ran_is_named() -> None:
     """The program has attached it again, empty, before it died: it is no life of its own."""
     async with cluster_of(2, 1) as cluster:
-        with pytest.raises(ParameterServerLost):
-            async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.ones(4, np.float32), name="w")
-                await w.read()
-                await cluster.stop("ps-1")
-                await cluster.start("ps-1")
+        async with life(cluster, ps_timeout=3.0) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            await w.read()
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            with pytest.raises(ParameterServerLost):
                 await w.read()
         with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
             async with life(cluster):
@@ -328,7 +330,7 @@ async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps()
                 link.to_server.stall()
             adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
             await asyncio.sleep(1)  # ps 0 has its part
-            async with life(cluster) as (strategy, new):
+            async with life(cluster) as (strategy, _):
                 with strategy.scope():
                     again = psync.Variable(np.zeros(4, np.float32), name="w")
                 assert (await again.read()).tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -425,8 +427,8 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             inner = coordinator._coordinator
             assert inner is not None
             taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            while not any(cluster.tasks[name]._gate._gate.cut for name in ("ps-0", "ps-1")):
-                await asyncio.sleep(0)
+            gates = [cluster.tasks[name]._gate for name in ("ps-0", "ps-1")]
+            await until(lambda: any(gate.is_shut for gate in gates))
             adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
             await asyncio.sleep(0)
             taking.cancel()
@@ -442,3 +444,33 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             assert inner is not None
             async with inner.cuts.take() as cut:
                 assert len(cut.images) == 2
+
+
+async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_others() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            first, second = (cluster.tasks[name] for name in ("ps-0", "ps-1"))
+            release = hold(first, w.spec)
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(1)
+            starting = asyncio.create_task(life(cluster).__aenter__())
+            await asyncio.sleep(1)
+            assert first._coordinator > second._coordinator
+            release()
+            _, new = await starting
+            assert first._coordinator == second._coordinator
+            await adding
+            await new.close()
+
+
+async def test_a_ps_that_is_attached_anew_while_the_program_runs_is_of_no_life() -> None:
+    """It may have been started again, and empty: the next coordinator must hear of that."""
+    async with cluster_of(2, 1) as cluster:
+        seen = heard(cluster.tasks["ps-1"], AttachPs)
+        async with life(cluster, attach=False):
+            cluster.network.cut("ps-1:1")
+            await asyncio.sleep(5)
+        assert [message.keep for message in seen] == [False, True]
