@@ -23,7 +23,7 @@ import click
 
 from psync.certs_cli import certs, tls_environ, tls_options
 from psync.checkpoint_cli import checkpoint
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, TrainingEnded
 from psync.task_output import configure_logging, fill_standard_streams
 
 USAGE_ERROR = 2  # exit code, as everywhere
@@ -104,8 +104,16 @@ def psync(context: click.Context) -> int:
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="How often a worker that died is started again within a minute. "
-    "One more death ends the run.",
+    help="How often a worker or ps that died is started again within a minute. One more death of a "
+    "worker ends the run, a ps is left for the chief to miss. 0: neither is started again.",
+)
+@click.option(
+    "--chief-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often, in all, the chief is started again if a signal killed it or its exit code is "
+    "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
 )
 @click.option("--quiet", is_flag=True, help="Show the chief's output only.")
 @tls_options
@@ -117,6 +125,7 @@ def run(
     workers: int,
     evaluator: bool,
     max_restarts: int,
+    chief_restarts: int,
     quiet: bool,
     log_level: str,
     **tls: Any,
@@ -141,6 +150,7 @@ def run(
         num_workers=workers,
         evaluator=evaluator,
         max_restarts=max_restarts,
+        chief_restarts=chief_restarts,
         quiet=quiet,
         environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
     )
@@ -224,13 +234,21 @@ def sync_async(
     is_flag=True,
     help="Serve without a secret, to everybody who can reach the address.",
 )
+@click.option(
+    "--chief-timeout",
+    metavar="SECONDS",
+    envvar=["PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
+    help="How long to be without a chief, before the first one and after the last one has gone; "
+    "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
+)
 @tls_options
 @log_level_option
-def serve(insecure: bool, log_level: str, **tls: Any) -> int:
+def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any) -> int:
     """Serve as the ps or the worker that TF_CONFIG says this process is.
 
-    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, or on
-    SIGTERM. The cluster's secret comes from PSYNC_SECRET or PSYNC_SECRET_FILE.
+    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, on
+    SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from PSYNC_SECRET or
+    PSYNC_SECRET_FILE.
 
     \b
     The first ps of a cluster of two machines:
@@ -242,7 +260,10 @@ def serve(insecure: bool, log_level: str, **tls: Any) -> int:
 
     os.environ.update(tls_environ(**tls))
     configure_logging(log_level)
-    tasks.serve_forever(insecure=insecure)
+    try:
+        tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
+    except TrainingEnded as error:
+        return _fail(str(error), FAILED)
     return 0
 
 
@@ -273,10 +294,10 @@ def main(args: Sequence[str] | None = None) -> int:
     return code
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = USAGE_ERROR) -> int:
     with contextlib.suppress(OSError):
         click.echo(f"psync: error: {message}", err=True)
-    return USAGE_ERROR
+    return code
 
 
 def _hint(error: click.ClickException) -> str:

@@ -2,10 +2,11 @@
 
 Layer: L5. Imports: errors, access, processes, task_output.
 
-The launcher starts every task at once and then only watches. The run ends when the chief does, when
-a worker cannot be kept alive, or when a signal says so; whichever comes first decides the exit
-code, and all after that is stopping. The launcher must not import what tasks import (numpy): they
-start the sooner for it, and so does the first training step.
+The launcher starts every task at once and then only watches. Tasks that die are started again; what
+follows from that is for the chief to decide. The run ends when the chief does, and is not to be
+started again, when a worker cannot be kept alive, or when a signal says so; whichever comes first
+decides the exit code, and all after that is stopping. The launcher must not import what tasks
+import (numpy): they start the sooner for it, and so does the first training step.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from psync.task_output import also_release_blocked_output, write_stderr
 SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
 FAILED = 1  # exit code when a worker could not be kept alive
+SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
 
 
 def script_command(script: str, args: Sequence[str] = ()) -> list[str]:
@@ -63,6 +65,7 @@ def launch(
     num_workers: int = 1,
     evaluator: bool = False,
     max_restarts: int = 3,
+    chief_restarts: int = 0,
     quiet: bool = False,
     environ: Mapping[str, str] = os.environ,
     ps_command: Sequence[str] = SERVE_COMMAND,
@@ -70,11 +73,15 @@ def launch(
     """Run a script as the chief and the workers of a new cluster, and wait for the chief.
 
     The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
-    prefix. SIGUSR1 is passed on to all tasks, which answer with reports. A worker that dies is started again. A ps is not: its shards are gone, and what follows
-    from that is for the chief to decide. An evaluator that is killed is started again; one that
-    fails is not, and training goes on. When the chief has ended well, the evaluator is told, and
-    waited for until it has evaluated the last checkpoint. The first SIGINT, SIGTERM or SIGHUP stops
-    all tasks in order, the second kills them.
+    prefix. SIGUSR1 is passed on to all tasks, which answer with reports.
+
+    A worker or ps that dies is started again at its old address. A ps comes back empty, and
+    what follows from that is for the chief to decide; one that dies too often is left, and the
+    chief finds nobody there. A chief that fails is started again if that is wanted, and finds the
+    other tasks as they are; ``PSYNC_RESTART_COUNT`` tells it how many chiefs there were before. An
+    evaluator that is killed is started again; one that fails is not, and training goes on. When the
+    chief has ended well, the evaluator is told, and waited for until it has evaluated the last
+    checkpoint. The first SIGINT, SIGTERM or SIGHUP stops all tasks in order, the second kills them.
 
     Args:
         script: A Python file, or a directory with a ``__main__.py``.
@@ -82,8 +89,10 @@ def launch(
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         evaluator: Whether the script also runs as an evaluator, beside the training cluster.
-        max_restarts: How often each worker may be started again within a minute; one
-            more death ends the run.
+        max_restarts: How often each worker and each ps may be started again within a minute; one
+            more death of a worker ends the run.
+        chief_restarts: How often, in all, a chief may be started again that a signal has killed or
+            that has ended with another code than 0 and 2.
         quiet: Drop what ps tasks and workers print.
         environ: What tasks inherit. A secret is minted unless there is one.
         ps_command: What a ps runs.
@@ -106,6 +115,7 @@ def launch(
         },
         environ=environ,
         max_restarts=max_restarts,
+        chief_restarts=chief_restarts,
         quiet=quiet,
     )
     return asyncio.run(run.run())
@@ -121,6 +131,7 @@ class _Run:
         *,
         environ: Mapping[str, str],
         max_restarts: int,
+        chief_restarts: int,
         quiet: bool,
     ) -> None:
         self._commands = commands
@@ -129,6 +140,8 @@ class _Run:
         # Checked here, where it is one error, and not one on each task.
         self._secret = mint_secret() if load_secret(environ) is None else None
         self._max_restarts = max_restarts
+        self._chief_restarts = chief_restarts
+        self._num_chiefs = 0  # so far
         self._quiet = quiet
 
     async def run(self) -> int:
@@ -155,25 +168,44 @@ class _Run:
     # Watchers: one for each task. When the outcome is known they end with their process.
 
     async def _watch_chief(self, index: int) -> None:
-        if (chief := self._start("chief", index)) is None:
-            return
-        code = await chief.wait()
-        if code < 0 and not self._outcome.done():
-            _say(f"the chief {describe_exit(code)}")
+        limit = self._chief_restarts
+        while True:
+            restarts = self._num_chiefs
+            chief = self._start("chief", index, {"PSYNC_RESTART_COUNT": str(restarts)})
+            if chief is None:
+                return
+            self._num_chiefs += 1
+            code = await chief.wait()
+            if self._outcome.done():
+                return
+            death = f"the chief {describe_exit(code)}"
+            if code in (0, SETUP_ERROR) or restarts == limit:
+                break
+            _say(f"{death} and is started again ({restarts + 1} of at most {limit} times)")
+        if code and restarts:
+            _say(f"{death}, after {restarts} restart{'s' if restarts > 1 else ''}")
+        elif code < 0:
+            _say(death)
         self._finish(code if code >= 0 else 128 - code)
 
     async def _watch_ps(self, index: int) -> None:
-        if (ps := self._start("ps", index)) is None:
-            return
-        code = await ps.wait()
-        if not self._outcome.done():
-            self._group.abandon("ps", index)
-            _say(f"{ps.name} {describe_exit(code)}; its shards are lost with it")
+        policy = RestartPolicy(self._max_restarts)
+        while (ps := self._start("ps", index)) is not None:
+            code = await ps.wait()
+            if self._outcome.done():
+                return
+            death = f"{ps.name} {describe_exit(code)}"
+            if code == SETUP_ERROR or not self._allows(policy):
+                why = "" if code == SETUP_ERROR else f", {self._too_often}"
+                _say(f"{death}{why}: it is not started again")
+                self._group.abandon("ps", index)  # so that the chief does not wait for it
+                return
+            _say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_worker(self, index: int) -> None:
-        limit = self._max_restarts
-        policy = RestartPolicy(limit)
+        policy = RestartPolicy(self._max_restarts)
         while (worker := self._start("worker", index)) is not None:
+            chiefs = self._num_chiefs
             code = await worker.wait()
             if self._outcome.done():
                 return
@@ -186,11 +218,13 @@ class _Run:
                 self._group.abandon("worker", index)  # the chief goes on looking for it there
                 _say(f"{death}: it has ended by itself and is not started again")
                 return
-            if not policy.allow(asyncio.get_running_loop().time()):
-                count = f"{limit + 1} deaths within a minute" if limit else "restarts are off"
-                self._give_up(f"{death}, {count}")
+            if code > 0 and chiefs < self._num_chiefs:  # it ran the program, and lost its chief
+                _say(f"{death} and is started again, as the chief was")
+                continue
+            if not self._allows(policy):
+                self._give_up(f"{death}, {self._too_often}")
                 return
-            _say(f"{death} and is started again (at most {limit} times a minute)")
+            _say(f"{death} and is started again ({self._at_most})")
 
     async def _watch_evaluator(self, index: int) -> None:
         policy = RestartPolicy(self._max_restarts)
@@ -209,7 +243,7 @@ class _Run:
             if code == 0 or self._outcome.done():
                 return
             death = f"{evaluator.name} {describe_exit(code)}"
-            if code > 0 or not policy.allow(asyncio.get_running_loop().time()):
+            if code > 0 or not self._allows(policy):
                 _say(f"{death} and is not started again; training goes on")
                 return
             _say(f"{death} and is started again")
@@ -222,7 +256,21 @@ class _Run:
             _say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
             await asyncio.wait(pending)
 
-    def _start(self, job: str, index: int) -> TaskProcess | None:
+    def _allows(self, policy: RestartPolicy) -> bool:
+        return policy.allow(asyncio.get_running_loop().time())
+
+    @property
+    def _at_most(self) -> str:
+        return f"at most {self._max_restarts} times a minute"
+
+    @property
+    def _too_often(self) -> str:
+        limit = self._max_restarts
+        return f"{limit + 1} deaths within a minute" if limit else "restarts are off"
+
+    def _start(
+        self, job: str, index: int, env: Mapping[str, str] | None = None
+    ) -> TaskProcess | None:
         """Start a task; None if the run is being stopped, or has to be because it cannot start."""
         if self._outcome.done():
             return None
@@ -230,7 +278,7 @@ class _Run:
             "inherited" if job == "chief" else "discarded" if self._quiet else "prefixed"
         )
         try:
-            return self._group.start_task(job, index, self._commands[job], output=output)
+            return self._group.start_task(job, index, self._commands[job], env=env, output=output)
         except OSError as error:
             self._give_up(f"{job}-{index} could not be started: {error}")
             return None

@@ -46,14 +46,15 @@ class LocalCluster:
     """ps and worker tasks on this machine; this process is the chief.
 
     An async context manager. With processes, each task is a real process with a secret of
-    its own making; a worker that died is started again, three times a minute. Without, all
-    tasks run in this process and on this loop, joined by memory instead of sockets.
+    its own making; one that died is started again, three times a minute. A ps comes back
+    empty. Without, all tasks run in this process and on this loop, joined by memory instead
+    of sockets.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         processes: Whether tasks are processes of their own.
-        max_restarts: How often a minute a worker may be started again.
+        max_restarts: How often a minute each worker and each ps may be started again.
         network: Joins the tasks of a cluster without processes, in place of one that delivers
             at once: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
             and checks. With ``psync.testing.run_virtual`` such a test takes no real time.
@@ -196,7 +197,11 @@ class LocalCluster:
             loop = asyncio.get_running_loop()
             while True:
                 code = await self.tasks[name].wait()
-                if job != "worker" or not policy.allow(loop.time()):
+                if job == "worker" and code == 0:  # it was asked to leave, and did
+                    logger.info("%s has ended by itself and is not started again", name)
+                    group.abandon(job, index)
+                    return
+                if not policy.allow(loop.time()):
                     logger.error("%s %s and is not started again", name, describe_exit(code))
                     group.abandon(job, index)
                     return

@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
-Layer: L4. Imports: errors, cluster, endpoint, environment, platform, process_loop, processes,
-ps_task, resolvers, task_output, task_reports, wire, worker_task.
+Layer: L4. Imports: errors, chief_presence, cluster, endpoint, environment, platform, process_loop,
+processes, ps_task, resolvers, task_output, task_reports, wire, worker_task.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ import inspect
 import logging
 import os
 import sys
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from psync.chief_presence import chief_timeouts, until_told
 from psync.cluster import ClusterSpec, task_name
 from psync.endpoint import Endpoint
-from psync.environment import platform_of, run_over, script_is_shared, training_over
+from psync.environment import (
+    added_workers,
+    newest_incarnation,
+    note_incarnation,
+    platform_of,
+    run_over,
+    script_is_shared,
+    training_over,
+)
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -32,7 +42,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.platform import Platform
-from psync.process_loop import end_of_run, run_loop
+from psync.process_loop import asked_first, end_of_run, run_loop
 from psync.processes import watch_lifeline
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.task_output import configure_logging, fill_standard_streams, write_whole_lines
@@ -84,7 +94,8 @@ def run(
         SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
             traceback on stderr, where the cluster is not as it should be: its description is
             wrong, there is no secret or another one, an address is taken, a task is not there or
-            is another one. Likewise with code 1 where ``main`` runs on workers and training has
+            is another one. Likewise with code 1 where a task serves and no chief comes
+            (``PSYNC_CHIEF_TIMEOUT``), and where ``main`` runs on workers and training has
             ended before its time, as when the chief was lost. With code 130 after Ctrl-C and 143
             after SIGTERM, which cancel ``main``.
         Exception: What else ``main`` raised.
@@ -122,7 +133,7 @@ def run(
             raise
         _exit(exc, 2)
     except TrainingEnded as exc:
-        if not on_workers:
+        if job == "chief" and not on_workers:
             raise
         _exit(exc, 1)  # something went wrong elsewhere, and is said there
 
@@ -154,7 +165,9 @@ async def _run_main(
     """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
     script_is_shared.set(True)
     training_over.set(over)
-    tasks_end = own.leads
+    added_workers.set({})
+    note_incarnation(0)
+    tasks_end, began = own.leads, time.time_ns()
     try:
         return await main()
     except SETUP_ERRORS as exc:
@@ -163,7 +176,7 @@ async def _run_main(
         raise
     finally:
         if tasks_end:
-            await _shut_down(own, stopping)
+            await _shut_down(own, stopping, began)
 
 
 def _evaluate(evaluator: Callable[[], Awaitable[Any]] | None) -> Callable[[], Awaitable[Any]]:
@@ -199,6 +212,7 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
     Raises:
         ConfigurationError: This process is neither; no secret; the address is taken.
+        TrainingEnded: No chief has come for too long (``PSYNC_CHIEF_TIMEOUT``).
 
     Cancellation: Updates that have begun are finished, then everything is closed.
     """
@@ -207,19 +221,26 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
     await _serve(resolver, cluster, job, index, insecure=insecure, shared=False)
 
 
-def serve_forever(*, insecure: bool = False) -> None:
+def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> None:
     """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
 
+    Args:
+        insecure: As ``serve``.
+        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+
     Raises:
-        ConfigurationError: As ``serve``.
+        ConfigurationError, TrainingEnded: As ``serve``.
     """
     resolver = TFConfigClusterResolver()
     cluster, job, index = _described(resolver)
     _watch_launcher()
     run_loop(
-        lambda: _serve(resolver, cluster, job, index, insecure=insecure, shared=False),
+        lambda: _serve(
+            resolver, cluster, job, index,
+            insecure=insecure, shared=False, chief_timeout=chief_timeout,
+        ),
         terminated_code=0,
-    )
+    )  # fmt: skip
 
 
 async def _serve(
@@ -230,12 +251,14 @@ async def _serve(
     *,
     insecure: bool,
     shared: bool,
+    chief_timeout: str | None = None,
 ) -> None:
     if job not in ("ps", "worker"):
         raise ConfigurationError(
             f"only ps and worker tasks serve, this process is {task_name(job, index)}",
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
+    timeouts = chief_timeouts(os.environ, chief_timeout)
     address = cluster.task_address(job, index)
     platform = platform_of(resolver, address, insecure=insecure, listens=True)
     task = make_task(platform, job, index, address, main_by_name=shared)
@@ -244,12 +267,29 @@ async def _serve(
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, address)
     try:
-        with described_by(task.describe):
-            await task.stopped.wait()
+        with described_by(task.describe), _leaving_first(task):
+            await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
     if getattr(task, "is_torn", False):  # a ps
         raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+
+
+@contextlib.contextmanager
+def _leaving_first(task: PsTask | WorkerTask) -> Iterator[None]:
+    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken."""
+    leave = getattr(task, "leave", None)
+    if leave is None:  # a ps
+        yield
+        return
+    leaving: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        work = leave("SIGTERM", hint="; another SIGTERM ends it at once")
+        leaving.append(asyncio.get_running_loop().create_task(work))
+
+    with asked_first(begin):
+        yield
 
 
 def make_task(
@@ -266,8 +306,12 @@ def make_task(
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
-async def _shut_down(own: OwnTask, jobs: Sequence[str]) -> None:
-    """Tell every task of these jobs that training is over; those that do not hear it stay."""
+async def _shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
+    """Tell every task of these jobs that training is over; those that do not hear it stay.
+
+    It is said in the name of the program's last coordinator; if there was none, of the moment in
+    which the program ``began``: tasks that serve a newer chief meanwhile are not ours to end.
+    """
     cluster = own.cluster
     try:
         # If there is no secret, main() has allowed that or has failed: it was said before.
@@ -275,22 +319,25 @@ async def _shut_down(own: OwnTask, jobs: Sequence[str]) -> None:
     except ConfigurationError as exc:
         logger.debug("nobody was told to exit: %s", exc)
         return
-    endpoint = Endpoint(platform, task_name("chief", 0), platform.new_incarnation(), {})
+    incarnation = newest_incarnation() or began
+    endpoint = Endpoint(platform, task_name("chief", 0), incarnation, {})
 
-    async def tell(job: str, index: int) -> None:
-        name = task_name(job, index)
+    async def tell(name: str, address: str) -> None:
         with contextlib.suppress(TimeoutError):
             try:
                 async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                    peer = await endpoint.connect(cluster.task_address(job, index), name)
+                    peer = await endpoint.connect(address, name)
                     await peer.call(Shutdown("the chief has ended"))
             except PsyncError as exc:
                 logger.info("%s was not told to exit: %s", name, exc)
 
+    tasks = {
+        task_name(job, index): cluster.task_address(job, index)
+        for job in jobs
+        for index in cluster.task_indices(job)
+    } | (added_workers.get() or {})
     try:
-        await asyncio.gather(
-            *(tell(job, index) for job in jobs for index in cluster.task_indices(job))
-        )
+        await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
     finally:
         await endpoint.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
@@ -135,3 +137,23 @@ def interrupt(process: subprocess.Popen[str]) -> Ended:
     """Press Ctrl-C, as it were."""
     process.send_signal(signal.SIGINT)
     return ended(process)
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Process ids of a launcher's tasks by name, as in ``ps-0``."""
+    children = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environ = Path(f"/proc/{child}/environ").read_text()
+        found = re.search(r'"task": \{"type": "(\w+)", "index": (\d)\}', environ)
+        assert found, environ
+        children[f"{found[1]}-{found[2]}"] = int(child)
+    return children
+
+
+def wait_until_gone(pids: dict[str, int]) -> None:
+    """Wait for the end of processes that are not our children."""
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            end = os.pidfd_open(pid)
+            select.select([end], [], [])
+            os.close(end)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,11 +16,13 @@ from tasks_by_hand import (
     SERVE,
     Ended,
     by_hand,
+    children_of,
     ended,
     interrupt,
     plain_environ,
     script,
     wait_for_line,
+    wait_until_gone,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -114,26 +114,6 @@ def test_without_a_cluster_a_script_says_how_to_start_one() -> None:
 # --- psync run, and tasks that are killed ------------------------------------------------------
 
 
-def children_of(pid: int) -> dict[str, int]:
-    """Process ids of a launcher's tasks by name, as in ``ps-0``."""
-    children = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        environ = Path(f"/proc/{child}/environ").read_text()
-        found = re.search(r'"task": \{"type": "(\w+)", "index": (\d)\}', environ)
-        assert found, environ
-        children[f"{found[1]}-{found[2]}"] = int(child)
-    return children
-
-
-def wait_until_gone(pids: dict[str, int]) -> None:
-    """Wait for the end of processes that are not our children."""
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            end = os.pidfd_open(pid)
-            select.select([end], [], [])
-            os.close(end)
-
-
 @pytest.mark.parametrize(
     "point", ["worker.push.begun", "worker.push.between_ps", "worker.push.answered"]
 )
@@ -152,8 +132,10 @@ def test_a_killed_ps_ends_the_program_with_an_error_soon() -> None:
     assert time.monotonic() - began < 20  # two seconds, and the end of all tasks
     # The variable is on ps 0, but the coordinator watches over all of them.
     assert lost.code == 1
+    assert "psync: ps-1 was killed by SIGKILL and is started again" in lost.err
     assert re.search(
-        r"psync\.errors\.ParameterServerLost: /job:ps/task:1 at \S+ cannot be reached", lost.err
+        r"psync\.errors\.ParameterServerLost: /job:ps/task:1 at \S+ was restarted and has lost",
+        lost.err,
     )
     assert "its shards are gone: restart the program" in lost.err
 

@@ -55,7 +55,9 @@ def test_each_update_is_there_once_although_workers_die_all_the_time(
             strategy = psync.ParameterServerStrategy(
                 cluster.resolver, psync.FixedShardsPartitioner(2)
             )
-            async with psync.ClusterCoordinator(strategy, max_losses=100) as coordinator:
+            async with psync.ClusterCoordinator(
+                strategy, max_losses=100, max_flaps=None
+            ) as coordinator:
                 with strategy.scope():
                     one = psync.Variable(0.0)
                     both = psync.Variable(np.zeros(4, np.float32))
@@ -86,7 +88,9 @@ def test_each_assign_is_there_once_although_workers_die_all_the_time(
     async def main() -> None:
         async with psync.LocalCluster(1, 2, max_restarts=1000) as cluster:
             strategy = psync.ParameterServerStrategy(cluster.resolver)
-            async with psync.ClusterCoordinator(strategy, max_losses=100) as coordinator:
+            async with psync.ClusterCoordinator(
+                strategy, max_losses=100, max_flaps=None
+            ) as coordinator:
                 with strategy.scope():
                     up, down = psync.Variable(0), psync.Variable(0)
 
@@ -224,15 +228,21 @@ def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
 # --- a ps --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("point", ["", "ps.push.received", "ps.push.applied"])
+@pytest.mark.parametrize(
+    ("point", "max_restarts"),
+    [("", 0), ("", 3), ("ps.push.received", 0), ("ps.push.applied", 3)],
+)
 def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
-    point: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    point: str,
+    max_restarts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if point:
         monkeypatch.setenv("PSYNC_FAILPOINTS", f"{point}=kill@3")
 
     async def main() -> None:
-        async with psync.LocalCluster(2, 2) as cluster:
+        async with psync.LocalCluster(2, 2, max_restarts=max_restarts) as cluster:
             strategy = psync.ParameterServerStrategy(cluster.resolver)
             async with psync.ClusterCoordinator(strategy) as coordinator:
                 with strategy.scope():
@@ -246,12 +256,13 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
                 if not point:
                     cluster.tasks["ps-0"].kill()
                 began = time.monotonic()
+                what = "was restarted and has lost" if max_restarts else "cannot be reached"
                 address = cluster.resolver.cluster_spec().task_address("ps", 0)
                 with pytest.raises(ParameterServerLost) as caught:
                     await coordinator.join()
                 assert time.monotonic() - began < 15
                 assert caught.value.task == "/job:ps/task:0"
-                assert f"/job:ps/task:0 at {address} cannot be reached" in caught.value.message
+                assert f"/job:ps/task:0 at {address} {what}" in caught.value.message
                 assert caught.value.hint == "its shards are gone: restart the program"
                 assert coordinator.done()
                 assert all(value.done() for value in values)
@@ -262,4 +273,5 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
                     await coordinator.join()
 
     run(main)
-    assert "ps-0 was killed by SIGKILL and is not started again" in caplog.text
+    again = "is started again" if max_restarts else "is not started again"
+    assert f"ps-0 was killed by SIGKILL and {again}" in caplog.text

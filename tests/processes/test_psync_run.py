@@ -182,13 +182,106 @@ def test_a_worker_that_ends_by_itself_is_not_started_again() -> None:
         assert run.wait() == 0
 
 
-def test_a_ps_that_dies_is_reported_and_left_to_the_chief() -> None:
+def test_a_ps_that_is_killed_is_started_again() -> None:
     with launched() as run:
         run.wait_ready(*ALL)
-        os.kill(run.pids["ps-0"], signal.SIGKILL)
-        run.wait_error("psync: ps-0 was killed by SIGKILL; its shards are lost with it\n")
+        first = run.pids["ps-0"]
+        os.kill(first, signal.SIGKILL)
+        run.wait_ready("ps-0")
+        assert run.pids["ps-0"] != first
+        run.tell_chief("exit 0")
+        assert run.wait() == 0
+        assert run.errors == (
+            "psync: ps-0 was killed by SIGKILL and is started again (at most 3 times a minute)\n"
+        )
+
+
+def test_a_ps_that_dies_too_often_is_left_to_the_chief() -> None:
+    with launched(max_restarts=1) as run:
+        run.wait_ready(*ALL)
+        for _ in range(2):
+            os.kill(run.pids.pop("ps-0"), signal.SIGKILL)
+            if "is started again" not in run.errors:
+                run.wait_error("is started again (at most 1 times a minute)\n")
+                run.wait_ready("ps-0")
+        run.wait_error(
+            "psync: ps-0 was killed by SIGKILL, 2 deaths within a minute: it is not started again\n"
+        )
         run.tell_chief("exit 4")
         assert run.wait() == 4
+
+
+def test_without_restarts_a_ps_that_dies_is_left_to_the_chief() -> None:
+    with launched(max_restarts=0) as run:
+        run.wait_ready(*ALL)
+        os.kill(run.pids["ps-0"], signal.SIGKILL)
+        run.wait_error(
+            "psync: ps-0 was killed by SIGKILL, restarts are off: it is not started again\n"
+        )
+        run.tell_chief("exit 4")
+        assert run.wait() == 4
+
+
+def test_a_ps_whose_setup_is_wrong_is_not_started_again() -> None:
+    with launched(ps_command=[sys.executable, "-c", "raise SystemExit(2)"]) as run:
+        run.wait_error("psync: ps-0 exited with code 2: it is not started again\n")
+        run.tell_chief("exit 1")
+        assert run.wait() == 1
+
+
+# --- the chief dies ----------------------------------------------------------------------------
+
+
+def test_a_chief_that_fails_is_started_again_and_told_how_often() -> None:
+    with launched(chief_restarts=2) as run:
+        run.wait_ready(*ALL)
+        others = {name: pid for name, pid in run.pids.items() if name != "chief-0"}
+        counts = []
+        for command in ("exit 1", "abort", "exit 0"):
+            environ = dict(v.split("=", 1) for v in words(run.pids["chief-0"], "environ"))
+            counts.append(environ["PSYNC_RESTART_COUNT"])
+            run.tell_chief(command)
+            if command != "exit 0":
+                run.wait_ready("chief-0")
+        assert run.wait() == 0
+        assert counts == ["0", "1", "2"]
+        assert {name: pid for name, pid in run.pids.items() if name != "chief-0"} == others
+        assert run.errors.splitlines() == [
+            "psync: the chief exited with code 1 and is started again (1 of at most 2 times)",
+            "psync: the chief was killed by SIGABRT and is started again (2 of at most 2 times)",
+        ]
+
+
+def test_a_chief_that_fails_too_often_ends_the_run_with_its_exit_code() -> None:
+    with launched(chief_restarts=1) as run:
+        run.wait_ready(*ALL)
+        run.tell_chief("exit 3")
+        run.wait_ready("chief-0")
+        run.tell_chief("exit 5")
+        assert run.wait() == 5
+        assert run.errors.splitlines()[1:] == [
+            "psync: the chief exited with code 5, after 1 restart"
+        ]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_chief_that_has_ended_or_whose_setup_is_wrong_is_not_started_again(code: int) -> None:
+    with launched(chief_restarts=2) as run:
+        run.wait_ready(*ALL)
+        run.tell_chief(f"exit {code}")
+        assert run.wait() == code
+        assert run.errors == ""
+
+
+def test_a_signal_ends_the_run_although_the_chief_could_be_started_again() -> None:
+    with launched(chief_restarts=9) as run:
+        run.wait_ready(*ALL)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.wait() == 130
+        assert run.errors == "psync: SIGINT: stopping all tasks; once more to kill them\n"
+
+
+# --- what cannot be started --------------------------------------------------------------------
 
 
 def test_a_task_that_cannot_be_started_ends_the_run() -> None:

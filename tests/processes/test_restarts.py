@@ -1,0 +1,234 @@
+"""Tasks of `psync run` that are killed and started again; tasks by hand that lose their chief."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tasks_by_hand import (
+    SERVE,
+    by_hand,
+    children_of,
+    ended,
+    interrupt,
+    plain_environ,
+    script,
+    wait_for_line,
+    wait_until_gone,
+)
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+_runs: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_runs() -> Iterator[None]:
+    yield
+    while _runs:
+        run = _runs.pop()
+        run.kill()
+        run.communicate()
+
+
+def psync_run(*args: str, **environ: str) -> subprocess.Popen[str]:
+    """Start `psync run` of a script of ours with 2 ps tasks and 2 workers."""
+    run = subprocess.Popen(
+        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", "2", *args],
+        env=plain_environ(**environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    _runs.append(run)
+    return run
+
+
+def counting(directory: Path, *options: str) -> subprocess.Popen[str]:
+    """A run of restarts.py that waits at 25, five steps after its newest checkpoint."""
+    run = psync_run(*options, *script("restarts.py"), "--", str(directory))
+    assert wait_for_line(run, "begins at", "stdout") == "begins at 0 None\n"
+    wait_for_line(run, "waits", "stdout")
+    return run
+
+
+def kill(run: subprocess.Popen[str], name: str) -> None:
+    os.kill(children_of(run.pid)[name], signal.SIGKILL)
+
+
+def assert_sixty_steps(out: str) -> None:
+    """Every step is there once: in the counter, in the optimizer's, and in its momentum."""
+    w = velocity = np.zeros(3, np.float32)
+    for _ in range(60):
+        velocity = np.float32(0.5) * velocity - np.array([-1, 0, 1], np.float32)
+        w = w + velocity
+    found = re.search(r"^ends at 60 (\d+) \[(.*)\]$", out, re.M)
+    assert found, out
+    assert int(found[1]) == 60
+    np.testing.assert_allclose([float(x) for x in found[2].split(",")], w, rtol=1e-5)
+
+
+# --- psync run ---------------------------------------------------------------------------------
+
+
+def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_it_had(
+    tmp_path: Path,
+) -> None:
+    run = counting(tmp_path, "--chief-restarts", "2")
+    before = children_of(run.pid)
+    os.kill(before["chief-0"], signal.SIGKILL)
+    assert wait_for_line(run, "begins at", "stdout") == "begins at 20 ckpt-00000002\n"
+    after = children_of(run.pid)
+    end = ended(run)
+    assert end.code == 0, end.err
+    assert_sixty_steps(end.out)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"chief-0"}
+    (workers,) = re.findall(r"^workers (.*)$", end.out, re.M)
+    assert {int(pid) for pid in workers.split()} <= {after["worker-0"], after["worker-1"]}
+    assert "psync: the chief was killed by SIGKILL and is started again (1 of at most 2 times)" in (
+        end.err.splitlines()
+    )
+    assert "Traceback" not in end.err
+    wait_until_gone({**before, **after})
+
+
+@pytest.mark.parametrize("victim", ["ps-0", "ps-1"])
+def test_with_a_ps_that_is_killed_the_run_goes_on_from_the_checkpoint(
+    victim: str, tmp_path: Path
+) -> None:
+    run = counting(tmp_path, "--chief-restarts", "1")
+    before = children_of(run.pid)
+    os.kill(before[victim], signal.SIGKILL)
+    end = ended(run)
+    assert end.code == 0, end.err
+    assert_sixty_steps(end.out)
+    again = f"psync: {victim} was killed by SIGKILL and is started again (at most 3 times a minute)"
+    assert again in end.err.splitlines()
+    wait_until_gone(before)
+
+
+def test_a_worker_that_is_killed_costs_no_step(tmp_path: Path) -> None:
+    run = counting(tmp_path, "--chief-restarts", "1")
+    before = children_of(run.pid)
+    os.kill(before["worker-1"], signal.SIGKILL)
+    (tmp_path / "go on").touch()
+    end = ended(run)
+    assert end.code == 0, end.err
+    assert_sixty_steps(end.out)
+    assert "worker-1 was killed by SIGKILL and is started again (at most 3 times" in end.err
+    assert "the chief" not in end.err
+    wait_until_gone(before)
+
+
+def test_a_chief_that_is_killed_too_often_ends_the_run() -> None:
+    run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
+    tasks: dict[str, int] = {}
+    for _ in range(2):
+        wait_for_line(run, "running", "stdout")
+        tasks |= {f"{name} {pid}": pid for name, pid in children_of(run.pid).items()}
+        kill(run, "chief-0")
+    end = ended(run)
+    assert end.code == 128 + signal.SIGKILL
+    first, last = (line for line in end.err.splitlines() if line.startswith("psync: the chief"))
+    assert first.endswith("is started again (1 of at most 1 times)")
+    assert last == "psync: the chief was killed by SIGKILL, after 1 restart"
+    wait_until_gone(tasks)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "chief-0"])
+def test_a_launcher_that_is_killed_leaves_nobody_whatever_it_would_start_again(
+    victim: str, tmp_path: Path
+) -> None:
+    run = counting(tmp_path, "--chief-restarts", "9")
+    before = children_of(run.pid)
+    if victim != "launcher":  # in the middle of a restart
+        os.kill(before[victim], signal.SIGKILL)
+        wait_for_line(run, "is started again")
+    os.kill(run.pid, signal.SIGKILL)
+    assert ended(run).code == -signal.SIGKILL  # also: nobody holds its stdout, the chief's own
+    wait_until_gone(before)
+
+
+def test_a_ps_that_dies_without_a_checkpoint_fails_the_chief_which_then_begins_anew() -> None:
+    run = psync_run("--chief-restarts", "1", *script("steps.py"), "--", "endless")
+    wait_for_line(run, "running", "stdout")
+    kill(run, "ps-1")
+    wait_for_line(run, "the chief exited with code 1 and is started again")
+    wait_for_line(run, "running", "stdout")
+    before = children_of(run.pid)
+    assert interrupt(run).code == 130
+    wait_until_gone(before)
+
+
+def test_workers_that_run_the_program_themselves_find_the_next_chief() -> None:
+    run = psync_run("--chief-restarts", "1", *script("sessions.py"), "--", "150")
+    wait_for_line(run, " is at work as ", "stdout")
+    kill(run, "chief-0")
+    end = ended(run)
+    assert end.code == 0, end.err
+    assert "chief-0: step 150, w [150.0, 150.0, 150.0, 150.0]" in end.out
+    for index in range(2):
+        line = f"psync: worker-{index} exited with code 1 and is started again, as the chief was"
+        assert line in end.err.splitlines()
+
+
+# --- tasks started by hand ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [SERVE, script("idle.py")])
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_a_task_to_which_no_chief_comes_ends_by_itself(job: str, command: tuple[str, ...]) -> None:
+    with by_hand() as cluster:
+        end = cluster.run(job, 0, command, environ={"PSYNC_CHIEF_TIMEOUT": "0.2"})
+    assert end.code == 1
+    text = f"psync: error: /job:{job}/task:0 ends: no chief has connected within 0.2 s since it"
+    assert text in end.err
+    assert "PSYNC_CHIEF_TIMEOUT" in end.err
+    assert "Traceback" not in end.err
+
+
+def test_the_option_wins_over_the_variable() -> None:
+    with by_hand() as cluster:
+        command = (*SERVE, "--chief-timeout", "0.2")
+        end = cluster.run("ps", 0, command, environ={"PSYNC_CHIEF_TIMEOUT": "none"})
+        assert end.code == 1
+        wrong = cluster.run("ps", 0, (*SERVE, "--chief-timeout", "soon"))
+    assert wrong.code == 2
+    assert "chief timeout: expected seconds above 0, or none, got 'soon'" in wrong.err
+
+
+def test_tasks_whose_chief_was_killed_wait_for_another_one_and_then_end() -> None:
+    with by_hand() as cluster:
+        command = (*SERVE, "--chief-timeout", "3")
+        tasks = [cluster.start(job, 0, command) for job in ("ps", "worker")]
+        for _ in range(2):
+            chief = cluster.start("chief", 0, script("idle.py"))
+            wait_for_line(chief, "connected", "stdout")
+            chief.kill()
+        for task in tasks:
+            end = ended(task)
+            assert end.code == 1
+            assert "no chief has connected within 3 s since the last one went" in end.err
+
+
+def test_a_chief_that_was_replaced_does_not_end_the_tasks_of_its_successor() -> None:
+    with by_hand() as cluster:
+        tasks = cluster.serve_all()
+        old = cluster.start("chief", 0, script("idle.py"))
+        wait_for_line(old, "connected", "stdout")
+        new = cluster.start("chief", 0, script("idle.py"))
+        wait_for_line(new, "connected", "stdout")
+        assert interrupt(old).code == 130
+        assert [task.poll() for task in tasks] == [None, None]
+        assert interrupt(new).code == 130
+        assert [ended(task).code for task in tasks] == [0, 0]
