@@ -320,7 +320,9 @@ class Endpoint:
         who = f"{peer.task or connection.wire.peer_task or 'a stranger'} ({connection.peername})"
         if refused is not None:
             # Whoever finds no room tries again, and says so himself when it takes too long.
-            level = logging.INFO if refused.reason == "full" else logging.WARNING
+            level = {"full": logging.INFO, "early": logging.DEBUG}.get(
+                refused.reason, logging.WARNING
+            )
             logger.log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
             return

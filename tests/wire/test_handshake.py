@@ -325,6 +325,7 @@ def test_a_client_may_expect_nobody_in_particular() -> None:
         ),
         ("fenced", FencedError, None),
         ("full", ConnectFailed, None),
+        ("early", ConnectFailed, None),
         ("protocol", RemoteProtocolError, None),
         ("something new", RemoteProtocolError, None),
     ],

@@ -210,6 +210,6 @@ def refusal(refused: Refused, task: str) -> PsyncError:
             return AuthenticationError(text, hint=_SAME_TLS)
         case "fenced":
             return FencedError(text)
-        case "full":  # it may have room later
+        case "full" | "early":  # it may have room, or serve somebody, later
             return ConnectFailed(text)
     return RemoteProtocolError(text)

@@ -62,7 +62,7 @@ class Welcome(Message):
 class Refused(Message):
     """The connection ends here."""
 
-    reason: str  # "version", "authentication", "tls", "protocol", "fenced" or "full"
+    reason: str  # "version", "authentication", "tls", "protocol", "fenced", "full", "early"
     detail: str
 
 
