@@ -27,6 +27,7 @@ from psync.image_service import (
 )
 from psync.ledger_image import LedgerState, SenderState
 from psync.moment_rules import Adam
+from psync.ps_image import ImageState
 from psync.schedules import Constant
 from psync.specs import VariableSpec
 from psync.wire.codec import encode
@@ -34,8 +35,11 @@ from psync.wire.messages import (
     AccumulatorState,
     AskAccumulator,
     AskOptimizer,
+    AskStatistics,
+    CloseStep,
     DefineAccumulator,
     Done,
+    Fence,
     FinalBelow,
     GradientApplied,
     Message,
@@ -55,7 +59,8 @@ from psync.wire.recovery_messages import (
     WriteFrozen,
 )
 from tests.image_tools import call, fill, freeze, prepare, read, read_all, take, write
-from tests.ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
+from tests.ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
+from tests.sync_cluster import GROUP, SyncCluster
 
 MiB = 1 << 20
 LARGE = 3 * MiB // 4  # elements of float32: three blocks
@@ -515,3 +520,107 @@ class TestPacking:
         for broken in (encode(Done()), b"", encode(wrong)):
             with pytest.raises(CheckpointCorrupt, match="an accumulator"):
                 unpack_accumulators([(broken, 0)])
+
+
+@pytest.mark.asyncio
+class TestSynchronousSteps:
+    async def go_back(self, cluster: SyncCluster, images: list[ImageState], path: Path) -> None:
+        for ps, state in enumerate(images):
+            places = await write(cluster, state, path / str(ps), ps=ps)
+            await prepare(cluster, state, path / str(ps), places, ps=ps)
+        fences = [(f"/job:worker/task:{index}", 2000) for index in range(2)]
+        for ps in range(len(images)):
+            await take(cluster, fences=fences, ps=ps)
+
+    async def test_what_was_applied_is_a_duplicate_and_what_was_pending_counts_again(
+        self, tmp_path: Path
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            first, second = cluster.replica(0), cluster.replica(1)
+            pushes = [first.push((w,), (1.0,), closure=5), second.push((w,), (1.0,), closure=6)]
+            await asyncio.gather(*pushes)  # step 0
+            waiting = asyncio.create_task(first.push((w,), (4.0,), 1, closure=7))
+            await until(lambda: cluster.group()["counted"])
+            images = []
+            for ps, expected in ((0, [7]), (1, [])):
+                state, pending = await freeze(cluster, ps=ps)
+                assert pending == expected
+                images.append(state)
+            await second.push((w,), (4.0,), 1, closure=8)  # step 1, after the cut
+            await waiting
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE - 4 * RATE).all()
+            assert await cluster.global_step() == 2
+
+            await self.go_back(cluster, images, tmp_path)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            assert await cluster.global_step() == 1
+            third, fourth = cluster.replica(0, 2000), cluster.replica(1, 2001)
+            again = asyncio.create_task(third.push((w,), (1.0,), 1, closure=5))
+            pushes = [
+                fourth.push((w,), (4.0,), 1, closure=7),
+                third.push((w,), (4.0,), 1, closure=8),
+            ]
+            for answer in await asyncio.gather(*pushes):
+                assert answer.outcome == "accepted"
+            again.cancel()
+            await asyncio.gather(again, return_exceptions=True)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE - 4 * RATE).all()
+
+    async def test_ps_0_of_an_older_timeline_closes_no_step(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            assert w.shards[0].ps == 1
+            release = hold(cluster.ps[1], w)
+            pushes = [
+                asyncio.create_task(cluster.replica(index, 1000).push((w,), (1.0,)))
+                for index in range(2)
+            ]
+            await until(lambda: cluster.ps[0]._sync.steps() and cluster.ps[1]._work.waiting)
+            late = cluster.client("/job:ps/task:0", 100)  # says what was in flight
+            await call(late, AskStatistics(), ps=1)
+            await self.go_back(cluster, images, tmp_path)
+            release()
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, FencedError)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1).all()
+            assert cluster.ps[1]._sync.steps() == []
+            with pytest.raises(FencedError, match="incarnation 100 of /job:ps/task:0 has been"):
+                await call(late, CloseStep(GROUP, cluster.config, 0, []), ps=1)
+            with pytest.raises(UsageError, match="task:0 is not a coordinator"):
+                await call(late, Fence(WORKER, 5000), ps=1)
+            pushes = [
+                asyncio.create_task(cluster.replica(index, 2000).push((w,), (1.0,)))
+                for index in range(2)
+            ]
+            for answer in await asyncio.gather(*pushes):
+                assert answer.outcome == "accepted"
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            assert cluster.ps[1]._sync.steps() == [(GROUP, 1)]
+
+    async def test_going_back_twice(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            for timeline in (1, 2):
+                images = [(await freeze(cluster, timeline, ps=ps))[0] for ps in range(2)]
+                for ps, state in enumerate(images):
+                    path = tmp_path / f"{timeline}-{ps}"
+                    places = await write(cluster, state, path, cut=timeline, ps=ps)
+                    await prepare(cluster, state, path, places, load=timeline, ps=ps)
+                below = 1000 * timeline
+                fences = [(f"/job:worker/task:{index}", below) for index in range(2)]
+                for ps in range(2):
+                    await take(cluster, load=timeline, timeline=timeline, fences=fences, ps=ps)
+                pushes = [
+                    cluster.replica(index, below).push((w,), (1.0,), timeline - 1)
+                    for index in range(2)
+                ]
+                for answer in await asyncio.gather(*pushes):
+                    assert answer.outcome == "accepted"
+                assert await cluster.global_step() == timeline
