@@ -49,10 +49,12 @@ async def life(
 
 async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
     async with cluster_of(2, 2) as cluster:
-        async with life(cluster) as (strategy, _):
+        async with life(cluster) as (strategy, coordinator):
+            assert not coordinator.attached
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
             assert (await w.read()).tolist() == [1.0] * 4
+        assert not coordinator.attached
 
 
 async def train(coordinator: psync.ClusterCoordinator, w: Any, optimizer: Any, count: int) -> None:
@@ -83,6 +85,7 @@ async def test_values_slots_steps_and_learning_rates_go_on() -> None:
     async with cluster_of(2, 2) as cluster:
         before = await first_life(cluster)
         async with life(cluster) as (strategy, coordinator):
+            assert coordinator.attached
             adam = psync.optimizers.Adam(0.1)
             with strategy.scope():
                 psync.Variable(np.ones(2, np.float32), name="more")  # so all have other numbers

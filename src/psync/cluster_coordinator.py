@@ -213,6 +213,14 @@ class ClusterCoordinator:
         self.strategy.gangs = coordinator.gangs
         self.strategy.created = True
 
+    @property
+    def attached(self) -> bool:
+        """Whether the program goes on with values that an earlier one has left on the ps tasks.
+
+        False without ``attach=True``, and where nothing was left: then a checkpoint may be restored.
+        """
+        return self._coordinator is not None and self._coordinator.attached
+
     async def close(self) -> None:
         """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
 

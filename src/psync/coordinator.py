@@ -110,6 +110,7 @@ class Coordinator:
         attach: OwnOptimizers | None = None,
     ) -> None:
         self._attach = attach
+        self.attached = False  # whether there was something to go on with
         self._failpoints = platform.failpoints
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -165,6 +166,7 @@ class Coordinator:
             self._creation.reattachment = await reattach(
                 self.links.ps, self.links.incarnation, self._attach
             )
+            self.attached = self._creation.reattachment is not None
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
         self._reporting = self._reporter.start()
         if self._closure_timeout_s is not None:

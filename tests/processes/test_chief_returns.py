@@ -1,13 +1,17 @@
-"""The chief is killed in the middle of training and started again: it goes on with what there is."""
+"""The chief is killed in the middle of training and started again: it goes on where it was."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from tasks_by_hand import by_hand, ended, script
+from tasks_by_hand import by_hand, children_of, ended, plain_environ, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -18,6 +22,15 @@ def lines(path: Path) -> list[int]:
     """The whole lines of the journal."""
     text = path.read_text() if path.exists() else ""
     return [int(line) for line in text.split("\n")[:-1]]
+
+
+def wait_for_lines(journal: Path, count: int, chief: subprocess.Popen[str]) -> None:
+    """Wait until the journal has so many lines."""
+    deadline = time.monotonic() + 60
+    while len(lines(journal)) < count:
+        assert chief.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("kills", [1, 3])
@@ -31,11 +44,7 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
         for _ in range(kills):
             known = len(lines(journal))
             chief = cluster.start("chief", 0, command)
-            deadline = time.monotonic() + 60
-            while len(lines(journal)) < known + 40:
-                assert chief.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            wait_for_lines(journal, known + 40, chief)
             chief.kill()
             chief.wait()
         acknowledged = lines(journal)
@@ -53,6 +62,33 @@ def test_each_update_that_was_acknowledged_is_there_and_none_twice(
         assert [ended(task).code for task in tasks] == [0, 0, 0, 0]
 
 
+def test_psync_run_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "psync", "run", "--ps", "2", "--workers", "2", "--chief-restarts",
+         "2", *script("returning.py"), "--", str(journal), "960"],
+        env=plain_environ(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            wait_for_lines(journal, len(lines(journal)) + 40, run)
+            os.kill(children_of(run.pid)["chief-0"], signal.SIGKILL)
+            wait_for_line(run, "started again")
+        acknowledged = lines(journal)
+        last = ended(run)
+    finally:
+        run.kill()
+        run.communicate()
+    assert last.code == 0, last.err
+    *_, at_first, at_last = map(json.loads, last.out.splitlines())
+    for marks in (at_first[0], at_last[0]):
+        for half in (marks[:PLACES], marks[PLACES:]):
+            assert max(half) == 1
+            assert [place for place in acknowledged if not half[place]] == []
+    assert min(at_last[1]) >= len(acknowledged) + 960
+
+
 def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     with by_hand(2, 1) as cluster:
@@ -60,10 +96,7 @@ def test_a_ps_that_was_started_again_meanwhile_is_told_to_the_program(tmp_path: 
         cluster.start("worker", 0, command)
         ps = [cluster.start("ps", index, command) for index in (0, 1)]
         chief = cluster.start("chief", 0, command)
-        deadline = time.monotonic() + 60
-        while len(lines(journal)) < 8:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for_lines(journal, 8, chief)
         for process in (chief, ps[1]):
             process.kill()
             process.wait()
