@@ -1,0 +1,67 @@
+"""Rules without a safeguard do what the safeguard forbids; what trains is not changed by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.errors import FencedError
+from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.sync_steps import SyncSteps
+from psync.weak_rules import CALLS_KEPT, WeakLedger, WeakSteps, steps_without, weaken
+
+WORKER = "/job:worker/task:0"
+
+
+def ledger_without(*names: str) -> Ledger:
+    ledger = Ledger()
+    weaken(ledger, frozenset(names))
+    return ledger
+
+
+def begin(
+    ledger: Ledger, incarnation: int, sequence: int, closure: int | None = None, acked: int = 1
+) -> Verdict:
+    verdict = ledger.begin((WORKER, incarnation), sequence, acked, closure, 0, 1)
+    if isinstance(verdict, Fresh | AlreadyApplied):
+        ledger.finish(verdict.ticket, "answer")
+    return verdict
+
+
+def test_a_ledger_from_which_nothing_is_taken_is_the_one_that_everybody_has() -> None:
+    assert type(ledger_without()) is type(ledger_without("staleness")) is Ledger
+    assert type(ledger_without("dedup")) is WeakLedger
+    assert type(steps_without(frozenset({"dedup"}))) is SyncSteps
+    assert type(steps_without(frozenset({"staleness"}))) is WeakSteps
+
+
+def test_without_dedup_repetitions_and_second_runs_are_applied_again() -> None:
+    whole, weak = ledger_without(), ledger_without("dedup")
+    for ledger, again in ((whole, Duplicate), (weak, Fresh)):
+        assert isinstance(begin(ledger, 1, 1, closure=5), Fresh)
+        assert isinstance(begin(ledger, 1, 1, closure=5), again)
+        other = begin(ledger, 2, 1, closure=5)
+        assert isinstance(other, AlreadyApplied if ledger is whole else Fresh)
+    assert weak.is_settled((WORKER, 1), 99), "cuts do not wait for what is not remembered"
+
+
+def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
+    whole, weak = ledger_without(), ledger_without("fencing")
+    for ledger in (whole, weak):
+        begin(ledger, 2, 1)
+        ledger.fence(WORKER, 3)
+    with pytest.raises(FencedError):
+        begin(whole, 2, 2)
+    weak.check_incarnation(WORKER, 1)
+    weak.acknowledge((WORKER, 2), 2)
+    assert isinstance(begin(weak, 2, 2, acked=2), Fresh)
+    assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
+
+
+def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
+    whole, weak = ledger_without(), ledger_without("low_water")
+    for ledger, again in ((whole, AlreadyApplied), (weak, Fresh)):
+        for closure in range(CALLS_KEPT + 2):
+            begin(ledger, 1, closure + 1, closure)
+        assert isinstance(begin(ledger, 2, 1, closure=0), again)
+        ledger.final_below(100)
+        assert isinstance(begin(ledger, 2, 2, closure=1), again)
