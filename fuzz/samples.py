@@ -94,3 +94,26 @@ def sample_of(kind: type[Message]) -> Message:
 
 def drawn_of(kind: type[Message], draw: Draw) -> Message:
     return kind(*(drawn(annotation, draw) for annotation in fields_of(kind).values()))
+
+
+def changed(content: Any, draw: Draw) -> Any:
+    """Return JSON-like data with a few parts replaced, removed or repeated, as the bytes choose."""
+    for _ in range(1 + draw.below(3)):
+        content = _changed_once(content, draw, draw.below(8))
+    return content
+
+
+def _changed_once(content: Any, draw: Draw, depth: int) -> Any:
+    if depth and isinstance(content, dict) and content:
+        key = sorted(content, key=str)[draw.below(min(len(content), 256))]
+        inner = content[key]
+        rest = {name: value for name, value in content.items() if name != key}
+        if depth == 1 and draw.below(4) == 0:
+            return rest
+        return {**rest, key: _changed_once(inner, draw, depth - 1)}
+    if depth and isinstance(content, list | tuple) and content:
+        at = draw.below(min(len(content), 256))
+        if depth == 1 and draw.below(2):
+            return [*content[:at], *content[at + 1 :]] if draw.below(2) else [*content, content[at]]
+        return [*content[:at], _changed_once(content[at], draw, depth - 1), *content[at + 1 :]]
+    return draw.of((*WRONG, *INTEGERS, *FLOATS, *TEXTS))

@@ -20,7 +20,7 @@ FUZZ = Path(__file__).parent.parent.parent / "fuzz"
 NO_TARGETS = {"driver", "run", "samples"}
 TARGETS = sorted(path.stem for path in FUZZ.glob("*.py") if path.stem not in NO_TARGETS)
 MEMORY_BYTES = 16 << 20
-FEW = {"tasks": 40}  # inputs of those for which a whole cluster is started
+FEW = {"tasks": 25}  # inputs of those for which a whole cluster is started
 
 targets: dict[str, tuple[Any, list[bytes]]] = {}
 
@@ -39,7 +39,16 @@ def target(name: str) -> tuple[Any, list[bytes]]:
 
 
 def test_there_is_a_target_for_all_that_comes_from_outside() -> None:
-    assert TARGETS == ["descriptions", "frames", "handshakes", "headers", "manifests", "tasks"]
+    assert TARGETS == [
+        "configurations",
+        "descriptions",
+        "frames",
+        "handshakes",
+        "headers",
+        "images",
+        "manifests",
+        "tasks",
+    ]
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -105,3 +105,10 @@ def test_a_task_that_logs_to_a_full_disk_serves_and_ends_well() -> None:
         chief = cluster.run("chief", 0, script("talk.py", "log"))
         assert (chief.code, chief.err.count("Traceback")) == (0, 0)
         assert [task.wait() for task in tasks] == [0, 0]
+
+
+def test_what_the_command_line_opens_gets_no_number_of_a_closed_descriptor() -> None:
+    code = "import os; from psync.cli import main; main(['--version']); print(os.dup(0))"
+    ended = shell(f'{sys.executable} -c "{code}" <&- 2>&-')
+    assert ended.returncode == 0
+    assert int(ended.stdout.splitlines()[-1]) > 2
