@@ -174,6 +174,8 @@ class TestMistakes:
             psync.Checkpoint(model=[psync.SavedState(), 3])
         with pytest.raises(ConfigurationError, match="expected objects to save"):
             psync.Checkpoint()
+        with pytest.raises(ConfigurationError, match="'~' cannot be a name"):
+            psync.Checkpoint(**{"~": psync.SavedState()})
 
     async def test_a_state_that_would_not_come_back_is_refused(self, tmp_path: Path) -> None:
         async with training():
@@ -194,8 +196,15 @@ class TestMistakes:
     async def test_two_things_of_one_name_are_refused(self) -> None:
         with strategy_of().scope():
             one, other = (psync.Variable(np.zeros(2), name=name) for name in "vw")
-        for model in ({"a/b": one, "a": {"b": other}}, {1: one, "1": other}):
-            with pytest.raises(UsageError, match=r"two things are called 'model/(a/b|1)'"):
+        sgd, state = psync.optimizers.SGD(), psync.SavedState()
+        for model in (
+            {"a/b": one, "a": {"b": other}},
+            {1: one, "1": other},
+            {"sgd": sgd, "sgd/step": state},
+            {"sgd/learning_rate": state, "sgd": sgd},
+            {"sgd": sgd, "sgd/learning_rate": state},
+        ):
+            with pytest.raises(UsageError, match=r"two things are called 'model/(a/b|1|sgd/\w+)'"):
                 psync.Checkpoint(model=model)
 
     async def test_without_a_coordinator_nothing_is_left_behind(self, tmp_path: Path) -> None:

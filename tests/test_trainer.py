@@ -332,6 +332,22 @@ class TestResuming:
             assert len(history.history["loss"]) == 4
             assert await trainer.optimizer.iterations.read() == 20
 
+    async def test_a_learning_rate_that_was_lowered_stays_low(self, tmp_path: Path) -> None:
+        seen = []
+
+        def halved(epoch: int, rate: float) -> float:
+            seen.append(rate)
+            return rate / 2
+
+        for epochs in (2, 4):
+            async with training() as (strategy, _):
+                trainer = make(strategy, psync.optimizers.SGD(0.5), checkpoint_directory=tmp_path)
+                rates = psync.callbacks.LearningRateScheduler(halved)
+                await trainer.fit(
+                    batches, epochs=epochs, steps_per_epoch=2, callbacks=[rates], verbose=False
+                )
+        assert seen == [0.5, 0.25, 0.125, 0.0625]
+
     async def test_what_is_done_is_not_done_again(self, tmp_path: Path) -> None:
         for _ in range(2):
             async with training() as (strategy, coordinator):

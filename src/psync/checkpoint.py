@@ -85,7 +85,8 @@ class Checkpoint:
             everything with ``checkpoint_state``; dicts and lists of them.
 
     Raises:
-        UsageError: Nothing is given, or something that cannot be saved; or inside a step.
+        UsageError: Nothing is given, or something that cannot be saved, or under a name that begins
+            with "~"; or inside a step.
     """
 
     __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
@@ -97,6 +98,11 @@ class Checkpoint:
             raise ConfigurationError(
                 "checkpoint: expected objects to save", hint="Checkpoint(model=model)"
             )
+        for name in objects:
+            if name.startswith("~"):
+                raise ConfigurationError(
+                    f"checkpoint: {name!r} cannot be a name: '~' is what is not saved by name"
+                )
         self._objects = objects
         self._contents(slots=False)  # what cannot be saved is refused here
 

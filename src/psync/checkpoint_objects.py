@@ -146,7 +146,8 @@ class Contents:
         Raises:
             UsageError: There is one.
         """
-        if name in self.arrays or name in self.states or name in self.optimizers:
+        taken = (self.arrays, self.states, self.optimizers, map(rate_name, self.optimizers))
+        if any(name in names for names in taken):
             raise UsageError(
                 f"checkpoint: two things are called {name!r}",
                 hint="names are paths: of dicts, keys without '/' that differ as texts",
@@ -240,6 +241,7 @@ class Contents:
 
     def _add_optimizer(self, path: str, optimizer: Optimizer) -> None:
         self._check_new(f"{path}/step")
+        self._check_new(f"{path}/learning_rate")
         self.optimizers[f"{path}/step"] = optimizer
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
