@@ -7,9 +7,14 @@ import logging
 
 import numpy as np
 import pytest
-from memory_cluster import MemoryCluster, coordinating, event_of
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
+from psync.endpoint import Endpoint
+from psync.errors import UsageError
+from psync.rpc import Handler
+from psync.wire.messages import AttachWorker, GivenBack, RunClosures
+from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -269,4 +274,62 @@ async def test_a_replica_that_runs_is_finished_before_its_worker_leaves():
             results = strategy.experimental_local_results(await run)
             assert [float(value) for value in results] == [expected] * len(results)
             assert len(results) == int(expected)
+        await leaving
+
+
+async def test_a_worker_whose_coordinator_does_not_answer_leaves_all_the_same():
+    """What still comes is given back, and what runs is finished."""
+    async with cluster_of(1, 1) as cluster:
+        given_back: list[int] = []
+        heard: list[str] = []
+
+        async def never(peer, message, _):
+            heard.append(type(message).__name__)
+            await asyncio.Event().wait()
+
+        endpoint = Endpoint(
+            cluster.platform(), "/job:chief/task:0", 1,
+            {
+                LeaveCluster: Handler(never),
+                EndSession: Handler(never),
+                GivenBack: Handler(lambda _, message, __: given_back.extend(message.closures)),
+            },
+        )  # fmt: skip
+        control, _ = [
+            await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
+        ]
+        await control.call(AttachWorker(0, 1, 5, 1, "origin", "program", ["ps-0:1"], 15.0))
+        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        await asyncio.sleep(6)
+        control.notify(RunClosures([(0, b"k" * 16, 0, [])]))
+        await asyncio.sleep(1)
+        assert given_back == [0]
+        await leaving
+        assert heard == ["LeaveCluster", "EndSession"]
+        await endpoint.close()
+
+
+async def test_a_worker_that_leaves_is_attached_by_nobody():
+    async with coordinating(1, 1) as (cluster, coordinator):
+
+        async def step():
+            event_of("begun").set()
+            await event_of("go on").wait()
+
+        coordinator.schedule(step)
+        await event_of("begun").wait()
+        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        await asyncio.sleep(1)
+        endpoint = Endpoint(cluster.platform(), "/job:chief/task:0", 10**6, {})
+        control, _ = [
+            await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
+        ]
+        with pytest.raises(UsageError, match=f"{W0} is about to leave"):
+            await control.call(
+                AttachWorker(0, 1, 10**6, 10**6, "origin", "program", ["ps-0:1"], 15.0)
+            )
+        with pytest.raises(UsageError, match=f"is not the coordinator of {W0}"):
+            await control.call(LeaveCluster("because"))
+        await endpoint.close()
+        event_of("go on").set()
         await leaving

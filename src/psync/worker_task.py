@@ -19,13 +19,7 @@ from typing import Any
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.endpoint import Endpoint
-from psync.errors import (
-    DeadlineExceeded,
-    FencedError,
-    ParameterServerLost,
-    TransportError,
-    UsageError,
-)
+from psync.errors import FencedError, ParameterServerLost, PsyncError, UsageError
 from psync.iterators import IteratorTable
 from psync.platform import Platform
 from psync.ps_client import PsClient
@@ -123,7 +117,7 @@ class WorkerTask:
         try:
             if session is not None:
                 await leave(session, reason, hint=hint)
-        except (TransportError, DeadlineExceeded) as exc:
+        except PsyncError as exc:
             logger.info("%s leaves, and its coordinator may not know: %s", self.task, exc)
         finally:
             self.stopped.set()

@@ -310,7 +310,9 @@ async def simulate(seed: int) -> None:
     partitioner = psync.FixedShardsPartitioner(plan.num_shards)
     async with memory_cluster.cluster_of(NUM_PS, plan.num_workers, network=network) as cluster:
         strategy = cluster.strategy(partitioner)
-        async with psync.ClusterCoordinator(strategy, max_losses=1000) as coordinator:
+        async with psync.ClusterCoordinator(
+            strategy, max_losses=1000, max_flaps=None
+        ) as coordinator:
             await Simulation(seed, plan, cluster, coordinator).run()
 
 

@@ -58,7 +58,7 @@ def test_each_step_counts_once_although_workers_die_all_the_time(
     async def main() -> None:
         async with (
             psync.LocalCluster(1, 2, max_restarts=1000) as cluster,
-            coordinated(cluster, 1, max_losses=100) as (strategy, coordinator),
+            coordinated(cluster, 1, max_losses=100, max_flaps=None) as (strategy, coordinator),
         ):
             with strategy.scope():
                 seen = psync.Variable([0.0, 0.0], **KIND)

@@ -104,7 +104,7 @@ def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
     async def main() -> None:
         async with (
             psync.LocalCluster(num_ps, 2, max_restarts=1000) as cluster,
-            coordinated(cluster, num_ps, max_losses=100) as (strategy, coordinator),
+            coordinated(cluster, num_ps, max_losses=100, max_flaps=None) as (strategy, coordinator),
         ):
             staged = point in ("between_ps", "staged")
             program = Program(

@@ -1,0 +1,175 @@
+"""Membership and flapping as a supervisor drives them, in every order that hypothesis finds.
+
+Workers come, are lost, leave, are removed and added again; ps tasks come and go. Nobody is attached
+while it is set aside, and nobody is set aside for ever.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from psync.flapping import LONGEST_S, Flapping
+from psync.membership import Action, Assign, Fence, Membership, TaskState, WorkerIsLost
+
+PS = ("/job:ps/task:0", "/job:ps/task:1")
+WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))
+DESCRIBED = WORKERS[:2]
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.membership = Membership(
+            dict.fromkeys(DESCRIBED, "w:1"), dict.fromkeys(PS, "p:1"), ps_timeout_s=20.0
+        )
+        self.flapping = Flapping()
+        self.now = 0.0
+        self.known = set(DESCRIBED)  # belong to the cluster
+        self.attached: set[str] = set()
+        self.left: set[str] = set()  # of those known, who left in order and is not back
+        self.boots = dict.fromkeys((*PS, *WORKERS), 0)
+        self.assigned: dict[str, list[int]] = {task: [] for task in (*PS, *WORKERS)}
+        self.over: dict[str, int] = {}  # the highest incarnation of each worker that is over
+        self.refused: dict[tuple[str, str], int] = {}  # (ps, worker) → below
+
+    def perform(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, Assign):
+                self.assigned[action.task].append(action.incarnation)
+            elif isinstance(action, Fence):
+                assert self.membership.state(action.ps) is TaskState.ALIVE
+                self.refused[action.ps, action.task] = action.below
+            elif isinstance(action, WorkerIsLost):
+                self.over[action.task] = action.incarnation
+        return actions
+
+    def is_lost(self, actions: list[Action], worker: str) -> bool:
+        return any(isinstance(a, WorkerIsLost) and a.task == worker for a in self.perform(actions))
+
+    # --- ps tasks --------------------------------------------------------------------------------
+
+    @rule(ps=st.sampled_from(PS), restarts=st.integers(0, 1))
+    def ps_changes(self, ps: str, restarts: int) -> None:
+        if self.membership.state(ps) is TaskState.ALIVE:
+            self.perform(self.membership.disconnected(ps, self.now))
+        else:
+            self.boots[ps] += restarts
+            self.perform(self.membership.connected(ps, self.boots[ps]))
+
+    @rule(seconds=st.sampled_from((0.1, 1.0, 30.0, 200.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.perform(self.membership.tick(self.now))
+
+    # --- workers ---------------------------------------------------------------------------------
+
+    @rule(worker=st.sampled_from(WORKERS), restarts=st.integers(0, 1))
+    def attach(self, worker: str, restarts: int) -> None:
+        if worker not in self.known or worker in self.attached:
+            return
+        if self.flapping.remaining(worker, self.now) > 0:
+            return  # as the supervisor, which sleeps until then
+        self.boots[worker] += restarts
+        self.perform(self.membership.connected(worker, self.boots[worker]))
+        self.attached.add(worker)
+        self.left.discard(worker)
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data(), times=st.integers(1, 5))
+    def flap(self, data: st.DataObject, times: int) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.attached)))
+        for _ in range(times):
+            assert self.is_lost(self.membership.disconnected(worker, self.now), worker)
+            self.attached.discard(worker)
+            pause = self.flapping.lost(worker, self.now)
+            assert pause <= LONGEST_S
+            if pause:
+                assert (worker, pause) in [
+                    (name, round(left, 6)) for name, left in self.flapping.set_aside(self.now)
+                ]
+                return
+            self.perform(self.membership.connected(worker, self.boots[worker]))
+            self.attached.add(worker)
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data())
+    def session_is_ended(self, data: st.DataObject) -> None:
+        """By the coordinator: no loss that counts."""
+        worker = data.draw(st.sampled_from(sorted(self.attached)))
+        assert self.is_lost(self.membership.disconnected(worker, self.now), worker)
+        self.attached.discard(worker)
+        assert self.flapping.remaining(worker, self.now) == 0
+
+    @precondition(lambda self: self.attached)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.attached)))
+        assert self.is_lost(self.membership.left(worker), worker)
+        self.attached.discard(worker)
+        self.left.add(worker)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def remove(self, worker: str) -> None:
+        if worker in self.known:
+            lost = self.is_lost(self.membership.left(worker), worker)
+            assert lost is (worker in self.attached)
+            self.flapping.forget(worker)
+            for names in (self.known, self.attached, self.left):
+                names.discard(worker)
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def add(self, worker: str) -> None:
+        if worker not in self.known:
+            self.membership.add_worker(worker, "anew:1")
+            self.known.add(worker)
+            assert self.flapping.remaining(worker, self.now) == 0
+
+    @rule()
+    def whoever_is_set_aside_may_come_back(self) -> None:
+        """All may be set aside at once, and then the first whose time is over comes back."""
+        waiting = self.flapping.set_aside(self.now)
+        if waiting:
+            worker, seconds = waiting[0]
+            self.now += seconds
+            self.perform(self.membership.tick(self.now))
+            assert self.flapping.remaining(worker, self.now) < 1e-6
+            self.now += 1e-6
+            self.attach(worker, 0)
+            assert worker in self.attached
+
+    # --- what holds always -----------------------------------------------------------------------
+
+    @invariant()
+    def no_incarnation_is_used_twice(self) -> None:
+        for numbers in self.assigned.values():
+            assert numbers == sorted(set(numbers))
+
+    @invariant()
+    def what_is_over_is_refused_by_every_ps_and_what_lives_by_none(self) -> None:
+        for ps in PS:
+            if self.membership.state(ps) is not TaskState.ALIVE:
+                continue
+            for worker, incarnation in self.over.items():
+                assert self.refused[ps, worker] > incarnation
+            for worker in self.attached:
+                below = self.refused.get((ps, worker), 0)
+                assert below <= self.membership.incarnation(worker)
+
+    @invariant()
+    def those_are_waited_for_that_belong_to_the_cluster_and_have_not_left(self) -> None:
+        missing = {task for task, _ in self.membership.missing()}
+        assert missing & set(WORKERS) == self.known - self.attached - self.left
+        assert self.attached == set(self.membership.alive_workers())
+        assert self.left <= set(self.membership.gone())
+
+    @invariant()
+    def nobody_takes_part_who_is_set_aside(self) -> None:
+        assert not self.attached & {worker for worker, _ in self.flapping.set_aside(self.now)}
+
+
+MembershipMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=50, deadline=None
+)
+TestMembership = MembershipMachine.TestCase
