@@ -10,6 +10,7 @@ import pytest
 from memory_cluster import coordinating, event_of, note
 
 import psync
+from psync.wire.recovery_messages import Gate, OpenGate
 
 pytestmark = pytest.mark.virtual_time
 
@@ -55,3 +56,25 @@ async def test_what_is_many_is_named_in_part(monkeypatch):
         line = next(li for li in cluster.tasks["ps-0"].describe() if "connections: " in li)
         assert "and " in line
         assert line.endswith(" more") or line.count("/job:") == 1
+
+
+async def test_a_gate_that_is_shut_is_told_with_who_waits_at_it():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(8, np.float32), name="v")
+        await v.read()
+        link = coordinator._coordinator.links.ps.links[0]
+        await link.call(lambda _: Gate(1))
+
+        async def assigns():
+            await note("assigning")
+            await v.assign(np.ones(8, np.float32))
+
+        value = coordinator.schedule(assigns)
+        await event_of("assigning").wait()
+        await asyncio.sleep(1)
+        text = "\n".join(cluster.tasks["ps-0"].describe())
+        assert "the gate is shut for cut 1: 0 updates are under way, 1 wait" in text
+        await link.call(lambda _: OpenGate(1))
+        await value
+        assert "the gate" not in "\n".join(cluster.tasks["ps-0"].describe())

@@ -79,6 +79,15 @@ class GateService:
         """Whether a cut is being taken."""
         return self._gate.cut > 0
 
+    def describe(self) -> list[str]:
+        """Say which cut is being taken, and who waits for it; for reports."""
+        if not self.is_shut:
+            return []
+        return [
+            f"the gate is shut for cut {self._gate.cut}: {self._under_way} updates are under way, "
+            f"{len(self._waiting)} wait"
+        ]
+
     def check(self, cut: int) -> None:
         """Check that the gate is shut for a cut: it opens with the connection.
 

@@ -1,6 +1,6 @@
 """What a ps holds and who waits there, in words; for reports.
 
-Layer: L3. Imports: ps_locks, rpc.
+Layer: L3. Imports: rpc.
 
 Most of it is read off the counters that ``ps_statistics`` shows, so what has counters is in the
 report.
@@ -12,7 +12,6 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from psync.ps_locks import PsLocks
 from psync.rpc import Peer
 
 MAX_LISTED = 20
@@ -23,7 +22,7 @@ def describe_ps(
     task: str,
     coordinator: int,
     statistics: Mapping[str, Any],
-    locks: PsLocks,
+    waits: Collection[str],
     waiting: Collection[tuple[str, int]],
     peers: Collection[Peer],
 ) -> list[str]:
@@ -33,7 +32,7 @@ def describe_ps(
         task: Its name.
         coordinator: Incarnation of the one that it serves; 0: none so far.
         statistics: Its counters.
-        locks: Those on its shards.
+        waits: Who waits at its locks and its gate.
         waiting: (task, incarnation) of the replicas that wait for a token here.
         peers: Its open connections.
     """
@@ -42,7 +41,7 @@ def describe_ps(
     lines = [
         f"{task}: {serves}",
         f"  {store['shards']} shards, {store['bytes']} bytes, {store['slot_bytes']} of slots",
-        *(f"  {line}" for line in _some(locks.describe())),
+        *(f"  {line}" for line in _some(list(waits))),
     ]
     for name, group in statistics["sync"].items():
         lines.append(

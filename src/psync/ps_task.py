@@ -178,8 +178,9 @@ class PsTask:
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""
+        waits = [*self._locks.describe(), *self._gate.describe()]
         return describe_ps(
-            self.task, self._coordinator, self.statistics(), self._locks, self._in_groups(),
+            self.task, self._coordinator, self.statistics(), waits, self._in_groups(),
             self._endpoint.peers,
         )  # fmt: skip
 
