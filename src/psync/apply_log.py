@@ -32,7 +32,7 @@ import numpy as np
 
 from psync.errors import ConfigurationError
 from psync.row_store import RowValues
-from psync.shards import Shard
+from psync.shards import Optimizer, Shard
 from psync.specs import ShardSpec, dtype_name
 from psync.store import ShardStore
 from psync.updates import Update
@@ -60,6 +60,7 @@ class ApplyLog:
     """
 
     def __init__(self, directory: str = "", index: int = 0) -> None:
+        self.store: ShardStore | None = None  # the one that is served
         self._fd = -1
         if directory:
             path = Path(directory, f"ps-{index}.{os.getpid()}.applies")
@@ -86,7 +87,7 @@ class ApplyLog:
         assert type(store) is ShardStore, "a store of its own kind, and not logged yet"
         store.__class__ = LoggedStore
         assert isinstance(store, LoggedStore)
-        store.log, store.depth = self, 0
+        store.log, store.depth, self.store = self, 0, store
         if store.keys():
             self.write("image", (contents(store), digest(store)), {})
         else:
@@ -94,7 +95,7 @@ class ApplyLog:
 
     def applied(self, update: Update) -> None:
         """Write down whose update the store has just been changed by."""
-        if self.is_on:
+        if self.is_on and update.store is self.store:
             message, (task, incarnation) = update.message, update.client
             identity = (task, incarnation, message.sequence, message.closure, message.ordinal)
             kind = type(message).__name__
@@ -113,10 +114,25 @@ class ApplyLog:
 
 
 class LoggedStore(ShardStore):
-    """A store whose changes are written down."""
+    """A store whose changes are written down, as long as it is the one that is served."""
 
     log: ApplyLog
     depth: int  # calls of such methods by one another: only the outermost is written down
+
+    def write(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        """Append a record, unless another store has taken the place of this one."""
+        if self.log.store is self and self.log.is_on:
+            self.log.write(name, arguments, options)
+
+    def take_up(self, shard: Shard) -> None:
+        """Take a shard that another table has released, as it is."""
+        super().take_up(shard)
+        self.write("take_up", (_contents_of(shard),), {})
+
+    def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
+        """Take an optimizer that another table has released, as it is, under a number."""
+        super().take_up_optimizer(optimizer_id, optimizer)
+        self.write("take_up_optimizer", (_state_of(optimizer_id, optimizer),), {})
 
 
 def _logging(name: str) -> Any:
@@ -129,8 +145,8 @@ def _logging(name: str) -> Any:
             result = plain(self, *arguments, **options)
         finally:
             self.depth -= 1
-        if not self.depth and self.log.is_on:  # it was not refused
-            self.log.write(name, arguments, options)
+        if not self.depth:  # it was not refused
+            self.write(name, arguments, options)
         return result
 
     return method
@@ -149,9 +165,7 @@ def read_log(path: Path | str) -> Iterator[tuple[str, tuple[Any, ...], dict[str,
         at += _LENGTH.size
         if at + length > len(data):
             return
-        name, arguments, options = msgpack.unpackb(
-            data[at : at + length], strict_map_key=False, max_buffer_size=1 << 30
-        )
+        name, arguments, options = msgpack.unpackb(data[at : at + length])
         at += length
         yield name, _made(arguments), _made(options)
 
@@ -161,10 +175,13 @@ def contents(store: ShardStore) -> dict[str, Any]:
     return {
         "shards": [_contents_of(shard) for shard in store.shards().values()],
         "optimizers": [
-            [number, optimizer.config, optimizer.rule.learning_rate.to_config(), optimizer.step]
-            for number, optimizer in store.optimizers().items()
+            _state_of(number, optimizer) for number, optimizer in store.optimizers().items()
         ],
     }
+
+
+def _state_of(number: int, optimizer: Optimizer) -> list[Any]:
+    return [number, optimizer.config, optimizer.rule.learning_rate.to_config(), optimizer.step]
 
 
 def _contents_of(shard: Shard) -> list[Any]:

@@ -170,6 +170,7 @@ class PsTask:
         self._sessions.close()
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
+        self._log.close()
 
     @property
     def is_torn(self) -> bool:

@@ -72,6 +72,10 @@ def replay(path: Path) -> Replayed:
                         f"{applied[closure, ordinal]}"
                     )
                 applied[closure, ordinal] = f"{task} (update {sequence}, {kind})"
+            case "take_up":
+                _take_up(replayed.store, *arguments)
+            case "take_up_optimizer":
+                _define(replayed.store, *arguments[0])
             case _:
                 _call(replayed.store, name, arguments, options)
     return replayed
@@ -89,17 +93,26 @@ def _call(
 def store_of(held: Mapping[str, Any]) -> ShardStore:
     """Return a store with the contents that ``apply_log.contents`` has returned."""
     store = ShardStore("replay")
-    for number, config, rate, step in held["optimizers"]:
-        store.define_optimizer(number, config)
-        store.set_learning_rate(number, rate)
-        store.set_optimizer_step(number, step)
-    for spec, value, slots, _, pushes in held["shards"]:
-        store.create(spec, value)
-        for number, slot, data in slots:
-            for _ in store.load_slot(spec.key, number, slot, data):
-                pass
-        store.shards()[spec.key].pushes.update(pushes)
+    for state in held["optimizers"]:
+        _define(store, *state)
+    for shard in held["shards"]:
+        _take_up(store, shard)
     return store
+
+
+def _define(store: ShardStore, number: int, config: object, rate: object, step: int) -> None:
+    store.define_optimizer(number, config)
+    store.set_learning_rate(number, rate)
+    store.set_optimizer_step(number, step)
+
+
+def _take_up(store: ShardStore, shard: Sequence[Any]) -> None:
+    spec, value, slots, _, pushes = shard
+    store.create(spec, value)
+    for number, slot, data in slots:
+        for _ in store.load_slot(spec.key, number, slot, data):
+            pass
+    store.shards()[spec.key].pushes.update(pushes)
 
 
 def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]:
