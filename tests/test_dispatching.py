@@ -477,6 +477,16 @@ def test_worker_that_leaves_gets_nothing_more_and_is_asked_for_nothing() -> None
     assert bench.lose("a") == []
 
 
+def test_worker_that_leaves_is_not_filled_up_again() -> None:
+    bench = Bench("a", "b")
+    bench.add(*range(8))
+    bench.decide()
+    assert bench.held() == {"a": [0, 2], "b": [1, 3]}
+    bench.dispatcher.retire("a")
+    assert bench.finish("a", 0) == []
+    assert sent(bench.finish("b", 1)) == {"b": [4]}
+
+
 def test_idle_worker_that_leaves_gets_nothing_more() -> None:
     bench = Bench("a")
     bench.dispatcher.retire("a")

@@ -294,30 +294,24 @@ class WorkerLinks:
             return  # it had left before its connections ended
         control, bulk = worker.peers
         worker.peers = None
-        blame = False
+        blame = counts = False
         if worker.leaving:
             logger.info("%s has left (%s)", worker.name, worker.reason)
             self._owner.perform(self._membership.left(worker.name))
         else:
             self._lost(worker.name)
+            error = control.error or bulk.error or "it closed the connection"
             if worker.sent_away is not None:
                 blame = worker.sent_away
-                logger.warning(
-                    "the session of %s was ended (%s); its closures run again", worker.name,
-                    control.error or bulk.error,
-                )  # fmt: skip
+                what = f"the session of {worker.name} was ended ({error})"
             elif worker.reason:
-                logger.warning(
-                    "%s cannot go on (%s); its closures run again", worker.name, worker.reason
-                )
-                if not self._misses_ps():  # else that is the reason
-                    self._count_loss(worker)
+                what = f"{worker.name} cannot go on ({worker.reason})"
+                counts = not self._misses_ps()  # else that is the reason
             else:
-                blame = True
-                logger.warning(
-                    "%s is lost (%s); its closures run again", worker.name,
-                    control.error or bulk.error or "it closed the connection",
-                )  # fmt: skip
+                blame = counts = True
+                what = f"{worker.name} is lost ({error})"
+            logger.warning("%s; its closures run again", what)
+            if counts:
                 self._count_loss(worker)
         worker.leaving = False
         self._owner.worker_lost(worker.name, blame=blame)
@@ -337,7 +331,8 @@ class WorkerLinks:
             PsyncError: The worker refuses, or something else answers.
         """
         # Nobody waits for one that has left, so nobody wants to read of it.
-        level = logging.DEBUG if self._has_left(worker.name) else logging.WARNING
+        has_left = self._membership.state(worker.name) is TaskState.LEFT
+        level = logging.DEBUG if has_left else logging.WARNING
         connect = self._endpoint.connect_retrying
         control = await connect(worker.address, worker.name, level=level)
         try:
@@ -349,8 +344,7 @@ class WorkerLinks:
         try:
             if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
                 incarnation = self._connected(worker.name)
-                num_workers = len(self._places)
-                message = self._owner.attachment(worker.place, num_workers, incarnation)
+                message = self._owner.attachment(worker.place, len(self._places), incarnation)
                 try:
                     await control.call(message)
                     attached = True
@@ -374,9 +368,6 @@ class WorkerLinks:
 
     def _lost(self, worker: str) -> None:
         self._owner.perform(self._membership.disconnected(worker, self._loop.time()))
-
-    def _has_left(self, worker: str) -> bool:
-        return self._membership.state(worker) is TaskState.LEFT
 
     def _misses_ps(self) -> bool:
         return any(parse_task_name(task)[0] == "ps" for task, _ in self._membership.missing())
