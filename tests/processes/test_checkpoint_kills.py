@@ -75,7 +75,7 @@ def test_what_is_saved_while_workers_train_goes_on_in_any_other_cluster(
                 await coordinator.join()
                 assert await program.b.read() == 120 * 121 / 2
                 counts = [await program.assert_whole(path) for path in paths]
-                assert 10 < counts[0] < counts[1] < counts[2] <= 120
+                assert 0 < counts[0] <= counts[1] <= counts[2] <= 120
 
     async def restore(num_ps: int, num_shards: int) -> None:
         async with psync.LocalCluster(num_ps, 1) as cluster:
