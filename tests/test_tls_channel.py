@@ -195,6 +195,24 @@ async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told
 
 
 @pytest.mark.virtual_time
+async def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls) -> None:
+    ends = await joined(tls)
+    sent: list[int] = []
+    ends.client.transport._below.write = lambda data: sent.append(len(data))  # has room for all
+    ends.client.transport.write(bytes(20 * MIB))
+    left = []
+    while size := ends.client.transport.get_write_buffer_size():
+        left.append(size // MIB)
+        await asyncio.sleep(0)
+    assert left == [16, 12, 8, 4]
+    assert 20 * MIB < sum(sent) < 20.1 * MIB
+    ends.client.transport.abort()
+    await ends.server.gone.wait()
+    await ends.client.gone.wait()
+    ends.listener.close()
+
+
+@pytest.mark.virtual_time
 async def test_what_came_before_a_pause_is_there_after_it(tls: Tls) -> None:
     """All of it has arrived in one piece, and is decrypted already or lies with TLS."""
     ends = await joined(tls, MemoryNetwork(chunk=(MIB, MIB)))
