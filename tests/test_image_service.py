@@ -60,7 +60,7 @@ from psync.wire.recovery_messages import (
 )
 from tests.image_tools import call, fill, freeze, prepare, read, read_all, take, write
 from tests.ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
-from tests.sync_cluster import GROUP, SyncCluster
+from tests.sync_cluster import GROUP, SyncCluster, SyncReplica
 
 MiB = 1 << 20
 LARGE = 3 * MiB // 4  # elements of float32: three blocks
@@ -181,10 +181,10 @@ class TestFreeze:
             release = hold(cluster.ps[0], v)
             freezing = asyncio.create_task(freeze(cluster))
             await until(lambda: cluster.ps[0]._work.waiting)
-            freezing.cancel()
             peers = cluster.ps[0]._endpoint.peers
             (peer,) = [peer for peer in peers if peer.lane == "control"]
             cluster.chief.links[0]._peers["control"].abort()
+            freezing.cancel()  # so that nobody asks again
             await until(lambda: peer.is_closed)
             release()
             await asyncio.gather(freezing, return_exceptions=True)
@@ -387,6 +387,7 @@ class TestGoingBack:
             (got,) = await pull(cluster.chief, v)
             assert (got == 1).all()
             assert (held(cluster)["taken"], held(cluster)["timeline"]) == (1, 1)
+            assert held(cluster)["held"] == 0  # a cut of what was served before
             with pytest.raises(UsageError, match="load 1 has been given up"):
                 await prepare(cluster, state, tmp_path / "a", places)
 
@@ -559,6 +560,13 @@ class TestSynchronousSteps:
             assert await cluster.global_step() == 1
             third, fourth = cluster.replica(0, 2000), cluster.replica(1, 2001)
             again = asyncio.create_task(third.push((w,), (1.0,), 1, closure=5))
+
+            def judged() -> list[dict[str, int]]:
+                groups = cluster.ps[0].statistics()["sync"].values()
+                return [counts for group in groups for counts in group["replicas"].values()]
+
+            await until(judged)
+            assert judged() == [{"accepted": 0, "stale": 0, "duplicate": 1}]
             pushes = [
                 fourth.push((w,), (4.0,), 1, closure=7),
                 third.push((w,), (4.0,), 1, closure=8),
@@ -624,3 +632,18 @@ class TestSynchronousSteps:
                 for answer in await asyncio.gather(*pushes):
                     assert answer.outcome == "accepted"
                 assert await cluster.global_step() == timeline
+
+    async def test_a_replica_that_stays_goes_on_as_before(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            u = await cluster.create("u", np.ones((2, 5), np.float32), shards=2)
+            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            cluster.configure(1)
+            chief = SyncReplica(cluster.chief, cluster.config)
+            await chief.push((w,), (1.0,))
+            await self.go_back(cluster, images, tmp_path)
+            await cluster.replica(0, 2000).push((u,), (1.0,))
+            assert (await chief.push((w,), (3.0,), 1)).outcome == "accepted"
+            got = await pull(cluster.chief, w, u)
+            assert (got[0] == 1 - 3 * RATE).all()
+            assert (got[1] == 1 - RATE).all()

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync import blocks
 from psync.blocks import BLOCK_BYTES, BlockPool, bytes_of
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
 from psync.image_state import OptimizerImage
 from psync.ledger import Fresh, Ledger
 from psync.moment_rules import Adam
-from psync.ps_image import Frozen, ImageItem, ImageState, Thawed, freeze, thaw
+from psync.ps_image import Frozen, ImageItem, ImageState, Thawed, freeze, settling, thaw
 from psync.rule_options import RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
@@ -207,6 +208,24 @@ class TestWhatIsKept:
         apply(store, (0, 0), 1.0)
         apply(copy, (0, 0), 1.0)
         same(store, copy)
+
+
+def test_what_is_constant_in_part_is_written_out_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 64)
+    store, table = ShardStore(PS), spec("t", 0, (600, 32))  # 300 blocks
+    store.create(table, fill=3.0)
+    assert list(settling(store)) == []  # no rows were asked for
+    rows = np.array([5, 411])
+    for _ in store.scatter(table.key, "assign", rows, np.zeros((2, 32), np.float32)):
+        pass
+    work = store.read_rows(table.key, rows, np.empty(256, np.uint8))
+    assert len(list(settling(store))) == 2  # pauses: a busy shard is let alone
+    work.close()
+    values = store.shards()[table.key].values
+    assert values.num_made == 0
+    assert len(list(settling(store))) == 4
+    assert values.num_made == 2
+    assert array_of(store.read(table.key)).sum() == 3 * 32 * 598
 
 
 class TestFrozen:
