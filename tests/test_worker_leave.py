@@ -95,6 +95,36 @@ async def test_what_has_not_begun_is_given_back_and_runs_elsewhere():
         assert await coordinator.fetch(values) == [0] * 5
 
 
+async def test_nothing_begins_while_the_coordinator_has_not_answered():
+    async with coordinating(1, 1) as (cluster, coordinator):
+
+        async def first():
+            event_of("begun").set()
+            await event_of("go on").wait()
+
+        async def later():
+            event_of("later").set()
+
+        coordinator.schedule(first)
+        await event_of("begun").wait()
+        values = [coordinator.schedule(later) for _ in range(5)]
+        await asyncio.sleep(1)
+        links = cluster.network.links("worker-0:1")
+        for link in links:
+            link.to_server.stall()  # the answer is on its way
+        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        await asyncio.sleep(1)
+        event_of("go on").set()
+        await asyncio.sleep(1)
+        assert not event_of("later").is_set()
+        for link in links:
+            link.to_server.flow()
+        await leaving
+        assert not event_of("later").is_set()
+        assert counts(coordinator) == (1, 0, 1)
+        del values
+
+
 async def test_an_idle_worker_leaves_at_once_and_nobody_waits_for_it():
     async with coordinating(1, 2) as (cluster, coordinator):
         before = asyncio.get_running_loop().time()
@@ -238,6 +268,38 @@ async def test_a_push_that_the_step_did_not_wait_for_is_answered_before_its_work
         await leaving
         await value
         assert await counter.read() == 1
+
+
+async def test_synchronous_steps_need_fewer_gradients_as_soon_as_a_worker_has_left():
+    async with coordinating(1, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            weights = psync.Variable(np.zeros(2, np.float32))
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(
+            psync.optimizers.SGD(1.0), replicas_to_aggregate=2, total_num_replicas=2
+        )
+
+        async def step(pause):
+            value = await weights.read()
+            if pause:
+                event_of(f"begun {psync.get_worker_index()}").set()
+                await event_of("go on").wait()
+            return await optimizer.apply_gradients([(np.ones_like(value), weights)], global_step)
+
+        both = [coordinator.schedule(step, args=(True,)) for _ in range(2)]
+        for index in range(2):
+            await event_of(f"begun {index}").wait()
+        rest = [coordinator.schedule(step, args=(False,)) for _ in range(10)]
+        leaving = asyncio.create_task(worker(cluster, "worker-0").leave("SIGTERM"))
+        await asyncio.sleep(1)
+        event_of("go on").set()
+        await leaving
+        await coordinator.join(timeout=10)
+        results = await coordinator.fetch(both)
+        assert [result.outcome for result in results] == [psync.Outcome.ACCEPTED] * 2
+        assert results[0].count == 2, "what it ran counted, in a step of two"
+        assert [result.count for result in await coordinator.fetch(rest)] == [1] * 10
+        assert await global_step.read() == 11
 
 
 async def test_gangs_go_on_without_a_worker_that_left():

@@ -13,6 +13,7 @@ from test_cluster_links import Owner
 from psync.cluster_links import ClusterLinks
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
 from psync.flapping import FIRST_S
+from psync.wire.recovery_messages import EndSession
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
@@ -110,6 +111,27 @@ async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
     assert owner.events == ["-1"]
     await asyncio.sleep(20)
     assert owner.events == ["-1", "+1"]
+
+
+async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
+    links, owner, cluster
+):
+    async def gives_up(times: int) -> None:
+        for _ in range(times):
+            peer, _ = links.workers._workers[W1].peers
+            links.workers.session_ends(peer, EndSession("because", in_order=False))
+            peer.abort()
+            await asyncio.sleep(1)
+
+    await cluster.stop("ps-0")
+    await asyncio.sleep(1)
+    await gives_up(6)
+    assert owner.events == ["=1", "+1"] * 6
+    assert links.workers.describe() == [], "that was the reason"
+    await cluster.start("ps-0")
+    links.membership.connected("/job:ps/task:0", 10**9)
+    await gives_up(4)
+    assert len(links.workers.describe()) == 1
 
 
 # --- new ones ----------------------------------------------------------------------------------

@@ -168,9 +168,12 @@ async def test_a_worker_that_cannot_reach_a_ps_begins_anew_and_the_step_never_kn
             counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]  # one on each ps
 
         async def step():
-            event_of(f"begun {psync.get_worker_index()}").set()
-            for counter in counters:
-                await counter.assign_add(1)
+            try:
+                for counter in counters:
+                    await counter.assign_add(1)
+            except ParameterServerLost:
+                event_of("a step has seen it").set()
+                raise
             return psync.get_worker_index()
 
         assert {await coordinator.schedule(step).fetch() for _ in range(2)} <= {0, 1}
@@ -181,6 +184,7 @@ async def test_a_worker_that_cannot_reach_a_ps_begins_anew_and_the_step_never_kn
             values = [coordinator.schedule(step) for _ in range(6)]
             await coordinator.join(timeout=200)
         assert set(await coordinator.fetch(values)) == {1}
+        assert not event_of("a step has seen it").is_set()
         assert "/job:worker/task:0 cannot go on (/job:ps/task:1 at ps-1:1 " in caplog.text
         cluster.network.heal("worker-0", "ps-1")
         await asyncio.sleep(400)  # it may have been set aside

@@ -440,8 +440,6 @@ class Session:
 
     def _report(self, closure_id: int, outcome: _Outcome) -> None:
         """Gather a result; it leaves with the next turn of the loop at the latest."""
-        if self._ended:
-            return
         if not self._results:
             self._loop.call_soon(self._flush)
         segments = outcome.payload.segments
