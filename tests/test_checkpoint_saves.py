@@ -116,6 +116,30 @@ async def test_objects_are_asked_at_that_instant_and_what_comes_later_does_not_s
         assert epochs.done == [1]
 
 
+async def test_what_an_object_knows_to_be_done_is_in_it(tmp_path: Path) -> None:
+    """The program adds, and counts what was answered: never more than the checkpoint has."""
+    async with slow_training() as (strategy, _):
+        with strategy.scope():
+            total = psync.Variable(np.int64(0), name="total")
+        answered = psync.SavedState(count=0)
+        checkpoint = psync.Checkpoint(total=total, answered=answered)
+
+        async def add() -> None:
+            while True:
+                await total.assign_add(1)
+                answered.count += 1
+
+        adding = [asyncio.create_task(add()) for _ in range(20)]
+        paths = [await checkpoint.save(tmp_path) for _ in range(8)]
+        for task in adding:
+            task.cancel()
+        await asyncio.gather(*adding, return_exceptions=True)
+        for path in paths:
+            values = await checkpoint.read(path)
+            assert values["answered"]["count"] <= values["total"]
+        assert values["answered"]["count"] > 20
+
+
 async def test_visits_are_done_if_their_updates_are_in_it(tmp_path: Path) -> None:
     async with slow_training() as (strategy, coordinator):
         with strategy.scope():
