@@ -62,6 +62,7 @@ class PsLink:
         self.lost: ParameterServerLost | None = None  # set once, for ever
         self.on_lost: Callable[[ParameterServerLost], None] | None = None
         self._endpoint = endpoint
+        self.refused_for_s = REFUSED_FOR_S
         self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
         self._peers: dict[str, Peer] = {}
         self._connecting: dict[str, asyncio.Lock] = {
@@ -133,13 +134,13 @@ class PsLink:
         """
         connect = self._endpoint.connect_retrying
         patience_s = self.lost_after_s
-        if REFUSED_FOR_S < patience_s < math.inf:
+        if self.refused_for_s < patience_s < math.inf:
             try:
-                return await connect(self.address, self.task, lane, timeout_s=REFUSED_FOR_S)
+                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
             except ConnectFailed as exc:
                 if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
                     raise
-            patience_s -= REFUSED_FOR_S
+            patience_s -= self.refused_for_s
         try:
             return await connect(self.address, self.task, lane, timeout_s=patience_s)
         except ConnectFailed as exc:

@@ -31,6 +31,7 @@ import numpy as np
 
 import psync
 from psync.errors import PsyncError
+from psync.events import RollbackEvent
 from psync.testing.chaos.journal import Journal
 from psync.testing.chaos.marks import PushMarks
 
@@ -257,8 +258,10 @@ class Program:
         self._journal.say("done", closures=done)
 
     async def _listen(self) -> None:
-        """Write down each rollback."""
+        """Write down each rollback; when a backup takes over, nothing is undone."""
         async for event in self._coordinator.events():
+            if not isinstance(event, RollbackEvent):
+                continue
             self._journal.say(
                 "rollback", lost=event.lost, timeline=event.timeline, seconds=event.seconds,
                 from_step=event.from_step, to_step=event.to_step, closures=event.closures,
