@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -41,18 +42,25 @@ class ReplicaCluster(MemoryCluster):
         died = asyncio.Event()
 
         def die() -> None:
-            self.network.refuse(name)
-            self.network.cut(name)
-            died.set()
-            raise asyncio.CancelledError  # nothing after this place is done in this turn
+            self.cut_off(name)
+            died.set()  # what it does from here on reaches nobody
 
         self.ps(name)._platform.failpoints.arm(place, die, count)
         return died
 
-    async def kill(self, name: str) -> None:
-        """As kill -9: its connections break, and it says nothing more."""
+    def cut_off(self, name: str) -> None:
+        """Break its connections, for good."""
+
+        async def refused(*_: object) -> Any:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"{name} is dead")
+
+        self.ps(name)._platform.network.connect = refused  # type: ignore[method-assign]
         self.network.refuse(name)
         self.network.cut(name)
+
+    async def kill(self, name: str) -> None:
+        """As kill -9: its connections break, and it says nothing more."""
+        self.cut_off(name)
         await self.bury(name)
 
     async def bury(self, name: str) -> None:
@@ -297,17 +305,17 @@ async def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
 
 
 async def test_synchronous_steps_are_refused() -> None:
-    async def step(v: Any, optimizer: Any) -> None:
-        await optimizer.apply_gradients([(np.ones((2, 3), np.float32), v)])
+    async def step(v: Any, optimizer: Any, global_step: Any) -> None:
+        gradient = np.ones((2, 3), np.float32)
+        await optimizer.apply_gradients([(gradient, v)], global_step=global_step)
 
     async with replicated() as (_, coordinator):
         with coordinator.strategy.scope():
             v = psync.Variable(np.zeros((2, 3), np.float32), name="v")
-            global_step = psync.Variable(0, name="global_step", dtype=np.int64, trainable=False)
-        del global_step
+            global_step = psync.get_or_create_global_step()
         optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
-        coordinator.schedule(step, args=(v, optimizer))
-        with pytest.raises(Exception, match="replica"):
+        coordinator.schedule(step, args=(v, optimizer, global_step))
+        with pytest.raises(ConfigurationError, match="synchronous steps do not go with"):
             await coordinator.join()
 
 
