@@ -119,14 +119,6 @@ async def check(variables: tuple[Any, Any], count: int) -> None:
     assert np.array_equal(await variables[0].read(), np.full((2, 3), count))
 
 
-async def backed_up(coordinator: psync.ClusterCoordinator) -> None:
-    """Wait until every ps has a backup."""
-    replicas = coordinator._running("test").replicas
-    assert replicas is not None
-    while not replicas.complete:
-        await replicas.changed()
-
-
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 async def test_a_ps_dies_and_what_was_answered_is_there(lost: str) -> None:
     async with replicated() as (cluster, coordinator):
@@ -178,7 +170,7 @@ async def test_a_backup_dies_and_training_goes_on_and_gets_another_one() -> None
         await run(coordinator, 3, *variables)
         await cluster.kill("ps-2")  # it has the backup of ps 1; its own is at ps 0
         await run(coordinator, 3, *variables)
-        await backed_up(coordinator)
+        await coordinator.backed_up()
         await cluster.kill("ps-1")
         await run(coordinator, 3, *variables)
         await check(variables, 9)
@@ -192,7 +184,7 @@ async def test_the_one_that_took_over_dies_too_after_its_backup_was_made_anew() 
             await cluster.kill(name)
             await run(coordinator, 3, *variables)
             await cluster.revive(name)
-            await backed_up(coordinator)
+            await coordinator.backed_up()
             await check(variables, 3 * turn)
         await run(coordinator, 3, *variables)
         await check(variables, 15)
@@ -229,7 +221,7 @@ async def test_values_slots_and_steps_are_those_of_an_undisturbed_run(name: str)
                     await cluster.kill(victim)
                     await cluster.revive(victim)
                     await anext(coordinator.events())
-                    await backed_up(coordinator)
+                    await coordinator.backed_up()
             return [await v.read()]
 
     undisturbed, disturbed = await train(("", "")), await train(("ps-0", "ps-1"))

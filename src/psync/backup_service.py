@@ -50,6 +50,7 @@ class BackupService:
         check_coordinator: Raises unless a peer is the coordinator that is served.
         freeze: Holds what is served.
         begun: Told, once, that from now on every change goes through the committer.
+        deposed: Told that another ps has taken this one's place.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BackupService:
         check_coordinator: Callable[[Peer], None],
         freeze: Callable[[], Frozen],
         begun: Callable[[Committer], None],
+        deposed: Callable[[], None],
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._platform = platform
@@ -70,6 +72,7 @@ class BackupService:
         self._check_coordinator = check_coordinator
         self._freeze = freeze
         self._begun = begun
+        self._deposed = deposed
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._copying: asyncio.Task[None] | None = None
@@ -163,7 +166,7 @@ class BackupService:
             self._begun(self.committer)
         committer = self.committer
         self._sender = sender = BackupSender(
-            self._platform, served, message, committer.log, committer.advance, committer.depose
+            self._platform, served, message, committer.log, committer.advance, self._depose
         )
         committer.on_entry = sender.ship
         # Entries from now on are kept for the backup; all before them are in the image.
@@ -215,6 +218,11 @@ class BackupService:
             if self.committer is not None and self._over:
                 raise FencedError(f"{self._store.task} serves something else now")
         return Reply(Done())
+
+    def _depose(self) -> None:
+        self._deposed()  # first: nobody is to hear of it from here
+        if self.committer is not None:
+            self.committer.depose()
 
     def _drop(self) -> None:
         """Go on alone."""

@@ -435,6 +435,21 @@ class ClusterCoordinator:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
         return self._running("statistics").statistics()
 
+    async def backed_up(self) -> None:
+        """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
+
+        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
+        again or another process has room for its share.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+
+        Cancellation: Safe.
+        """
+        replicas = self._running("backed_up").replicas
+        while replicas is not None and not replicas.complete:
+            await replicas.changed()
+
     def events(self) -> AsyncIterator[Event]:
         """Return the events of this coordinator, from the first on, as they come.
 

@@ -307,6 +307,10 @@ class ClusterLinks:
         """Whether the cluster has come up."""
         return self._up
 
+    def ps_addresses(self) -> list[str]:
+        """Return where the ps tasks are."""
+        return list(self._ps.values())
+
     def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
         """Return what a worker is told."""
         return AttachWorker(

@@ -472,8 +472,16 @@ class Coordinator:
 
     def recovery_began(self) -> None:
         """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
+        self.failover_began()
+        self.end_sessions()
+
+    def failover_began(self) -> None:
+        """Send nothing to workers."""
         self._queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
+
+    def end_sessions(self) -> None:
+        """Give up all workers that are there: each gets a new incarnation."""
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
 
     def recovery_gave_way(self) -> None:

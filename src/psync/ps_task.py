@@ -36,6 +36,7 @@ from psync.coordinator_enquiry import ENQUIRER
 from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
 from psync.errors import (
+    ConnectionLost,
     FencedError,
     GradientError,
     RemoteProtocolError,
@@ -129,6 +130,7 @@ class PsTask:
         self._work = LongWork(self.task, self.stopped.set)
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._attached: AttachPs | None = None  # what it has said
+        self._is_deposed = False  # its backup serves in its place
         self._timeline = 0  # how often it has let this task go back to an image
         self._grants = CoordinatorGrants()  # of ps 0
         self._store = ShardStore(self.task, self._pool)
@@ -248,7 +250,7 @@ class PsTask:
 
     def _admit(self, hello: Hello) -> Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
-        if is_worker and not self._coordinator:
+        if is_worker and (not self._coordinator or self._is_deposed):
             # It would find no variable here, and take that for a mistake of its program, if this
             # task has just been started again. It tries until the coordinator has decided.
             return Refused("early", "it serves no coordinator yet")
@@ -293,7 +295,7 @@ class PsTask:
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a new coordinator."""
-        self._attached, self._timeline = attach, 0
+        self._attached, self._timeline, self._is_deposed = attach, 0, False
         self._images.forget()
         self._serve(ShardStore(self.task, self._pool), Ledger(floor=attach.coordinator), ())
 
@@ -378,7 +380,7 @@ class PsTask:
         for definition, step in unpack_accumulators(state.accumulators):
             accumulators[definition.name] = definition, step
         logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
-        self._timeline = message.timeline
+        self._timeline, self._is_deposed = message.timeline, False
         self._adoption.went_back(self._coordinator + message.timeline)
         self._serve(store, thawed.ledger, accumulators.values())
         for number, raw in groups.items():
@@ -415,7 +417,7 @@ class PsTask:
         self._updates = PsUpdates(*parts, self._gate)
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,
-            lambda: self.freeze()[0], self._committing,
+            lambda: self.freeze()[0], self._committing, self._depose,
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
@@ -446,6 +448,20 @@ class PsTask:
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
         self._updates.committer = committer
+
+    def _depose(self) -> None:
+        """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
+        logger.warning("%s: has been replaced by its backup, and serves nobody any more", self.task)
+        self._is_deposed = True
+        for peer in self._endpoint.peers:
+            if not peer.task.startswith("/job:ps/"):
+                peer.abort(ConnectionLost(f"{self.task} has been replaced by its backup"))
+        asyncio.get_running_loop().call_soon(self._empty)
+
+    def _empty(self) -> None:
+        if self._is_deposed:
+            floor = self._coordinator
+            self._serve(ShardStore(self.task, self._pool), Ledger(floor=floor), ())
 
     def _make_backup(self, index: int) -> PsTask:
         host, _, _ = self._address.rpartition(":")

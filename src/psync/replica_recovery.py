@@ -35,9 +35,9 @@ from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 
-REFUSED_FOR_S = 0.2
-"""A ps at whose address nobody listens for so long is lost: it has a backup, so waiting longer costs
-more than a mistake."""
+AWAY_FOR_S = 0.3
+"""A ps that is gone for so long is lost: it has a backup, so waiting longer costs more than a
+mistake. A launcher may hold the socket of a ps that has died: then nobody refuses."""
 
 PAUSE_S = 0.2
 """Between two attempts to make a backup."""
@@ -51,6 +51,12 @@ class ReplicaOwner(RecoveryOwner, Protocol):
 
     def ps_moved(self, link: PsLink) -> None:
         """A ps has another address now: workers are to be told."""
+
+    def failover_began(self) -> None:
+        """Send nothing to workers."""
+
+    def end_sessions(self) -> None:
+        """Give up all workers that are there; they are attached again at once."""
 
     def recovery_gave_way(self) -> None:
         """Another recovery has begun in place of the one that was announced."""
@@ -113,7 +119,7 @@ class ReplicaRecovery:
     async def start(self) -> None:
         """Make the first backups; return when they are complete. Cancellation: safe."""
         for link in self._links:
-            link.refused_for_s = REFUSED_FOR_S
+            link.refused_for_s = link.away_for_s = AWAY_FOR_S
         self.resume()
         while not self.complete:
             await self.changed()
@@ -192,6 +198,7 @@ class ReplicaRecovery:
         """A ps is lost; return whether it will be there again."""
         ps = next(link.index for link in self._links if link.task == error.task)
         if self._fallback.is_on:
+            self._at_home({self._home[ps]})
             return self._fallback.takes_over(error)
         self._lost[ps] = error
         if self._task is not None:
@@ -199,10 +206,14 @@ class ReplicaRecovery:
         self._pause()
         if self._orders[ps] is None:
             return self._falls_back()
+        for other, (home, order) in enumerate(zip(self._home, self._orders, strict=True)):
+            if home == self._home[ps] and order is not None and other != ps:
+                task = self._links[other].task  # it will be found out; this is sooner
+                self._lost[other] = ParameterServerLost(task, f"was in the process of {error.task}")
         logger.warning("%s; its backup takes over", error.message)
         for link in self._links:
             link.hold()
-        self._owner.recovery_began()
+        self._owner.failover_began()
         self._task = asyncio.get_running_loop().create_task(self._recover())
         return True
 
@@ -228,6 +239,7 @@ class ReplicaRecovery:
                 self._owner.recovery_failed(error)
             return
         self._task = None
+        self._owner.end_sessions()  # only now, so that all workers are told where ps tasks are
         for link in self._links:
             link.release()
         event = FailoverEvent(
@@ -278,18 +290,23 @@ class ReplicaRecovery:
 
     def _falls_back(self) -> bool:
         """Return whether all ps tasks go back to a checkpoint."""
-        for ps, (task, address) in enumerate(self._processes):
+        for ps in range(len(self._links)):
             self._note(ps, None, None)
-            if self._links[ps].lost is not None:  # a launcher starts it where it was
-                link = self._links[ps]
-                assert link.task == task
-                link.address, self._home[ps] = address, ps
-                self._owner.ps_moved(link)
+        self._at_home({self._home[ps] for ps in self._lost})
         lost, self._lost = self._lost, {}
         taken = [self._fallback.takes_over(error) for error in lost.values()]
         if not all(taken):
             self._lost = lost
         return all(taken)
+
+    def _at_home(self, dead: set[int]) -> None:
+        """Look for all that was served in these processes where it was at the beginning."""
+        for ps, (link, (_, address)) in enumerate(zip(self._links, self._processes, strict=True)):
+            if self._home[ps] in dead:
+                if self._home[ps] != ps:
+                    link.revive()
+                link.address, self._home[ps] = address, ps
+                self._owner.ps_moved(link)
 
     async def close(self) -> None:
         """Keep and promote nothing more. Cancellation: safe."""
