@@ -1,6 +1,6 @@
 """A lost ps comes back: all ps tasks go back to the newest checkpoint, and training goes on.
 
-Layer: L3. Imports: errors, image_state, rollback_rules, events, ps_link, ps_client, wire.
+Layer: L3. Imports: errors, checkpoint_writer, image_state, rollback_rules, events, ps_link, ps_client, wire.
 
     RUNNING   --a ps is lost-->                    WAITING
     WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from psync.checkpoint_writer import streamed_by_environ
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -277,7 +278,7 @@ class PsRecovery:
         places = json.dumps([list(place) for place in image.places]).encode()
         segments = [image.state, places]
         load = self._loads
-        if not os.environ.get("PSYNC_CHECKPOINT_STREAM"):
+        if not streamed_by_environ(os.environ):
             try:
                 by_path = PrepareImage(load, str(image.file))
                 await link.call(always(by_path), segments, bulk=True, urgent=True)
