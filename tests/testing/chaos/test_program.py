@@ -14,7 +14,8 @@ from memory_cluster import cluster_of
 import psync
 from psync.testing.chaos import oracle
 from psync.testing.chaos.journal import Journal, read_journal
-from psync.testing.chaos.program import FINAL, STOP, Parts, Program, Settings, marks_at
+from psync.testing.chaos.marks import marks_at
+from psync.testing.chaos.program import FINAL, STOP, Parts, Program, Settings
 
 
 def settings_of(directory: Path, mode: str) -> Settings:

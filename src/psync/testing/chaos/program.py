@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,15 +33,13 @@ import numpy as np
 import psync
 from psync.errors import PsyncError
 from psync.testing.chaos.journal import Journal
-from psync.testing.chaos.marks import PushMarks
+from psync.testing.chaos.marks import marks_at
 
 VARIABLE = "PSYNC_CHAOS"
 STOP = "stop"
 FINAL = "final.npz"
 MODEL_SHAPE = (8, 4)
 RATE = 0.0625
-
-_marks: dict[str, PushMarks] = {}  # of this process, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +108,7 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
     num_ps, num_rows, seed = settings.num_ps, settings.rows, settings.seed
 
     async def step(number: int) -> tuple[str, str]:
-        import random
-
-        from psync.testing.chaos import program
-
-        marks = program.marks_at(path)
+        marks = marks_at(path)
         worker = psync.get_worker_index()
         rng = random.Random(f"{seed}/{number}")
         first, second = await psync.pull((by_sgd, by_adam))
@@ -134,13 +129,6 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
         return counted.outcome.value, moved.outcome.value
 
     return step
-
-
-def marks_at(path: str) -> PushMarks:
-    """Return the marks of this process."""
-    if path not in _marks:
-        _marks[path] = PushMarks(path)
-    return _marks[path]
 
 
 class Program:
