@@ -94,6 +94,16 @@ async def test_workers_are_killed_again_and_again_once_they_take_part(tmp_path: 
     journal.close()
 
 
+async def test_two_workers_are_never_asked_to_leave(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.say("done", closures=[])
+    with launched(tmp_path) as launcher:
+        killer = killer_of(launcher, tmp_path, only("worker", "SIGTERM"))
+        await killer.run(1.0)
+    assert {kill.signal for kill in killer.kills} == {"SIGKILL"}, "there are but two"
+    journal.close()
+
+
 async def test_a_ps_is_killed_once_and_again_when_training_has_gone_on(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.say("done", closures=[])
