@@ -146,6 +146,28 @@ def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_save
     run(main)
 
 
+def test_before_its_first_save_a_program_goes_back_to_what_it_has_restored(tmp_path: Path) -> None:
+    async def program(victim: str | None) -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            async with coordinated(cluster) as (strategy, coordinator):
+                program = Program(strategy)
+                program.momentum.number = 1  # that of a process of its own
+                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+                await manager.restore_or_initialize()
+                await coordinator.fetch(program.schedule(coordinator, 5))
+                if victim is None:
+                    await manager.save()
+                    return
+                cluster.tasks[victim].kill()
+                await coordinator.fetch(program.schedule(coordinator, 3))
+                path = await manager.save()
+                # Five are there again, three were pushed since; the five in between are undone.
+                assert await program.assert_whole(path) == 8
+
+    run(lambda: program(None))
+    run(lambda: program("ps-1"))
+
+
 @pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
 def test_a_program_that_is_killed_while_it_saves_goes_on_from_the_one_before(
     tmp_path: Path, place: str
