@@ -155,7 +155,9 @@ class Coordinator:
         self._watchdog_timeout_s = watchdog_timeout_s
         self._on_stall = on_stall
         self._watchdog: asyncio.Task[None] | None = None
-        self._replaced: FencedError | None = None  # once a newer coordinator has taken over
+        # Why nothing can be done any more: a newer coordinator has taken over, or a ps is lost.
+        self._gone: FencedError | ParameterServerLost | None = None
+        self._recovering = False  # the queue stands still until a ps is recovered
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -270,8 +272,7 @@ class Coordinator:
         forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
-        if self._replaced is not None and not self._queue.has_failed:
-            self.perform(self._queue.fail(self._replaced))
+        self._fail_if_gone()
         self.prepare()
         self.recovery.say_once()
         if self._creating is not None:
@@ -440,6 +441,7 @@ class Coordinator:
 
     def recovery_began(self) -> None:
         """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
+        self._recovering = True
         self._queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
@@ -452,8 +454,13 @@ class Coordinator:
         """Attach a ps that may have been started again."""
         await self.links.attach_ps(link)
 
-    def created(self) -> set[tuple[int, int]]:
-        """Return the keys of all shards that were created."""
+    @property
+    def incarnation(self) -> int:
+        """What ps 0 has granted."""
+        return self.links.incarnation
+
+    def created(self) -> set[tuple[tuple[int, int], str]]:
+        """Return (key, name of the variable) of all shards that were created."""
         return self._creation.created
 
     def recovery_ended(self) -> None:
@@ -461,11 +468,13 @@ class Coordinator:
         self._reports.tell_all()
         self._reporter.look()
         self.links.final_below(self._told_final)
-        self.perform(self._queue.resume())
+        self._resume_after_recovery()
 
     def recovery_failed(self, error: ParameterServerLost) -> None:
         """End everything that is scheduled: variables are gone."""
         logger.error("%s", error)
+        self._gone = self._gone or error
+        self._resume_after_recovery()
         if not self._closed:
             self._fail(error)
             # Pushes that were begun wait for an answer that cannot come.
@@ -473,10 +482,20 @@ class Coordinator:
 
     def replaced(self, error: FencedError) -> None:
         """End everything, now and at every join: workers and ps tasks serve another one."""
-        if self._replaced is None and not self._closed:
+        if not isinstance(self._gone, FencedError) and not self._closed:
             logger.error("a newer coordinator has taken over: %s", error)
-            self._replaced = error
+            self._gone = error
             self._fail(error)
+
+    def _fail_if_gone(self) -> None:
+        """What is scheduled after the end has the same end."""
+        if self._gone is not None and not self._queue.has_failed:
+            self.perform(self._queue.fail(self._gone))
+
+    def _resume_after_recovery(self) -> None:
+        recovering, self._recovering = self._recovering, False
+        if recovering:
+            self.perform(self._queue.resume())
 
     def _fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
@@ -553,6 +572,7 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
+        self._fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:

@@ -47,7 +47,7 @@ class Creation:
         self._ps = ps
         self._lock = asyncio.Lock()
         self._error: Exception | None = None  # a variable could not be created: for ever
-        self.created: set[tuple[int, int]] = set()  # keys of the shards
+        self.created: set[tuple[tuple[int, int], str]] = set()  # (key, name) of each shard
 
     @property
     def pending(self) -> bool:
@@ -83,7 +83,9 @@ class Creation:
                     self._error = exc
                     raise
                 del self._declared[: len(batch)]
-                self.created.update(shard.key for one in batch for shard in one.spec.shards)
+                self.created.update(
+                    (shard.key, one.spec.name) for one in batch for shard in one.spec.shards
+                )
 
     async def _adopt(self, batch: list[Declaration], *, last: bool) -> list[Declaration]:
         """Return what is not adopted."""
