@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -237,3 +238,15 @@ class TestDamage:
         )
         with contextlib.suppress(CheckpointError):
             read(content).to_bytes()
+
+
+def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
+    """A program that was started again counts its closures anew."""
+    own = dataclasses.replace(STATE, ledger=dataclasses.replace(STATE.ledger, coordinator=50))
+    assert own.for_coordinator(50) is own
+    assert STATE.for_coordinator(50) is STATE  # it is not known whose they are
+    other = own.for_coordinator(60)
+    assert other.ledger == LedgerState(coordinator=60)
+    assert other.counted == ()
+    assert (other.shards, other.items, other.optimizers) == (own.shards, own.items, own.optimizers)
+    assert ImageState.from_bytes(other.to_bytes(), "it") == other

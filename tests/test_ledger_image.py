@@ -116,6 +116,7 @@ def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: i
     assert state_of(ledger, pack) == LedgerState(
         (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
         () if closure is None else ((5, 0, SET, ("w", "b")),),
+        coordinator=20,
     )
 
 

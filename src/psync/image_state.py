@@ -17,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psync import schedules
@@ -106,6 +106,15 @@ class ImageState:
         """How many calls of each closure, by its number, have been applied."""
         return Counter(closure for closure, *_ in self.ledger.calls)
 
+    def for_coordinator(self, coordinator: int) -> ImageState:
+        """Return it without what it knows of another coordinator's closures and clients.
+
+        Closures have the same numbers in each life of a program, and are others each time.
+        """
+        if self.ledger.coordinator in (0, coordinator):
+            return self
+        return replace(self, ledger=LedgerState(coordinator=coordinator), counted=())
+
     def to_bytes(self) -> bytes:
         """Return the state as it is stored."""
         sets: dict[tuple[int, tuple[str, ...]], int] = {}
@@ -126,6 +135,7 @@ class ImageState:
                 "variable_sets": list(sets),
                 "calls": calls,
                 "final_below": self.ledger.final_below,
+                "coordinator": self.ledger.coordinator,
                 "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
                 "groups": list(self.groups.items()),
                 "counted": [[*call, digest.hex()] for *call, digest in self.counted],
@@ -309,7 +319,10 @@ class _StateReader:
             calls.append((closure, ordinal, *sets[place]))
         self._once({(closure, ordinal): 0 for closure, ordinal, *_ in calls}, calls, "a call")
         return LedgerState(
-            senders, tuple(calls), take.number(top.get("final_below"), "final_below")
+            senders,
+            tuple(calls),
+            take.number(top.get("final_below"), "final_below"),
+            take.number(top.get("coordinator", 0), "coordinator"),
         )
 
     def _sender(self, entry: Any) -> SenderState:

@@ -40,6 +40,7 @@ class LedgerState:
     calls: tuple[tuple[int, int, int, tuple[str, ...]], ...] = ()
     """(closure, ordinal, hash of its variables, their names) of each call that was applied."""
     final_below: int = 0  # closures below are final
+    coordinator: int = 0  # whose closures these numbers are; 0: it is not known
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -68,7 +69,7 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
             if answer is not None:
                 answers.append((sequence, message.ticket.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
-    return LedgerState(tuple(senders), tuple(calls), ledger._final_below)
+    return LedgerState(tuple(senders), tuple(calls), ledger._final_below, ledger._floor)
 
 
 def _check_settled(ticket: Ticket) -> None:

@@ -90,7 +90,7 @@ class RecoveryOwner(Protocol):
         """Of the coordinator."""
 
     def created(self) -> set[tuple[tuple[int, int], str]]:
-        """Return the keys of all shards that were created."""
+        """Return (key, name of the variable) of all shards that were created."""
 
     def recovery_ended(self) -> None:
         """Go on."""
@@ -219,9 +219,7 @@ class PsRecovery:
                 link.revive()
         await self._attach_all()
         self._loads += 1
-        await all_of(
-            [self._prepare(*each) for each in zip(links, images, packed, strict=True)]
-        )
+        await all_of([self._prepare(*each) for each in zip(links, images, packed, strict=True)])
         timeline = self._ps.timeline + 1
         take = TakeImage(self._loads, timeline, self._owner.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
