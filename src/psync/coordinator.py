@@ -416,9 +416,6 @@ class Coordinator:
 
     def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
         self.links.workers.session_ends(peer, message)
-        lost = next((link.lost for link in self.links.ps.links if link.lost is not None), None)
-        if not message.in_order and lost is not None and not self.recovery.is_on:
-            self._fail(lost)  # that is why it cannot go on, and no other worker can
         return Reply(messages.Done())
 
     def ps_lost(self, error: ParameterServerLost) -> None:
