@@ -217,7 +217,7 @@ class ClusterCoordinator:
     def attached(self) -> bool:
         """Whether the program goes on with values that an earlier one has left on the ps tasks.
 
-        False without ``attach=True``, and where nothing was left: then a checkpoint may be restored.
+        False without ``attach=True``, and where nothing was left: then restore a checkpoint.
         """
         return self._coordinator is not None and self._coordinator.attached
 

@@ -1,6 +1,7 @@
 """A task's place on the network: it listens, connects, and owns its peers and handlers.
 
-Layer: L2. Imports: errors, blocks, handshake_limits, membership (back-off), platform, rpc, transport, wire.
+Layer: L2. Imports: errors, blocks, handshake_limits, membership (back-off), platform, rpc,
+transport, wire.
 """
 
 from __future__ import annotations
