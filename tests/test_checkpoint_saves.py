@@ -211,7 +211,9 @@ class TestFailure:
 
             failpoints.arm("checkpoint.ps.write", cut_off)
             if always:
-                with pytest.raises(CheckpointError, match="it was not saved: .* does not hold cut"):
+                with pytest.raises(
+                    CheckpointError, match=r"it was not saved: .* does not hold cut"
+                ):
                     await checkpoint.save(tmp_path)
                 assert list(tmp_path.iterdir()) == []
                 assert coordinator.cuts.taken == TRIES

@@ -135,9 +135,8 @@ def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_save
                 await coordinator.fetch(program.schedule(coordinator, 5))
                 first = await manager.save()
                 program.schedule(coordinator, 20)
-                with contextlib.suppress(
-                    CheckpointError
-                ):  # or it is begun anew, once both are back
+                # It fails, or is begun anew when both are back.
+                with contextlib.suppress(CheckpointError):
                     await manager.save()
                 assert not list(tmp_path.glob("*.tmp"))
                 await coordinator.join()  # both have been recovered from the first one
