@@ -77,6 +77,14 @@ class TestRoundTrip:
         assert again.calls == {3: 2, 4: 1}
         assert again.iterations == 10
 
+    def test_closures_that_wait_for_their_step_come_back_and_may_be_missing(
+        self, content: Any
+    ) -> None:
+        content["pending"] = [4, 7]
+        assert read(content).pending == (4, 7)
+        del content["pending"]  # as an earlier version has written it
+        assert read(content).pending == ()
+
     def test_names_of_variables_are_written_once_for_all_calls(self) -> None:
         assert STATE.to_bytes().count(b'["h","flags"]') == 1
 
@@ -183,6 +191,7 @@ DAMAGE = [
     (at("groups", 0, 1, value=7), "group 5: expected an object"),
     (at("counted", 0, 3, value=""), "a call that was counted: expected text"),
     (at("counted", 0, value=[1]), "a call that was counted: expected a list of 4"),
+    (at("pending", value=[-1]), "a pending closure: expected a whole number"),
     (at("optimizers", 0, 1, "beta_1", value=10**400), "optimizer 1: expected what fits"),
 ]
 

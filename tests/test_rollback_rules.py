@@ -21,6 +21,12 @@ def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
     assert not cut.has_all(7, 1)
 
 
+def test_a_closure_that_waits_for_its_step_is_not_in_it_though_it_is_final() -> None:
+    waits = ImageState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))
+    assert not CutCalls([waits]).has_all(5, 1)
+    assert CutCalls([waits]).has_all(6, 1)
+
+
 def test_messages_of_one_call_count_once() -> None:
     both = image((5, 0))
     part = ImageState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))

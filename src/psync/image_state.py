@@ -91,6 +91,8 @@ class ImageState:
     counted: tuple[tuple[int, int, int, bytes], ...] = ()
     """On ps 0: (group, closure, ordinal, digest of its variables) of each call that was counted in
     a step that has been applied."""
+    pending: tuple[int, ...] = ()
+    """On ps 0: closures that were counted in a step that has not been applied."""
 
     @property
     def iterations(self) -> int:
@@ -113,7 +115,7 @@ class ImageState:
         """
         if self.ledger.coordinator in (0, coordinator):
             return self
-        return replace(self, ledger=LedgerState(coordinator=coordinator), counted=())
+        return replace(self, ledger=LedgerState(coordinator=coordinator), counted=(), pending=())
 
     def to_bytes(self) -> bytes:
         """Return the state as it is stored."""
@@ -139,6 +141,7 @@ class ImageState:
                 "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
                 "groups": list(self.groups.items()),
                 "counted": [[*call, digest.hex()] for *call, digest in self.counted],
+                "pending": list(self.pending),
             },
             separators=(",", ":"),
         ).encode()
@@ -225,10 +228,12 @@ class _StateReader:
         groups = dict(map(self._group, listed))
         self._once(groups, listed, "a group")
         counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
+        listed = take.sequence(top.get("pending", []), "pending closures")
+        pending = tuple(take.number(number, "a pending closure") for number in listed)
         return ImageState(
             tuple(shards), tuple(items), versions,
             {key: counts for key, counts in pushes.items() if counts}, optimizers,
-            self._ledger(top), accumulators, groups, counted,
+            self._ledger(top), accumulators, groups, counted, pending,
         )  # fmt: skip
 
     def _once(self, by_key: Mapping[Any, Any], listed: Sequence[Any], what: str) -> None:

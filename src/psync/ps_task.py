@@ -337,12 +337,14 @@ class PsTask:
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; see ``image_service.Held``."""
         self._log.cut(self._store)
+        steps = None if self._closer is None else self._closer.steps
+        pending = [] if steps is None else steps.pending_closures()
         frozen = freeze(
             self._store, self._ledger, pack_answer,
             pack_accumulators(self._accumulators.definitions()), self._sync.raw_configs(),
-            () if self._closer is None else self._closer.steps.calls(),
+            () if steps is None else steps.calls(), pending,
         )  # fmt: skip
-        return frozen, [] if self._closer is None else self._closer.steps.pending_closures()
+        return frozen, pending
 
     def take(self, thawed: Thawed, message: TakeImage) -> None:
         """Serve what an image holds from now on; see ``image_service.Held``.

@@ -33,7 +33,7 @@ class CutCalls:
                 self._calls.setdefault(closure, set()).add(ordinal >> PART_BITS)
             for _, closure, ordinal, _ in image.counted:
                 self._calls.setdefault(closure, set()).add(ordinal)
-        self._pending: frozenset[int] = frozenset()
+        self._pending = frozenset(number for image in images for number in image.pending)
 
     def has_all(self, closure: int, calls: int) -> bool:
         """Return whether all updates of a closure that has ended are in the cut.
