@@ -159,7 +159,7 @@ class Checkpoint:
             try:
                 return await self._save_cut(coordinator, contents, directory, number)
             except (CutLost, FencedError, RemoteError, TransportError) as exc:
-                if isinstance(exc, CutLost) and tries_left:
+                if tries_left and (isinstance(exc, CutLost) or coordinator.recovery.is_on):
                     logger.warning("a checkpoint is begun anew: %s", exc.message)
                     continue  # a ps was cut off, or was lost and has been recovered
                 raise CheckpointError(
