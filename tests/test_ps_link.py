@@ -58,7 +58,7 @@ class TestLost:
                 made.append(peer)
                 return Pull("one", None, -1, "")  # type: ignore[arg-type]
 
-            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'one'"):
+            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'o"):
                 await link.call(wrong)
             assert len(made) == 1
             await link.call(lambda _: AskStatistics())  # the next one has a new connection
