@@ -43,6 +43,9 @@ DRAWN, NONE = "drawn", "none"
     "--recovery", type=click.Choice(["checkpoint", "none"]), default="checkpoint",
     help="none: no checkpoints are kept, and only workers are killed.",
 )  # fmt: skip
+@click.option(
+    "--attach", is_flag=True, help="A chief that is started again goes on with what is on the ps."
+)
 @click.option("--ps", "num_ps", type=click.IntRange(1), default=2, help="Number of ps tasks.")
 @click.option("--workers", "num_workers", type=click.IntRange(1), default=3)
 @click.option("--pause", type=float, default=1.0, help="Mean seconds between two kills.")
@@ -62,9 +65,9 @@ DRAWN, NONE = "drawn", "none"
 @click.option("--log-level", default="warning", help="Of the tasks.")
 @click.option("--out", default="", help="Directory to leave everything in; default: a fresh one.")
 def main(
-    seed: int, minutes: float, mode: str, recovery: str, num_ps: int, num_workers: int,
-    pause: float, jobs: str, signals: str, losses: bool, cuts: float, failpoints: str,
-    without: str, at_least: str, log_level: str, out: str,
+    seed: int, minutes: float, mode: str, recovery: str, attach: bool, num_ps: int,
+    num_workers: int, pause: float, jobs: str, signals: str, losses: bool, cuts: float,
+    failpoints: str, without: str, at_least: str, log_level: str, out: str,
 ) -> None:  # fmt: skip
     """Train on real processes while these are killed, stopped and cut off; then look what is left.
 
@@ -85,7 +88,7 @@ def main(
         directory.mkdir(parents=True, exist_ok=True)
         settings = Settings(
             str(directory), each, seed, num_ps, num_workers, recovery=recovery,
-            checkpoint_every=0 if recovery == "none" else 3,
+            checkpoint_every=0 if recovery == "none" else 3, attach=attach,
         )  # fmt: skip
         points = drawn_failpoints(seed, each, recovery) if failpoints == DRAWN else failpoints
         plan = RunPlan(
