@@ -30,13 +30,12 @@ import json, os, time
 from psync.testing.chaos.marks import PushMarks
 me = json.loads(os.environ["TF_CONFIG"])["task"]
 marks = PushMarks(os.path.join(DIRECTORY, "marks"))
-parent = os.getppid()
-while os.getppid() == parent:
+while os.getppid() == LAUNCHER:
     if me["type"] == "worker":
         with marks.pushing(me["index"]):
             time.sleep(0.005)
     time.sleep(0.005)
-'''.replace("DIRECTORY", repr(sys.argv[1]))
+'''.replace("DIRECTORY", repr(sys.argv[1])).replace("LAUNCHER", str(os.getpid()))
 def start(job, index):
     config = json.dumps({"cluster": {}, "task": {"type": job, "index": index}})
     return subprocess.Popen([sys.executable, "-c", task], env={**os.environ, "TF_CONFIG": config})
