@@ -90,14 +90,16 @@ def test_what_is_taken_up_from_an_earlier_store_is_written_down_with_its_slots(
     earlier.create(SPEC, fill=np.float32(3))
     earlier.define_optimizer(1, psync.optimizers.Adam(0.1)._config)
     gradient = np.ones((2, 3), np.float32)
-    earlier.apply_at_once(1, [SPEC.key], [gradient], earlier.begin_push(1, 0))
+    for _ in earlier.apply(1, SPEC.key, gradient, earlier.begin_push(1, 0)):
+        pass
     log, store = logged(tmp_path)
     (shard,), optimizers = earlier.release()
     beside, shard.slots = dict(shard.slots), {}
     store.take_up(shard)
     store.take_up_optimizer(1, optimizers[1])
     shard.slots.update(beside)  # as ``former_store`` does it
-    store.apply_at_once(1, [SPEC.key], [gradient], store.begin_push(1, 0))
+    for _ in store.apply(1, SPEC.key, gradient, store.begin_push(1, 0)):
+        pass
     log.cut(store)
     replayed = replay(log_of(tmp_path))
     assert replayed.faults == []
