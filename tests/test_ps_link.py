@@ -21,7 +21,7 @@ from psync.ps_link import knows_set
 from psync.ps_task import PsTask
 from psync.rpc import Handler, Peer
 from psync.wire.messages import AskStatistics, Message, Pull, Statistics
-from tests.ps_cluster import OTHER, PsCluster, hold, pull, push, until
+from tests.ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, push, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -99,7 +99,7 @@ class TestLost:
     async def test_one_that_was_restarted_has_lost_its_shards(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
-            client = cluster.client()
+            client = cluster.client(CHIEF, 100)  # workers are refused until it has been attached
             large = await cluster.create("large", np.zeros(1 << 16, np.float32))
             await pull(client, v, large)
             await cluster.ps[0].close()
