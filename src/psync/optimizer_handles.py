@@ -176,7 +176,7 @@ class Optimizer:
         return Slot(var, self, name) if name in self._rule.slot_names() else None
 
     def variables(self) -> list[Slot]:
-        """Return its slots of all trainable variables that can be optimized: those of a float dtype.
+        """Return its slots of all trainable variables that can be optimized (of a float dtype).
 
         Raises:
             UsageError: It has slots, and it is not known here of which variables; see
