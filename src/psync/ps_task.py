@@ -385,7 +385,7 @@ class PsTask:
         self._locks = PsLocks(self.task, self._store)
         self._gate = GateService(
             self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,
-            self._resume_steps,
+            self._resume_steps, self._platform.failpoints.without,
         )  # fmt: skip
         parts = (
             self._platform, self.task, self._store, self._ledger, self._work, self._pool,
