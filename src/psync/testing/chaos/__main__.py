@@ -90,7 +90,10 @@ def main(
             str(directory), each, seed, num_ps, num_workers, recovery=recovery,
             checkpoint_every=0 if recovery == "none" else 3, attach=attach,
         )  # fmt: skip
-        points = drawn_failpoints(seed, each, recovery) if failpoints == DRAWN else failpoints
+        points = failpoints
+        if failpoints == DRAWN:
+            # The killer lets a chief live that recovers a ps, where it knows of that.
+            points = drawn_failpoints(seed, each, "none" if attach else recovery)
         plan = RunPlan(
             seed, minutes * 60 / len(modes), settings, KillPlan(shares, by_signal, pause),
             LOSSES if losses else None, "" if points == NONE else points, without, cuts, log_level,
