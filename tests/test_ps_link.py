@@ -48,6 +48,21 @@ class TestLost:
             assert 15 <= loop.time() - began < 25
             assert len(told) == 1
 
+    @pytest.mark.virtual_time
+    async def test_a_call_that_was_connecting_when_a_recovery_began_waits_for_its_end(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            cluster.network.refuse("ps0:1")
+            call = asyncio.ensure_future(link.call(lambda _: AskStatistics()))
+            await asyncio.sleep(1)
+            link.hold()
+            cluster.network.admit("ps0:1")
+            await link.call(lambda _: AskStatistics(), urgent=True)
+            await asyncio.sleep(1)
+            assert not call.done()
+            link.release()
+            await call
+
     async def test_a_message_that_the_ps_would_never_take_costs_one_connection(self) -> None:
         async with PsCluster() as cluster:
             client = cluster.client()
