@@ -78,7 +78,7 @@ class Creation:
                     raise self._error.with_traceback(None)  # it is raised many times
                 batch = list(self._declared)
                 try:
-                    await self._create(await self._adopt(batch, last=last))
+                    await self._create_all(await self._adopt(batch, last=last))
                 except Exception as exc:
                     self._error = exc
                     raise
@@ -95,6 +95,13 @@ class Creation:
         if last:
             self.reattachment = None
         return [each for each in batch if each.spec.name in missing]
+
+    async def _create_all(self, batch: list[Declaration]) -> None:
+        """Create it, again if ps tasks went back to an image meanwhile: that does not have it."""
+        timeline = -1
+        while self._ps.timeline != timeline:
+            timeline = self._ps.timeline
+            await self._create(batch)
 
     async def _create(self, batch: list[Declaration]) -> None:
         """Make and send the shards; at most one message for each ps is held at a time."""

@@ -154,10 +154,15 @@ class PsRecovery:
         return True
 
     async def close(self) -> None:
-        """Give up. Cancellation: safe."""
+        """Give up: what waits for the end of a recovery fails. Cancellation: safe."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._let_go(
+                ParameterServerLost(
+                    next(iter(self._lost)), "was lost, and the coordinator was closed meanwhile"
+                )
+            )
 
     async def _recover(self) -> None:
         began = asyncio.get_running_loop().time()
@@ -175,9 +180,7 @@ class PsRecovery:
             error.__cause__ = exc
             logger.error("recovery of %s failed: %s", lost, exc)
             self._task = None
-            for link in self._ps.links:
-                link.lost = link.lost or error
-                link.release()
+            self._let_go(error)
             self._owner.recovery_failed(error)
             return
         self._task = None
@@ -189,6 +192,12 @@ class PsRecovery:
         )  # fmt: skip
         self._owner.recovery_ended()
         self._events.emit(event)
+
+    def _let_go(self, error: ParameterServerLost) -> None:
+        """No ps is recovered any more: whoever waited for that fails."""
+        for link in self._ps.links:
+            link.lost = link.lost or error
+            link.release()
 
     async def _attempts(self, began: float) -> RollbackEvent:
         for attempt in range(MAX_ATTEMPTS):
@@ -221,9 +230,12 @@ class PsRecovery:
         self._loads += 1
         await all_of([self._prepare(*each) for each in zip(links, images, packed, strict=True)])
         timeline = self._ps.timeline + 1
+        self._ps.begin_timeline(timeline)  # first: what is answered by some of them is sent again
         take = TakeImage(self._loads, timeline, self._owner.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
-        self._ps.begin_timeline(timeline)
+        for link in links:
+            if link.lost is not None:  # after it had answered
+                raise link.lost.with_traceback(None)
         for link in links:
             link.release()
         to_step = max(state.iterations for state in states)
