@@ -75,7 +75,7 @@ chaos: $(VENV)/.installed-test
 		--at-least worker=50,ps=20,chief=5
 
 chaos-short: $(VENV)/.installed-test
-	$(BIN)/python -m psync.testing.chaos --seed 7 --minutes 0.7 --mode both --at-least worker=3,ps=2
+	$(BIN)/python -m psync.testing.chaos --seed 15 --minutes 0.7 --mode both --at-least worker=4,ps=3,chief=1
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
