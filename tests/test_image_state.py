@@ -51,6 +51,7 @@ STATE = ImageState(
         ),
         ((3, 0, -77, ("h", "flags")), (3, 1, 12, ()), (4, 0, -77, ("h", "flags"))),
         3,
+        parts=((3, 1, 2),),
     ),
     ((b"definition", 4),),
     {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},

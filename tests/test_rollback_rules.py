@@ -33,6 +33,20 @@ def test_messages_of_one_call_count_once() -> None:
     assert not CutCalls([both, part]).has_all(5, 2)
 
 
+def part(ps: int) -> ImageState:
+    """Of a ps that has its part of a call that has two."""
+    ordinal = 1 << PART_BITS | ps
+    state = LedgerState((), ((5, ordinal, 1, ("w",)),), parts=((5, ordinal, 2),))
+    return ImageState((), (), {}, {}, {}, state)
+
+
+def test_a_call_of_which_a_part_is_missing_is_not_in_it() -> None:
+    whole, single = CutCalls([part(0), part(1), image()]), image((5, 0))
+    assert whole.has_all(5, 1)
+    assert CutCalls([part(1), part(0), single]).has_all(5, 2)
+    assert not CutCalls([part(0), single]).has_all(5, 2)
+
+
 def test_a_synchronous_push_is_a_call_too() -> None:
     steps = ImageState((), (), {}, {}, {}, LedgerState((), (), 0), counted=((1, 5, 1, b"d"),))
     cut = CutCalls([steps, image((5, 0))])

@@ -138,6 +138,7 @@ class ImageState:
                 "calls": calls,
                 "final_below": self.ledger.final_below,
                 "coordinator": self.ledger.coordinator,
+                "parts": list(self.ledger.parts),
                 "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
                 "groups": list(self.groups.items()),
                 "counted": [[*call, digest.hex()] for *call, digest in self.counted],
@@ -328,7 +329,17 @@ class _StateReader:
             tuple(calls),
             take.number(top.get("final_below"), "final_below"),
             take.number(top.get("coordinator", 0), "coordinator"),
+            self._parts(top),
         )
+
+    def _parts(self, top: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+        take, what, parts = self._take, "parts of a call", []
+        for entry in take.sequence(top.get("parts", []), "parts of calls"):
+            closure, ordinal, count = take.sequence(entry, what, 3)
+            parts.append(
+                (take.number(closure, what), take.number(ordinal, what), take.number(count, what))
+            )
+        return tuple(parts)
 
     def _sender(self, entry: Any) -> SenderState:
         take = self._take
