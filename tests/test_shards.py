@@ -147,6 +147,13 @@ class TestOptimizers:
         with pytest.raises(UsageError, match="expected a step from 0, got -1"):
             table.set_optimizer_step(1, -1)
 
+    def test_iterations_are_those_of_the_most_used_one(self, table: ShardTable) -> None:
+        assert table.iterations == 0
+        for number, step in ((1, 7), (2, 3)):
+            table.define_optimizer(number, self.CONFIG)
+            table.set_optimizer_step(number, step)
+        assert table.iterations == 7
+
     def test_a_learning_rate_is_set_and_the_definition_stays(self, table: ShardTable) -> None:
         table.define_optimizer(1, self.CONFIG)
         table.set_learning_rate(1, Constant(0.25).to_config())
