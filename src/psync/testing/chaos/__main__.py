@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -63,7 +64,11 @@ DRAWN, NONE = "drawn", "none"
     "--at-least", default="", help="Fewer deaths than these are a fault: worker=50,ps=20,chief=5."
 )
 @click.option("--log-level", default="warning", help="Of the tasks.")
-@click.option("--out", default="", help="Directory to leave everything in; default: a fresh one.")
+@click.option(
+    "--out",
+    default="",
+    help="Directory to leave everything in; default: one that is removed if nothing was found.",
+)
 def main(
     seed: int, minutes: float, mode: str, recovery: str, attach: bool, num_ps: int,
     num_workers: int, pause: float, jobs: str, signals: str, losses: bool, cuts: float,
@@ -75,7 +80,7 @@ def main(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     again = shlex.join([sys.executable, "-m", "psync.testing.chaos", *sys.argv[1:]])
-    out = out or tempfile.mkdtemp(prefix="psync-chaos-")
+    left = out or tempfile.mkdtemp(prefix="psync-chaos-")
     modes = ["async", "sync"] if mode == "both" else [mode]
     kills = KillPlan()
     shares = _shares(jobs) or dict(kills.jobs)
@@ -84,7 +89,7 @@ def main(
     by_signal = {job: _shares(signals) or dict(kills.signals[job]) for job in shares}
     results: list[Result] = []
     for each in modes:
-        directory = Path(out, each)
+        directory = Path(left, each)
         directory.mkdir(parents=True, exist_ok=True)
         settings = Settings(
             str(directory), each, seed, num_ps, num_workers, recovery=recovery,
@@ -104,7 +109,10 @@ def main(
     missing = _missing(results, _shares(at_least))
     for text in missing:
         print(f"FAULT: {text}")
-    sys.exit(1 if missing or any(result.faults for result in results) else 0)
+    if missing or any(result.faults for result in results):
+        sys.exit(1)
+    if not out:
+        shutil.rmtree(left)
 
 
 def drawn_failpoints(seed: int, mode: str, recovery: str) -> str:
