@@ -27,7 +27,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help demo demo-short examples test test-processes test-others coverage lint fuzz bench clean
+.PHONY: help demo demo-short examples test test-processes test-others chaos chaos-short coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make demo-short   the same, three epochs"
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite"
+	@echo "make chaos        train for ten minutes while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law"
@@ -66,6 +67,15 @@ test-processes: $(VENV)/.installed-test
 
 test-others: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q --ignore=tests/processes
+
+# Ten minutes, half of them synchronous. Another seed: make chaos SEED=2
+SEED := 1
+chaos: $(VENV)/.installed-test
+	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 10 --mode both --cuts 15 \
+		--at-least worker=50,ps=20,chief=5
+
+chaos-short: $(VENV)/.installed-test
+	$(BIN)/python -m psync.testing.chaos --seed 15 --minutes 0.7 --mode both --at-least worker=4,ps=3,chief=1
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

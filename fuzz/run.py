@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NO_TARGETS = {"driver", "run", "samples"}
+NO_TARGETS = {"driver", "run", "samples", "templates"}
 TARGETS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_TARGETS)
 
 

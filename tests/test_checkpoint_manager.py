@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -117,21 +118,58 @@ class TestRecovery:
             gc.collect()
             assert handed(strategy) == path
 
-    async def test_what_an_earlier_program_saved_is_only_restored(self, tmp_path: Path) -> None:
-        managers = []
+    async def test_what_was_restored_is_gone_back_to_until_something_is_saved(
+        self, tmp_path: Path
+    ) -> None:
+        paths: list[Path] = []
         for _ in range(2):
-            async with training() as (strategy, _):
+            async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
                 with strategy.scope():
-                    w = psync.Variable(np.zeros(1), name="w")
-                checkpoint = psync.Checkpoint(w=w)
-                manager = psync.CheckpointManager(checkpoint, tmp_path)
-                managers.append(manager)
+                    w = psync.Variable(np.zeros(2), name="w")
+                manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
                 await manager.restore_or_initialize()
-                assert source_of(strategy) is None
-                path = await manager.save()
-                assert handed(strategy) == path
-                remove(path)
-                assert handed(strategy) is None
+                assert (source_of(strategy) is None) == (paths == [])
+                if paths:
+                    assert handed(strategy) == paths[0]
+                paths.append(await manager.save())
+                assert handed(strategy) == paths[-1]
+                remove(paths[-1])
+                assert handed(strategy) == (paths[0] if len(paths) > 1 else None)
+                paths[:] = [await manager.save()]
+
+    @pytest.mark.parametrize(
+        ("num_ps", "num_shards", "rate", "reason"),
+        [
+            (3, 3, 0.1, "it is of 2 ps tasks, here are 3"),
+            (2, 2, 0.1, 'it has no shard "w/part_0" as it is declared here'),
+            (2, 3, 0.2, "optimizer 1 is another one here"),
+            (2, 3, 0.0, "optimizer 2 is another one here"),  # as if another was made before it
+        ],
+    )
+    async def test_what_was_restored_into_something_else_is_not_gone_back_to(
+        self,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        num_ps: int,
+        num_shards: int,
+        rate: float,
+        reason: str,
+    ) -> None:
+        for ps, shards, each in ((2, 3, 0.1), (num_ps, num_shards, rate)):
+            async with training(ps, 1, psync.FixedShardsPartitioner(shards)) as (strategy, _):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(6), name="w")
+                sgd = psync.optimizers.SGD(each or 0.1)
+                sgd.number = 1 if each else 2  # that of a process of its own
+                manager = psync.CheckpointManager(psync.Checkpoint(w=w, sgd=sgd), tmp_path)
+                with caplog.at_level(logging.INFO, "psync.checkpoint_manager"):
+                    found = await manager.restore_or_initialize()
+                if found is not None:
+                    assert source_of(strategy) is None
+                    assert reason in caplog.text
+                await sgd.apply_gradients([(np.ones(6), w)])
+                await manager.save()
+                assert source_of(strategy) is not None
 
     async def test_what_is_being_gone_back_to_is_not_removed(self, tmp_path: Path) -> None:
         async with training() as (strategy, _):

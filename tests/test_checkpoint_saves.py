@@ -13,6 +13,7 @@ from local_training import in_step, training
 from session_cluster import session_cluster
 
 import psync
+from psync.checkpoint import TRIES
 from psync.checkpoint_files import Reader
 from psync.checkpoint_images import stored_images
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
@@ -187,7 +188,10 @@ class TestFailure:
             await psync.Checkpoint(w=w).restore(first)
             assert (await w.read()).all()
 
-    async def test_a_ps_that_has_lost_its_connection_is_asked_again(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("always", [False, True])
+    async def test_if_a_ps_is_cut_off_another_cut_is_taken(
+        self, tmp_path: Path, always: bool
+    ) -> None:
         """What it held is gone; so is what was written."""
         async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
             with strategy.scope():
@@ -196,16 +200,27 @@ class TestFailure:
             coordinator = psync.checkpoint.coordinator_of(strategy.origin)
             assert coordinator is not None
 
+            failpoints = failpoints_of(strategy)
+
             def cut_off() -> None:
+                if always:
+                    failpoints.arm("checkpoint.ps.write", cut_off)
                 for link in coordinator.links.ps.links:
                     for peer in list(link._peers.values()):
                         peer.abort()
 
-            failpoints_of(strategy).arm("checkpoint.ps.write", cut_off)
-            with pytest.raises(CheckpointError, match="it was not saved"):
-                await checkpoint.save(tmp_path)
-            assert list(tmp_path.iterdir()) == []
-            assert (await checkpoint.save(tmp_path)).exists()
+            failpoints.arm("checkpoint.ps.write", cut_off)
+            if always:
+                with pytest.raises(
+                    CheckpointError, match=r"it was not saved: .* does not hold cut"
+                ):
+                    await checkpoint.save(tmp_path)
+                assert list(tmp_path.iterdir()) == []
+                assert coordinator.cuts.taken == TRIES
+                return
+            path = await checkpoint.save(tmp_path)
+            assert list(tmp_path.iterdir()) == [path]
+            assert coordinator.cuts.taken == 2
 
     async def test_an_object_that_cannot_say_its_state_ends_it(self, tmp_path: Path) -> None:
         class Broken:

@@ -812,3 +812,13 @@ def test_repr_is_a_status_line() -> None:
         "<ClosureQueue: 0 waiting, 0 queued, 0 in flight, 0 finished, 1 workers; "
         "closure 0 (step) failed on a>"
     )
+
+
+def test_a_worker_that_leaves_is_sent_nothing_more() -> None:
+    queue = Bench("w0", "w1")
+    queue.schedule(0)
+    queue.schedule(1)
+    assert [action.worker for action in queue.queue.worker_leaves("w0")] == ["w1"]  # type: ignore[union-attr]
+    assert queue.run(2) == []
+    with pytest.raises(LocalProtocolError):
+        queue.queue.worker_leaves("w7")

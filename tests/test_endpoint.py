@@ -374,6 +374,17 @@ async def test_waiting_ends_with_the_last_reason() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_waiting_ends_at_any_time_of_the_clock() -> None:
+    """What is left of the time may be less than the clock can count."""
+    worker = new_endpoint(MemoryNetwork(), WORKER)
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        with pytest.raises(ConnectFailed):
+            await worker.connect_retrying("ps0:1", PS, timeout_s=2)
+    await worker.close()
+
+
+@pytest.mark.virtual_time
 async def test_no_time_is_one_attempt() -> None:
     network = MemoryNetwork()
     ps, worker = new_endpoint(network), new_endpoint(network, WORKER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import re
 import socket
@@ -89,6 +90,13 @@ def test_limits_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = platform_of(resolver(), LOCAL, insecure=True).limits
     assert limits.connections == 7
     assert limits.handshakes == Limits().handshakes
+
+
+def test_every_limit_is_described_with_its_default() -> None:
+    described = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
+    for field in dataclasses.fields(Limits):
+        row = rf"^\| `PSYNC_LIMIT_{field.name.upper()}` \| {field.default}\b"
+        assert re.search(row, described, re.MULTILINE), field.name
 
 
 def test_failpoints_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class GangsMachine(ClosureQueueMachine):
             return
         run = self.runs[0]
         if not run.replicas and self.queue.ending is None:
-            if self.workers and self.queue.may_begin(run.barrier):
+            if self.ready() and self.queue.may_begin(run.barrier):
                 self.begin(run)
         elif all(replica.is_final for replica in run.replicas):
             self.open(run)
@@ -58,11 +58,15 @@ class GangsMachine(ClosureQueueMachine):
     def begin(self, run: Run) -> None:
         assert not self.sent_to, "all workers are idle"
         assert self.final >= set(range(run.barrier.cutoff)), "all before it has ended"
-        names = sorted(self.workers)
+        names = self.ready()
         run.replicas = [Replica(len(self.closures) + i) for i in range(len(names))]
         self.closures += run.replicas
         self.inputs += [[] for _ in names]
         self.perform(self.queue.begin_gang(list(zip(names, run.replicas, strict=True))))
+
+    def ready(self) -> list[str]:
+        """The workers of which the queue does not know that they leave."""
+        return sorted(name for name, worker in self.workers.items() if not worker.retired)
 
     def open(self, run: Run) -> None:
         self.runs.remove(run)
@@ -134,7 +138,7 @@ class GangsMachine(ClosureQueueMachine):
     def nobody_waits_for_nobody(self) -> None:
         """While a gang has not begun, something runs, or nothing can."""
         if self.runs and not self.runs[0].replicas:
-            assert self.sent_to or self.pauses or not self.workers
+            assert self.sent_to or self.pauses or not self.ready()
 
 
 GangsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

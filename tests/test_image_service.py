@@ -565,16 +565,17 @@ class TestSynchronousSteps:
                 groups = cluster.ps[0].statistics()["sync"].values()
                 return [counts for group in groups for counts in group["replicas"].values()]
 
-            await until(judged)
+            await until(lambda: judged() or again.done())
+            assert not again.done(), again
             assert judged() == [{"accepted": 0, "stale": 0, "duplicate": 1}]
+            again.cancel()  # or it would take a token of the next step
+            await asyncio.gather(again, return_exceptions=True)
             pushes = [
                 fourth.push((w,), (4.0,), 1, closure=7),
                 third.push((w,), (4.0,), 1, closure=8),
             ]
             for answer in await asyncio.gather(*pushes):
                 assert answer.outcome == "accepted"
-            again.cancel()
-            await asyncio.gather(again, return_exceptions=True)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE - 4 * RATE).all()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ STATE = ImageState(
         ),
         ((3, 0, -77, ("h", "flags")), (3, 1, 12, ()), (4, 0, -77, ("h", "flags"))),
         3,
+        parts=((3, 1, 2),),
     ),
     ((b"definition", 4),),
     {5: GROUP.to_config() | {"global_step": [0, 3, 0], "averages": [[1, 2]]}},
@@ -75,6 +77,14 @@ class TestRoundTrip:
         assert again.to_bytes() == STATE.to_bytes()
         assert again.calls == {3: 2, 4: 1}
         assert again.iterations == 10
+
+    def test_closures_that_wait_for_their_step_come_back_and_may_be_missing(
+        self, content: Any
+    ) -> None:
+        content["pending"] = [4, 7]
+        assert read(content).pending == (4, 7)
+        del content["pending"]  # as an earlier version has written it
+        assert read(content).pending == ()
 
     def test_names_of_variables_are_written_once_for_all_calls(self) -> None:
         assert STATE.to_bytes().count(b'["h","flags"]') == 1
@@ -182,6 +192,7 @@ DAMAGE = [
     (at("groups", 0, 1, value=7), "group 5: expected an object"),
     (at("counted", 0, 3, value=""), "a call that was counted: expected text"),
     (at("counted", 0, value=[1]), "a call that was counted: expected a list of 4"),
+    (at("pending", value=[-1]), "a pending closure: expected a whole number"),
     (at("optimizers", 0, 1, "beta_1", value=10**400), "optimizer 1: expected what fits"),
 ]
 
@@ -237,3 +248,15 @@ class TestDamage:
         )
         with contextlib.suppress(CheckpointError):
             read(content).to_bytes()
+
+
+def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
+    """A program that was started again counts its closures anew."""
+    own = dataclasses.replace(STATE, ledger=dataclasses.replace(STATE.ledger, coordinator=50))
+    assert own.for_coordinator(50) is own
+    assert STATE.for_coordinator(50) is STATE  # it is not known whose they are
+    other = own.for_coordinator(60)
+    assert other.ledger == LedgerState(coordinator=60)
+    assert other.counted == ()
+    assert (other.shards, other.items, other.optimizers) == (own.shards, own.items, own.optimizers)
+    assert ImageState.from_bytes(other.to_bytes(), "it") == other

@@ -166,6 +166,10 @@ async def test_what_is_waited_for_is_said():
     assert "no worker is connected (waiting for w0 at a:1, w1 at b:2)" in describe_waiting(
         queue, [("w0", "a:1"), ("w1", "b:2")], []
     )
+    assert "(w0 left; waiting for w1 at b:2)" in describe_waiting(
+        queue, [("w1", "b:2")], [], ["w0"]
+    )
+    assert "(w0, w1 left; waiting for one to come)" in describe_waiting(queue, [], [], ["w0", "w1"])
     world = World(2)
     assert describe_waiting(world.queue, [], ["variables are being created"]) == (
         "closure 0 (step) on w0; closure 1 (step) on w1; variables are being created"

@@ -416,3 +416,15 @@ def test_once_its_floor_is_raised_it_serves_nobody_below() -> None:
         with pytest.raises(FencedError, match="has been replaced by 200"):
             ledger.check_incarnation("w", incarnation)
     ledger.check_incarnation("w", 200)
+
+
+def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() -> None:
+    ledger = Ledger()
+    client = ("/job:worker/task:0", 5)
+    verdict = ledger.begin(client, 1, 0, None, 0, 1, spread=[(1, 7), (2, 4)])
+    assert isinstance(verdict, Fresh)
+    assert ledger.others() == [(1, *client, 7), (2, *client, 4)]
+    ledger.finish(verdict.ticket, "accepted")
+    assert len(ledger.others()) == 2
+    ledger.acknowledge(client, 2)
+    assert ledger.others() == []

@@ -116,7 +116,17 @@ def test_there_is_no_state_while_an_update_is_applied(ledger: Ledger, closure: i
     assert state_of(ledger, pack) == LedgerState(
         (SenderState(W0[0], 21, 0, ((0, None if closure is None else (5, 0), b"accepted"),)),),
         () if closure is None else ((5, 0, SET, ("w", "b")),),
+        coordinator=20,
     )
+
+
+def test_it_is_known_of_how_many_parts_an_update_is(ledger: Ledger) -> None:
+    apply(ledger, closure=4)
+    verdict = ledger.begin(W0, 1, 0, 5, 0, SET, ("w",), spread=[(1, 3), (2, 9)])
+    assert isinstance(verdict, Fresh)
+    ledger.finish(verdict.ticket, "accepted")
+    assert state_of(ledger, pack).parts == ((5, 0, 3),)
+    assert state_of(again(ledger), pack).parts == ((5, 0, 3),)
 
 
 def test_an_update_of_a_client_that_was_fenced_meanwhile_counts_too(ledger: Ledger) -> None:

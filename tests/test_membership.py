@@ -359,3 +359,12 @@ def test_backoff_never_leaves_its_limits(attempt: int, uniform: float) -> None:
 @given(st.integers(0, 1000), st.floats(0, 1))
 def test_backoff_does_not_shrink_with_the_attempts(attempt: int, uniform: float) -> None:
     assert backoff(attempt, uniform) <= backoff(attempt + 1, uniform)
+
+
+def test_fences_of_lost_workers_are_told_to_whoever_begins_anew() -> None:
+    membership = cluster(alive=(W0, W1))
+    assert membership.fences() == []
+    membership.disconnected(W0, 0.0)
+    assert membership.fences() == [(W0, 1)]
+    membership.connected(W0, 0)
+    assert membership.fences() == [(W0, 1)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -64,6 +65,39 @@ def test_last_words_that_take_too_long_are_cut_short(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as caught:
         run_loop(main, last_words=last_words)
     assert caught.value.code == 143
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_the_first_sigterm_asks_what_runs_to_end_and_wakes_a_loop_that_sleeps(
+    monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    monkeypatch.setenv("PSYNC_LOOP", loop)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+
+    async def main() -> str:
+        asked = asyncio.Event()
+        with process_loop.asked_first(asked.set):
+            timer.start()
+            await asked.wait()
+        return "the end"
+
+    assert run_loop(main) == "the end"
+    timer.join()
+
+
+def test_the_second_sigterm_ends_what_was_asked_to_end() -> None:
+    asked = []
+
+    async def main() -> None:
+        with process_loop.asked_first(lambda: asked.append("once")):
+            for _ in range(2):
+                signal.raise_signal(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    with pytest.raises(SystemExit) as caught:
+        run_loop(main, terminated_code=0)
+    assert caught.value.code == 0
+    assert asked == ["once"]
 
 
 # --- the end of the run --------------------------------------------------------------------------

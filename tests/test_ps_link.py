@@ -21,7 +21,7 @@ from psync.ps_link import knows_set
 from psync.ps_task import PsTask
 from psync.rpc import Handler, Peer
 from psync.wire.messages import AskStatistics, Message, Pull, Statistics
-from tests.ps_cluster import OTHER, PsCluster, hold, pull, push, until
+from tests.ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, push, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -48,6 +48,21 @@ class TestLost:
             assert 15 <= loop.time() - began < 25
             assert len(told) == 1
 
+    @pytest.mark.virtual_time
+    async def test_a_call_that_was_connecting_when_a_recovery_began_waits_for_its_end(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            cluster.network.refuse("ps0:1")
+            call = asyncio.ensure_future(link.call(lambda _: AskStatistics()))
+            await asyncio.sleep(1)
+            link.hold()
+            cluster.network.admit("ps0:1")
+            await link.call(lambda _: AskStatistics(), urgent=True)
+            await asyncio.sleep(1)
+            assert not call.done()
+            link.release()
+            await call
+
     async def test_a_message_that_the_ps_would_never_take_costs_one_connection(self) -> None:
         async with PsCluster() as cluster:
             client = cluster.client()
@@ -58,7 +73,7 @@ class TestLost:
                 made.append(peer)
                 return Pull("one", None, -1, "")  # type: ignore[arg-type]
 
-            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'one'"):
+            with pytest.raises(LocalProtocolError, match=r"wrong: Pull\.\w+: expected int, got 'o"):
                 await link.call(wrong)
             assert len(made) == 1
             await link.call(lambda _: AskStatistics())  # the next one has a new connection
@@ -99,7 +114,7 @@ class TestLost:
     async def test_one_that_was_restarted_has_lost_its_shards(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
-            client = cluster.client()
+            client = cluster.client(CHIEF, 100)  # workers are refused until it has been attached
             large = await cluster.create("large", np.zeros(1 << 16, np.float32))
             await pull(client, v, large)
             await cluster.ps[0].close()

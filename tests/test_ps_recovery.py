@@ -12,6 +12,7 @@ from image_store import keep_images
 from memory_cluster import cluster_of, coordinating, event_of
 
 import psync
+from psync.cuts import Cut
 from psync.errors import ParameterServerLost
 
 
@@ -145,6 +146,50 @@ async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None
             return await v.read()
 
     assert np.array_equal(await train(lose_it=True), await train(lose_it=False))
+
+
+async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        await run(coordinator, 1, *variables)
+        write, lost = Cut.write, False
+
+        async def lose_a_ps_first(self: Cut, *arguments: Any) -> Any:
+            nonlocal lost
+            if not lost:
+                lost = True
+                await lose(cluster, "ps-1")
+                await anext(coordinator.events())
+            return await write(self, *arguments)
+
+        monkeypatch.setattr(Cut, "write", lose_a_ps_first)
+        path = await manager.save()
+        assert [each.name for each in tmp_path.iterdir()].count(path.name) == 1
+        await run(coordinator, 1, *variables)
+        assert int(await variables[1].read()) == 3  # one was undone
+        await checkpoint.restore(path)
+        assert int(await variables[1].read()) == 2
+
+
+async def test_what_is_in_a_newer_checkpoint_is_not_undone(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        (undone,) = await run(coordinator, 1, *variables)
+        await lose(cluster, "ps-0")
+        event = await anext(coordinator.events())
+        assert event.closures == (undone.closure_id,)
 
 
 async def test_without_an_image_a_lost_ps_ends_everything() -> None:

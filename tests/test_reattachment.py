@@ -7,11 +7,13 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import memory_cluster
 import numpy as np
 import pytest
+from image_store import keep_images
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
 
@@ -477,3 +479,54 @@ async def test_a_ps_that_is_attached_anew_while_the_program_runs_is_of_no_life()
             cluster.network.cut("ps-1:1")
             await asyncio.sleep(5)
         assert [message.keep for message in seen] == [False, True]
+
+
+async def count_up(coordinator: psync.ClusterCoordinator, counter: Any, count: int) -> None:
+    async def step() -> None:
+        await counter.assign_add(1)
+
+    for _ in range(count):
+        coordinator.schedule(step)
+    await coordinator.join()
+
+
+async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            await count_up(coordinator, counters[1], 3)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            await anext(coordinator.events())
+            await count_up(coordinator, counters[1], 1)
+        async with life(cluster) as (strategy, coordinator):
+            assert coordinator.attached
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            assert await counters[1].read() == 6
+
+
+async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures_for_its_own(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            source = coordinator._coordinator.recovery_source
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            coordinator._coordinator.recovery_source = source
+            await count_up(coordinator, counters[1], 3)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            event = await anext(coordinator.events())
+            assert len(event.closures) == 3
+            await count_up(coordinator, counters[1], 2)
+            assert await counters[1].read() == 7

@@ -21,10 +21,30 @@ def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
     assert not cut.has_all(7, 1)
 
 
+def test_a_closure_that_waits_for_its_step_is_not_in_it_though_it_is_final() -> None:
+    waits = ImageState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))
+    assert not CutCalls([waits]).has_all(5, 1)
+    assert CutCalls([waits]).has_all(6, 1)
+
+
 def test_messages_of_one_call_count_once() -> None:
     both = image((5, 0))
     part = ImageState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))
     assert not CutCalls([both, part]).has_all(5, 2)
+
+
+def part(ps: int) -> ImageState:
+    """Of a ps that has its part of a call that has two."""
+    ordinal = 1 << PART_BITS | ps
+    state = LedgerState((), ((5, ordinal, 1, ("w",)),), parts=((5, ordinal, 2),))
+    return ImageState((), (), {}, {}, {}, state)
+
+
+def test_a_call_of_which_a_part_is_missing_is_not_in_it() -> None:
+    whole, single = CutCalls([part(0), part(1), image()]), image((5, 0))
+    assert whole.has_all(5, 1)
+    assert CutCalls([part(1), part(0), single]).has_all(5, 2)
+    assert not CutCalls([part(0), single]).has_all(5, 2)
 
 
 def test_a_synchronous_push_is_a_call_too() -> None:

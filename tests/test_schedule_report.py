@@ -63,6 +63,14 @@ def test_the_first_state_is_reported_whatever_it_is():
     assert world.news() is None
 
 
+def test_a_ps_0_that_was_started_anew_is_told_all_again():
+    world = World(A)
+    first = world.news()
+    assert world.news() is None
+    world.reports.tell_all()
+    assert world.news() == first
+
+
 def test_workers_take_part_under_their_incarnation_and_in_the_order_of_the_cluster():
     world = World()
     world.join(C, 9)

@@ -106,7 +106,8 @@ async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound):
     async with race(psync.StalenessBound(bound)) as running:
         running.schedule(40)
         await running.coordinator.join()
-        assert max(running.leads) == bound
+        # At the end the slow worker has nothing left to do, and so no clock.
+        assert max(running.leads[:-2]) == bound
         assert sum(running.rounds.values()) == 40
 
 

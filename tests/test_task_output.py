@@ -7,6 +7,7 @@ import errno
 import io
 import itertools
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -302,3 +303,15 @@ assert os.open("/dev/null", os.O_RDONLY) == other + 1
         ["sh", "-c", '"$0" -c "$1" <&- >&-', sys.executable, code], capture_output=True, check=True
     )
     assert (ended.stdout, ended.stderr) == (b"", b"kept")
+
+
+def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
+    """Some parents hand on such pipes."""
+    code = "from psync.task_output import write_stdout; write_stdout('x' * 999_999 + chr(10))"
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=write) as process:
+        os.close(write)
+        with open(read, "rb") as pipe:
+            assert len(pipe.read()) == 1_000_000
+        assert process.wait() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import ssl
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from endpoints import Handlers, connected, pattern
 from tls_files import authority, tls_of
 
-from psync.errors import AuthenticationError, ConnectionLost
+from psync.errors import AuthenticationError, ConnectionLost, PsyncError
 from psync.rpc import Handler, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.tls_channel import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel
@@ -375,6 +376,88 @@ async def test_a_protocol_that_does_not_want_the_connection_costs_no_computation
         with pytest.raises(ValueError, match="handshake not done"):
             channel.get_extra_info("ssl_object").getpeercert()
         listener.close()
+
+
+class Below(asyncio.Transport):
+    """A transport that takes everything, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = b""
+        self.ended = False
+
+    def write(self, data: Any) -> None:
+        self.said += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def resume_reading(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.ended
+
+    def abort(self) -> None:
+        self.ended = True
+
+    close = abort
+
+
+@pytest.fixture(scope="module")
+def greeting() -> bytes:
+    """The first words of a client."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client = context.wrap_bio(incoming, outgoing, server_hostname="ps0")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_whatever_a_stranger_says_ends_in_a_clear_error(
+    accepts: bool, tls: Tls, greeting: bytes
+) -> None:
+    """Random bytes, and good first words with some of them changed."""
+    rng = random.Random(7)
+
+    async def talk() -> None:
+        above, below = Above(b"words"), Below()
+        assert tls.server is not None
+        channel = (
+            TlsChannel(above, tls.server)
+            if accepts
+            else TlsChannel(above, tls.client, server_name="ps0")
+        )
+        channel.connection_made(below)
+        words = bytearray(greeting if rng.random() < 0.7 else rng.randbytes(rng.randrange(1, 300)))
+        for _ in range(rng.randrange(4)):
+            words[rng.randrange(len(words))] = rng.randrange(256)
+        words += rng.randbytes(rng.randrange(100)) * rng.randrange(3)
+        while words and not below.ended:
+            room = channel.get_buffer(-1)
+            nbytes = min(len(words), rng.randrange(1, 400))
+            room[:nbytes] = words[:nbytes]
+            del words[:nbytes]
+            channel.buffer_updated(nbytes)
+        channel.eof_received()
+        channel.connection_lost(None)
+        made, last = above.told
+        assert made == "made"
+        assert isinstance(last, PsyncError)
+        assert last.message.isprintable()
+        assert not above.heard
+        assert len(channel.get_buffer(-1)) <= 64 * KIB
+
+    async def talk_often() -> None:
+        for _ in range(300):
+            await talk()
+
+    asyncio.run(talk_often())
 
 
 def test_records_begin_as_the_standard_says() -> None:

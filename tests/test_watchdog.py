@@ -229,3 +229,35 @@ async def test_the_environment_sets_the_timeout_and_an_argument_wins(monkeypatch
             await value
             await coordinator.join()
         assert len(reports(caplog)) == number
+
+
+async def test_variables_that_are_being_created_are_work(caplog):
+    options = {"watchdog_timeout": 30, "ps_timeout": 1000}
+    async with coordinating(num_workers=1, **options) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(4, np.float32), name="v")
+        cluster.network.partition("ps-0")
+        value = coordinator.schedule(lambda: 1)
+        await asyncio.sleep(80)
+        text = reports(caplog)[-1]
+        assert "variables are being created" in text
+        assert "not connected: /job:ps/task:0 at ps-0:1" in text
+        cluster.network.heal("ps-0")
+        assert await value == 1
+        await v.read()
+
+
+async def test_replicas_that_wait_for_each_other_are_work(caplog):
+    async with coordinating(num_workers=2, watchdog_timeout=30) as (_, coordinator):
+
+        async def meets_late():
+            context = psync.get_replica_context()
+            if context.replica_id_in_sync_group == 0:
+                await asyncio.sleep(50)
+            return await context.all_reduce("sum", 1)
+
+        result = await coordinator.strategy.run(meets_late)
+        assert coordinator.strategy.experimental_local_results(result) == (2, 2)
+        (text,) = reports(caplog)
+        assert "in run of " in text
+        assert "closures: 2 in flight" in text

@@ -217,4 +217,3 @@ async def test_a_ps_that_is_lost_to_all_is_the_coordinators_to_report():
         coordinator.schedule(step)
         with pytest.raises(ParameterServerLost):
             await coordinator.join(timeout=200)
-        assert await coordinator.schedule(psync.get_worker_index).fetch() in (0, 1)

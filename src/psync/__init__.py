@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from psync.errors import ConfigurationError as ConfigurationError
     from psync.errors import ConnectFailed as ConnectFailed
     from psync.errors import ConnectionLost as ConnectionLost
+    from psync.errors import CutLost as CutLost
     from psync.errors import DeadlineExceeded as DeadlineExceeded
     from psync.errors import EndOfData as EndOfData
     from psync.errors import FencedError as FencedError
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from psync.errors import VariableIndexError as VariableIndexError
     from psync.errors import VersionMismatch as VersionMismatch
     from psync.errors import WorkerLost as WorkerLost
+    from psync.events import RollbackEvent as RollbackEvent
     from psync.functions import StaleCaptureWarning as StaleCaptureWarning
     from psync.global_step import get_global_step as get_global_step
     from psync.global_step import get_or_create_global_step as get_or_create_global_step
@@ -178,13 +180,15 @@ _HOMES = {
         "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
         "ClosureCancelled",
         "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",
-        "ConnectionLost", "DeadlineExceeded", "EndOfData", "FencedError", "FrameTooLarge",
+        "ConnectionLost", "CutLost", "DeadlineExceeded", "EndOfData", "FencedError",
+        "FrameTooLarge",
         "GradientError", "IndexTypeError", "IndexValueError", "LocalProtocolError", "LockLost",
         "NotEnoughReplicas", "ParameterServerLost", "PartitionError", "ProtocolError",
         "PsyncError", "RemoteError", "RemoteProtocolError", "ReplicaValueError", "TaskLost",
         "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError",
         "VariableIndexError", "VersionMismatch", "WorkerLost",
     ),
+    "events": ("RollbackEvent",),
     "functions": ("StaleCaptureWarning",),
     "global_step": ("get_global_step", "get_or_create_global_step"),
     "indexed_slices": ("IndexedSlices",),

@@ -11,6 +11,7 @@ record is one write to a file that is appended to: the kernel has it, whatever b
     a method's name      the store did this, with these arguments
     begin                the store is new, and empty: a new coordinator is served
     image                the store is another one: this is all that is in it
+    adopted              a new coordinator has let it keep this from before; all that is in it
     cut                  this was all that was in it when it was frozen (a digest)
     applied              whose update the calls before it were: client, sequence, closure, ordinal
 
@@ -87,7 +88,7 @@ class ApplyLog:
         assert type(store) is ShardStore, "a store of its own kind, and not logged yet"
         store.__class__ = LoggedStore
         assert isinstance(store, LoggedStore)
-        store.log, store.depth, self.store = self, 0, store
+        store.log, store.depth, store.adopts, self.store = self, 0, False, store
         if store.keys():
             self.write("image", (contents(store), digest(store)), {})
         else:
@@ -103,8 +104,9 @@ class ApplyLog:
 
     def cut(self, store: ShardStore) -> None:
         """Write down that a store was frozen."""
-        if self.is_on:
-            self.write("cut", (digest(store),), {})
+        if isinstance(store, LoggedStore):
+            store.settle()
+            store.write("cut", (digest(store),), {})
 
     def close(self) -> None:
         """Write nothing more."""
@@ -118,6 +120,7 @@ class LoggedStore(ShardStore):
 
     log: ApplyLog
     depth: int  # calls of such methods by one another: only the outermost is written down
+    adopts: bool  # whether something was taken up that is not written down yet
 
     def write(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
         """Append a record, unless another store has taken the place of this one."""
@@ -125,14 +128,20 @@ class LoggedStore(ShardStore):
             self.log.write(name, arguments, options)
 
     def take_up(self, shard: Shard) -> None:
-        """Take a shard that another table has released, as it is."""
+        """Take a shard that another table has released, as it is; its slots follow."""
         super().take_up(shard)
-        self.write("take_up", (_contents_of(shard),), {})
+        self.adopts = True
 
     def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
         """Take an optimizer that another table has released, as it is, under a number."""
         super().take_up_optimizer(optimizer_id, optimizer)
-        self.write("take_up_optimizer", (_state_of(optimizer_id, optimizer),), {})
+        self.adopts = True
+
+    def settle(self) -> None:
+        """Write down what was taken up, before anything else happens to it."""
+        if self.adopts:
+            self.adopts = False
+            self.write("adopted", (contents(self), digest(self)), {})
 
 
 def _logging(name: str) -> Any:
@@ -140,6 +149,7 @@ def _logging(name: str) -> Any:
 
     @functools.wraps(plain)
     def method(self: LoggedStore, *arguments: Any, **options: Any) -> Any:
+        self.settle()
         self.depth += 1
         try:
             result = plain(self, *arguments, **options)

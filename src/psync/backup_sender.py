@@ -147,9 +147,7 @@ class BackupSender:
                 continue
             for start in range(0, known.nbytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, known.nbytes)
-                await peer.call(
-                    FillBackup(ps, epoch, item, start), frozen.part(item, start, stop)
-                )
+                await peer.call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
         await peer.call(LogEntries(ps, epoch, first, []))
 
     def ship(self) -> None:

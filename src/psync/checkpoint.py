@@ -29,7 +29,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from psync.checkpoint_arrays import in_thread, write_by_reading, write_cut
 from psync.checkpoint_files import Reader, checkpoints_in
@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "ckpt"
 
+TRIES = 5
+"""A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -74,6 +77,14 @@ class Restored:
     number: int
     missing: tuple[str, ...]
     extra: tuple[str, ...]
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was saved."""
+
+    path: Path
+    coordinator: Coordinator | None = None  # whose ps tasks wrote it
+    images: Sequence[ImageState] = ()  # of these
 
 
 class Checkpoint:
@@ -134,16 +145,32 @@ class Checkpoint:
 
         Cancellation: Nothing is left of the checkpoint, unless it was complete by then.
         """
-        return (await self._saved(Path(directory), number))[0]
+        return (await self._saved(Path(directory), number)).path
 
-    async def _saved(self, directory: Path, number: int | None) -> tuple[Path, Coordinator | None]:
-        """As ``save``; also return the coordinator whose ps tasks wrote the checkpoint."""
+    async def _saved(self, directory: Path, number: int | None) -> Saved:
+        """As ``save``; also say whose ps tasks wrote the checkpoint."""
         forbid_in_step("saving a checkpoint")
         number = None if number is None else _checked_number(number)
         contents = self._contents()
-        coordinator = await _coordinator_of(contents)
+        coordinator = await coordinator_for(contents)
         if coordinator is None:
-            return await self._save_by_reading(contents, directory, number), None
+            return Saved(await self._save_by_reading(contents, directory, number))
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return await self._save_cut(coordinator, contents, directory, number)
+            except (CutLost, FencedError, RemoteError, TransportError) as exc:
+                if tries_left and (isinstance(exc, CutLost) or coordinator.recovery.is_on):
+                    logger.warning("a checkpoint is begun anew: %s", exc.message)
+                    continue  # a ps was cut off, or was lost and has been recovered
+                raise CheckpointError(
+                    f"checkpoint: it was not saved: {exc}", hint="what was saved before is whole"
+                ) from exc
+        raise AssertionError("unreachable")
+
+    async def _save_cut(
+        self, coordinator: Coordinator, contents: Contents, directory: Path, number: int | None
+    ) -> Saved:
+        """Take a cut and write it."""
         states: dict[str, Any] = {}
         errors: list[Exception] = []
 
@@ -153,22 +180,17 @@ class Checkpoint:
             except Exception as exc:
                 errors.append(exc)
 
-        try:
-            async with coordinator.cuts.take(ask) as cut:
-                for error in errors:
-                    raise error
-                states.update(_states_of_optimizers(cut.images, contents))
-                path = await _written(
-                    directory, number, contents, states, coordinator._failpoints.hit,
-                    lambda writer: write_cut(
-                        cut, contents, writer, streamed=streamed_by_environ(os.environ)
-                    ),
-                )  # fmt: skip
-        except (CutLost, FencedError, RemoteError, TransportError) as exc:
-            raise CheckpointError(
-                f"checkpoint: it was not saved: {exc}", hint="what was saved before is whole"
-            ) from exc
-        return path, coordinator
+        async with coordinator.cuts.take(ask) as cut:
+            for error in errors:
+                raise error
+            states.update(_states_of_optimizers(cut.images, contents))
+            path = await _written(
+                directory, number, contents, states, coordinator._failpoints.hit,
+                lambda writer: write_cut(
+                    cut, contents, writer, streamed=streamed_by_environ(os.environ)
+                ),
+            )  # fmt: skip
+        return Saved(path, coordinator, cut.images)
 
     async def _save_by_reading(
         self, contents: Contents, directory: Path, number: int | None
@@ -267,8 +289,8 @@ class Checkpoint:
         return contents
 
 
-async def _coordinator_of(contents: Contents) -> Coordinator | None:
-    """Return whose ps tasks hold what is to be saved; None: there is a training session instead.
+async def coordinator_for(contents: Contents) -> Coordinator | None:
+    """Return whose ps tasks hold what is saved; None: there is a training session instead.
 
     Raises:
         UsageError: There is neither, or variables are of several strategies.

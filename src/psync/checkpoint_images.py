@@ -1,6 +1,7 @@
 """What each ps held, out of a checkpoint: what a ps that was lost is brought back from.
 
-Layer: L2. Imports: errors, checkpoint_files, checkpoint_manifest, image_state.
+Layer: L2. Imports: errors, specs, schedule_base, checkpoint_files, checkpoint_manifest,
+image_state.
 
 Everything here blocks: call it in a thread.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from psync.checkpoint_files import READ_BYTES, Reader, disk_errors, read_bounded
 from psync.checkpoint_manifest import Image, Place
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.image_state import ImageState
+from psync.schedule_base import Config
+from psync.specs import ShardSpec
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +99,35 @@ def check_places(image: StoredImage) -> None:
                 )
 
 
-class SavedImages:
-    """The checkpoints that one program has saved: what its ps tasks are recovered from.
+def why_not(
+    images: Sequence[StoredImage],
+    num_ps: int,
+    shards: Iterable[ShardSpec],
+    optimizers: Mapping[int, Config],
+) -> str | None:
+    """Return why a program cannot go back to images of another one, or None if it can.
 
-    Only these fit: what another program has saved speaks of another program's updates.
+    Args:
+        images: What that one has left behind.
+        num_ps: Of the program.
+        shards: Of its variables.
+        optimizers: Their configurations, by their numbers.
+    """
+    if len(images) != num_ps:
+        return f"it is of {len(images)} ps tasks, here are {num_ps}"
+    states = [ImageState.from_bytes(image.state, str(image.file)) for image in images]
+    held = {spec for state in states for spec in state.shards}
+    if missing := [spec for spec in shards if spec not in held]:
+        return f"it has no shard {missing[0]} as it is declared here"
+    known = {number: each.config for state in states for number, each in state.optimizers.items()}
+    for number, config in optimizers.items():
+        if known.get(number) != config:
+            return f"optimizer {number} is another one here"
+    return None
+
+
+class SavedImages:
+    """The checkpoints that one program has saved, or begun with: what ps tasks go back to.
 
     Attributes:
         origin: Token of the strategy whose checkpoints they are.

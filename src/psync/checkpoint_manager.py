@@ -1,6 +1,6 @@
 """The checkpoints of one program: numbered, the newest kept, and gone back to if a ps is lost.
 
-Layer: L4. Imports: errors, checkpoint, checkpoint_files, checkpoint_images.
+Layer: L4. Imports: errors, checkpoint, checkpoint_files, checkpoint_images, coordinator, variables.
 
 A ps that is brought back reads files by their paths, while the program may go on saving. It reads
 the newest, which is never removed; and what was handed out for recovery during a ``save`` is not
@@ -10,21 +10,27 @@ removed by that ``save``. A checkpoint that vanishes nevertheless costs another 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 
-from psync.checkpoint import PREFIX, Checkpoint
+from psync.checkpoint import PREFIX, Checkpoint, coordinator_for
 from psync.checkpoint_files import checkpoints_in, mark_last, remove, unmark_last
-from psync.checkpoint_images import SavedImages
-from psync.errors import ConfigurationError
+from psync.checkpoint_images import SavedImages, stored_images, why_not
+from psync.coordinator import Coordinator
+from psync.errors import CheckpointError, ConfigurationError
+from psync.variables import scope_of
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
     """The checkpoints of one program in one directory: numbers, and which are kept.
 
-    From the first ``save`` on the program goes on from the newest of them if a ps is lost: see
-    ``ClusterCoordinator``. Those that an earlier program has saved are for ``restore``. Of several
-    managers the one that has saved last is asked.
+    The program goes back to the newest of them if a ps is lost, see ``ClusterCoordinator``: to what
+    it has saved last or, before it has saved anything, to what ``restore_or_initialize`` has found,
+    if the program, the number of ps tasks and of shards are the same. Of several managers the one
+    that has saved or restored last is asked.
 
     Args:
         checkpoint: What is saved.
@@ -91,12 +97,12 @@ class CheckpointManager:
             last: Whether no other one follows; see ``finish``.
         """
         asked = self._images.asked
-        path, coordinator = await self._checkpoint._saved(self._directory, checkpoint_number)
+        path, coordinator, images = await self._checkpoint._saved(
+            self._directory, checkpoint_number
+        )
         if coordinator is not None:
-            if self._images.origin != coordinator.runtime.origin:
-                self._images = SavedImages(coordinator.runtime.origin)
-            self._images.add(path)
-            coordinator.recovery.source = self._images
+            self._offer(path, coordinator)
+            coordinator.recovery.saved(images)
         in_use = self._images.handed if self._images.asked != asked else None
         if self._max_to_keep is not None:
             for number, old in checkpoints_in(self._directory, PREFIX)[: -self._max_to_keep]:
@@ -140,7 +146,40 @@ class CheckpointManager:
         if latest is not None:
             await self._checkpoint.restore(latest)
             await asyncio.to_thread(unmark_last, latest)
+            await self._offer_restored(latest)
         return latest
+
+    def _offer(self, path: Path, coordinator: Coordinator) -> None:
+        """Let the coordinator go back to a checkpoint from now on."""
+        if self._images.origin != coordinator.runtime.origin:
+            self._images = SavedImages(coordinator.runtime.origin)
+        self._images.add(path)
+        coordinator.recovery.source = self._images
+
+    async def _offer_restored(self, path: Path) -> None:
+        """As ``_offer``, if the images of an earlier program fit this one."""
+        contents = self._checkpoint._contents()
+        coordinator = await coordinator_for(contents)
+        if coordinator is None or not contents.handles:
+            return
+        scope = scope_of(contents.handles[0])
+        specs = [variable.spec for variable in scope.variables] if scope is not None else []
+        optimizers = {each.number: each._config for each in contents.optimizers.values()}
+
+        def judge() -> str | None:
+            try:
+                return why_not(
+                    stored_images(path), len(coordinator.links.ps.links),
+                    [shard for spec in specs for shard in spec.shards], optimizers,
+                )  # fmt: skip
+            except CheckpointError as exc:
+                return exc.message
+
+        reason = await asyncio.to_thread(judge)
+        if reason is None:
+            self._offer(path, coordinator)
+        else:
+            logger.info("before the first save a lost ps cannot be recovered: %s", reason)
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:

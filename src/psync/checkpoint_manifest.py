@@ -1,6 +1,6 @@
 """What a checkpoint says about itself: which tensors it has, and where their rows lie.
 
-Layer: L1. Imports: errors, specs.
+Layer: L1. Imports: errors, specs, untrusted_json.
 
 The manifest is JSON. It is read before anything else of a checkpoint, so nothing in it is
 trusted: whatever is not as it must be is a CheckpointCorrupt that names it.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from psync.errors import CheckpointCorrupt, CheckpointError, PartitionError
 from psync.specs import dtype_of
+from psync.untrusted_json import UntrustedJson
 
 FORMAT = "psync checkpoint"
 VERSION = 1
@@ -151,12 +152,8 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
             f"({len(data)} bytes, checksum {zlib.crc32(data):08x})",
             hint="restore an older checkpoint; this one was changed or damaged after it was saved",
         )
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise CheckpointCorrupt(f"{where}: the manifest is not JSON: {exc}") from exc
-    read = _Reader(where)
-    top = read.mapping(content, "the manifest")
+    read = _Reader(f"{where}: the manifest")
+    top = read.parse(data)
     if top.get("format") != FORMAT:
         raise CheckpointCorrupt(f"{where}: the manifest is not one of psync")
     version = read.number(top.get("version"), "version")
@@ -189,9 +186,7 @@ def _image(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) ->
             raise read.wrong("file of an image", "one that is listed", file)
     places = []
     for listed in read.sequence(entry.get("places"), f"places in {data!r}"):
-        numbers = read.sequence(listed, f"a place in {data!r}")
-        if len(numbers) != len(Place._fields):
-            raise read.wrong(f"a place in {data!r}", "four entries", numbers)
+        numbers = read.sequence(listed, f"a place in {data!r}", len(Place._fields))
         place = Place(*(read.number(number, f"a place in {data!r}") for number in numbers))
         if place.start + place.nbytes > files[data]:
             raise read.wrong(f"a place in {data!r}", f"one within {files[data]} bytes", numbers)
@@ -214,9 +209,7 @@ def _tensor(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -
         raise CheckpointCorrupt(f"{read.where}: tensor {name!r}: {exc.message}") from exc
     slices = []
     for listed in read.sequence(entry.get("slices"), f"slices of {name!r}"):
-        parts = read.sequence(listed, f"a slice of {name!r}")
-        if len(parts) != len(Slice.__slots__):
-            raise read.wrong(f"a slice of {name!r}", "six entries", parts)
+        parts = read.sequence(listed, f"a slice of {name!r}", len(Slice.__slots__))
         offset, rows, file, start, nbytes, crc32 = parts
         slices.append(
             Slice(
@@ -329,31 +322,8 @@ def _fields(piece: Slice) -> tuple[int | str, ...]:
     return (piece.offset, piece.rows, piece.file, piece.start, piece.nbytes, piece.crc32)
 
 
-class _Reader:
-    """Takes values out of JSON that may be anything."""
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def mapping(self, value: Any, what: str) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            raise self.wrong(what, "an object", value)
-        return value
-
-    def sequence(self, value: Any, what: str) -> Sequence[Any]:
-        if not isinstance(value, list):
-            raise self.wrong(what, "a list", value)
-        return value
-
-    def number(self, value: Any, what: str) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
-            raise self.wrong(what, "a whole number", value)
-        return value
-
-    def text(self, value: Any, what: str) -> str:
-        if not isinstance(value, str) or not value:
-            raise self.wrong(what, "text", value)
-        return value
+class _Reader(UntrustedJson):
+    """Takes values out of a manifest that may be anything."""
 
     def file(self, value: Any) -> str:
         """Return the name of a file beside the manifest: never a path out of the directory."""
@@ -363,10 +333,3 @@ class _Reader:
         ):
             raise self.wrong("name of a file", "letters, digits, - _ .", value)
         return name
-
-    def wrong(self, what: str, expected: str, got: Any) -> CheckpointCorrupt:
-        shown = repr(got)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return CheckpointCorrupt(
-            f"{self.where}: the manifest is damaged: {what}: expected {expected}, got {shown}"
-        )

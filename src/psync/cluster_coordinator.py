@@ -126,7 +126,7 @@ class ClusterCoordinator:
         if attach and strategy.ps_recovery == "replica":
             raise ConfigurationError(
                 'attach=True does not go with ps_recovery="replica"',
-                hint="restore a checkpoint instead, or use ps_recovery=\"checkpoint\"",
+                hint='restore a checkpoint instead, or use ps_recovery="checkpoint"',
             )
         self.strategy = strategy
         self._min_workers = num_workers if min_workers is None else min_workers
@@ -223,7 +223,7 @@ class ClusterCoordinator:
     def attached(self) -> bool:
         """Whether the program goes on with values that an earlier one has left on the ps tasks.
 
-        False without ``attach=True``, and where nothing was left: then a checkpoint may be restored.
+        False without ``attach=True``, and where nothing was left: then restore a checkpoint.
         """
         return self._coordinator is not None and self._coordinator.attached
 

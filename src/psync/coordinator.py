@@ -148,9 +148,7 @@ class Coordinator:
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = PsRecovery(self.links.ps, self, self.events, max(ps_timeout_s, RESTART_S))
         self.replicas = (
-            ReplicaRecovery(
-                self.links.ps, self.links.endpoint, self, self.events, self.recovery
-            )
+            ReplicaRecovery(self.links.ps, self.links.endpoint, self, self.events, self.recovery)
             if replicate
             else None
         )
@@ -166,7 +164,9 @@ class Coordinator:
         self._watchdog_timeout_s = watchdog_timeout_s
         self._on_stall = on_stall
         self._watchdog: asyncio.Task[None] | None = None
-        self._replaced: FencedError | None = None  # once a newer coordinator has taken over
+        # Why nothing can be done any more: a newer coordinator has taken over, or a ps is lost.
+        self._gone: FencedError | ParameterServerLost | None = None
+        self._recovering = False  # the queue stands still until a ps is recovered
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -292,8 +292,7 @@ class Coordinator:
         forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
-        if self._replaced is not None and not self._queue.has_failed:
-            self.perform(self._queue.fail(self._replaced))
+        self._fail_if_gone()
         self.prepare()
         if self.replicas is None:
             self.recovery.say_once()
@@ -439,9 +438,6 @@ class Coordinator:
 
     def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
         self.links.workers.session_ends(peer, message)
-        lost = next((link.lost for link in self.links.ps.links if link.lost is not None), None)
-        if not message.in_order and lost is not None and not self._is_recovering:
-            self._fail(lost)  # that is why it cannot go on, and no other worker can
         return Reply(messages.Done())
 
     def ps_lost(self, error: ParameterServerLost) -> None:
@@ -450,10 +446,6 @@ class Coordinator:
             logger.error("%s", error)
         elif not (self.replicas or self.recovery).takes_over(error):
             self.recovery_failed(error)
-
-    @property
-    def _is_recovering(self) -> bool:
-        return self.recovery.is_on or (self.replicas is not None and self.replicas.is_on)
 
     def ps_moved(self, link: PsLink) -> None:
         """A ps has another address now."""
@@ -477,16 +469,14 @@ class Coordinator:
 
     def failover_began(self) -> None:
         """Send nothing to workers."""
-        self._queue.pause()
+        if not self._recovering:
+            self._recovering = True
+            self._queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
 
     def end_sessions(self) -> None:
         """Give up all workers that are there: each gets a new incarnation."""
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
-
-    def recovery_gave_way(self) -> None:
-        """Another recovery has begun, and will end, in place of the one that was announced."""
-        self.perform(self._queue.resume())
 
     def fences(self) -> list[tuple[str, int]]:
         """Return (task, lowest incarnation that may still be served) of each worker."""
@@ -496,8 +486,13 @@ class Coordinator:
         """Attach a ps that may have been started again."""
         await self.links.attach_ps(link)
 
-    def created(self) -> set[tuple[int, int]]:
-        """Return the keys of all shards that were created."""
+    @property
+    def incarnation(self) -> int:
+        """What ps 0 has granted."""
+        return self.links.incarnation
+
+    def created(self) -> set[tuple[tuple[int, int], str]]:
+        """Return (key, name of the variable) of all shards that were created."""
         return self._creation.created
 
     def recovery_ended(self) -> None:
@@ -507,11 +502,13 @@ class Coordinator:
         self.links.final_below(self._told_final)
         if self.replicas is not None:
             self.replicas.resume()
-        self.perform(self._queue.resume())
+        self._resume_after_recovery()
 
     def recovery_failed(self, error: ParameterServerLost) -> None:
         """End everything that is scheduled: variables are gone."""
         logger.error("%s", error)
+        self._gone = self._gone or error
+        self._resume_after_recovery()
         if not self._closed:
             self._fail(error)
             # Pushes that were begun wait for an answer that cannot come.
@@ -519,10 +516,20 @@ class Coordinator:
 
     def replaced(self, error: FencedError) -> None:
         """End everything, now and at every join: workers and ps tasks serve another one."""
-        if self._replaced is None and not self._closed:
+        if not isinstance(self._gone, FencedError) and not self._closed:
             logger.error("a newer coordinator has taken over: %s", error)
-            self._replaced = error
+            self._gone = error
             self._fail(error)
+
+    def _fail_if_gone(self) -> None:
+        """What is scheduled after the end has the same end."""
+        if self._gone is not None and not self._queue.has_failed:
+            self.perform(self._queue.fail(self._gone))
+
+    def _resume_after_recovery(self) -> None:
+        recovering, self._recovering = self._recovering, False
+        if recovering:
+            self.perform(self._queue.resume())
 
     def _fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
@@ -599,6 +606,7 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
+        self._fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:

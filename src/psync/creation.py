@@ -47,7 +47,7 @@ class Creation:
         self._ps = ps
         self._lock = asyncio.Lock()
         self._error: Exception | None = None  # a variable could not be created: for ever
-        self.created: set[tuple[int, int]] = set()  # keys of the shards
+        self.created: set[tuple[tuple[int, int], str]] = set()  # (key, name) of each shard
 
     @property
     def pending(self) -> bool:
@@ -78,12 +78,14 @@ class Creation:
                     raise self._error.with_traceback(None)  # it is raised many times
                 batch = list(self._declared)
                 try:
-                    await self._create(await self._adopt(batch, last=last))
+                    await self._create_all(await self._adopt(batch, last=last))
                 except Exception as exc:
                     self._error = exc
                     raise
                 del self._declared[: len(batch)]
-                self.created.update(shard.key for one in batch for shard in one.spec.shards)
+                self.created.update(
+                    (shard.key, one.spec.name) for one in batch for shard in one.spec.shards
+                )
 
     async def _adopt(self, batch: list[Declaration], *, last: bool) -> list[Declaration]:
         """Return what is not adopted."""
@@ -93,6 +95,13 @@ class Creation:
         if last:
             self.reattachment = None
         return [each for each in batch if each.spec.name in missing]
+
+    async def _create_all(self, batch: list[Declaration]) -> None:
+        """Create it, again if ps tasks went back to an image meanwhile: that does not have it."""
+        timeline = -1
+        while self._ps.timeline != timeline:
+            timeline = self._ps.timeline
+            await self._create(batch)
 
     async def _create(self, batch: list[Declaration]) -> None:
         """Make and send the shards; at most one message for each ps is held at a time."""

@@ -1,6 +1,7 @@
 """A task's place on the network: it listens, connects, and owns its peers and handlers.
 
-Layer: L2. Imports: errors, blocks, handshake_limits, membership (back-off), platform, rpc, transport, wire.
+Layer: L2. Imports: errors, blocks, handshake_limits, membership (back-off), platform, rpc,
+transport, wire.
 """
 
 from __future__ import annotations
@@ -186,14 +187,17 @@ class Endpoint:
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
+        # As a time, not as what has been waited: near it, rounding would leave pauses of nothing.
+        deadline = None if timeout_s is None else start + timeout_s
         report_after_s = REPORT_AFTER_S
         attempt = 0
         while True:
             try:
                 return await self.connect(address, expect, lane)
             except ConnectFailed as exc:
-                waited = loop.time() - start
-                if timeout_s is not None and waited >= timeout_s:
+                now = loop.time()
+                waited = now - start
+                if deadline is not None and now >= deadline:
                     raise ConnectFailed(
                         f"no connection within {timeout_s:g} s: {exc.message}",
                         hint=f"is {expect} running, and is this its address?",
@@ -205,8 +209,8 @@ class Endpoint:
                     )  # fmt: skip
                     report_after_s = 2 * waited
                 pause = backoff(attempt, self.platform.uniform())
-                if timeout_s is not None:
-                    pause = min(pause, timeout_s - waited)
+                if deadline is not None:
+                    pause = min(pause, deadline - now)
                 await asyncio.sleep(pause)
                 attempt += 1
 

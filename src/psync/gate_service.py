@@ -1,6 +1,6 @@
 """The gate of a ps: holds updates back while a cut is taken, and lets admitted ones through.
 
-Layer: L3. Imports: errors, ledger, update_gate, rpc, wire.
+Layer: L3. Imports: errors, ledger, weak_rules, rpc, wire.
 
 One object serves one coordinator and timeline, with its ledger; a newer one gets another.
 
@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from psync.errors import CutLost
 from psync.ledger import Client, Ledger
 from psync.rpc import Handler, Peer, Reply
-from psync.update_gate import UpdateGate
+from psync.weak_rules import gate_without
 from psync.wire.messages import Done, Message
 from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
 
@@ -44,6 +44,7 @@ class GateService:
         check_coordinator: Raises unless a peer is the coordinator that is served.
         pause_steps: Returns when no synchronous step is being closed, and lets none begin.
         resume_steps: Lets them go on.
+        without: Safeguards that a test has switched off.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class GateService:
         check_coordinator: Callable[[Peer], None],
         pause_steps: Callable[[], Awaitable[None]],
         resume_steps: Callable[[], None],
+        without: frozenset[str] = frozenset(),
     ) -> None:
         self.cuts = 0  # for which the gate was shut
         self._task = task
-        self._gate = UpdateGate(ledger, exempt)
+        self._gate = gate_without(without, ledger, exempt)
         self._check_coordinator = check_coordinator
         self._pause_steps = pause_steps
         self._resume_steps = resume_steps

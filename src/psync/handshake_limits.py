@@ -2,8 +2,8 @@
 
 Layer: L1. Imports: nothing of psync.
 
-A secret of 128 bits is not to be guessed, so this protects no secret. It bounds what strangers cost:
-the computations of a handshake, and a line of the log for each that failed.
+A secret of 128 bits is not to be guessed, so this protects no secret. It bounds what strangers
+cost: the computations of a handshake, and a line of the log for each that failed.
 
 * Each address has a *bucket* of so many failures; a minute fills an empty one. From an address
   whose bucket is empty nobody is heard until there is one in it again. A success fills it at once.

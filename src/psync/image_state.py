@@ -17,7 +17,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from psync import schedules
@@ -91,6 +91,8 @@ class ImageState:
     counted: tuple[tuple[int, int, int, bytes], ...] = ()
     """On ps 0: (group, closure, ordinal, digest of its variables) of each call that was counted in
     a step that has been applied."""
+    pending: tuple[int, ...] = ()
+    """On ps 0: closures that were counted in a step that has not been applied."""
 
     @property
     def iterations(self) -> int:
@@ -105,6 +107,15 @@ class ImageState:
     def calls(self) -> Mapping[int, int]:
         """How many calls of each closure, by its number, have been applied."""
         return Counter(closure for closure, *_ in self.ledger.calls)
+
+    def for_coordinator(self, coordinator: int) -> ImageState:
+        """Return it without what it knows of another coordinator's closures and clients.
+
+        Closures have the same numbers in each life of a program, and are others each time.
+        """
+        if self.ledger.coordinator in (0, coordinator):
+            return self
+        return replace(self, ledger=LedgerState(coordinator=coordinator), counted=(), pending=())
 
     def to_bytes(self) -> bytes:
         """Return the state as it is stored."""
@@ -126,9 +137,12 @@ class ImageState:
                 "variable_sets": list(sets),
                 "calls": calls,
                 "final_below": self.ledger.final_below,
+                "coordinator": self.ledger.coordinator,
+                "parts": list(self.ledger.parts),
                 "accumulators": [[packed.hex(), step] for packed, step in self.accumulators],
                 "groups": list(self.groups.items()),
                 "counted": [[*call, digest.hex()] for *call, digest in self.counted],
+                "pending": list(self.pending),
             },
             separators=(",", ":"),
         ).encode()
@@ -215,10 +229,12 @@ class _StateReader:
         groups = dict(map(self._group, listed))
         self._once(groups, listed, "a group")
         counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
+        listed = take.sequence(top.get("pending", []), "pending closures")
+        pending = tuple(take.number(number, "a pending closure") for number in listed)
         return ImageState(
             tuple(shards), tuple(items), versions,
             {key: counts for key, counts in pushes.items() if counts}, optimizers,
-            self._ledger(top), accumulators, groups, counted,
+            self._ledger(top), accumulators, groups, counted, pending,
         )  # fmt: skip
 
     def _once(self, by_key: Mapping[Any, Any], listed: Sequence[Any], what: str) -> None:
@@ -309,8 +325,21 @@ class _StateReader:
             calls.append((closure, ordinal, *sets[place]))
         self._once({(closure, ordinal): 0 for closure, ordinal, *_ in calls}, calls, "a call")
         return LedgerState(
-            senders, tuple(calls), take.number(top.get("final_below"), "final_below")
+            senders,
+            tuple(calls),
+            take.number(top.get("final_below"), "final_below"),
+            take.number(top.get("coordinator", 0), "coordinator"),
+            self._parts(top),
         )
+
+    def _parts(self, top: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]:
+        take, what, parts = self._take, "parts of a call", []
+        for entry in take.sequence(top.get("parts", []), "parts of calls"):
+            closure, ordinal, count = take.sequence(entry, what, 3)
+            parts.append(
+                (take.number(closure, what), take.number(ordinal, what), take.number(count, what))
+            )
+        return tuple(parts)
 
     def _sender(self, entry: Any) -> SenderState:
         take = self._take

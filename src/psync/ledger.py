@@ -127,6 +127,7 @@ class _Applied:
     ticket: Ticket  # of the run that is or was first
     variable_set: int | bytes
     variables: Sequence[str]
+    parts: int = 1  # of the update, on all ps tasks together
 
 
 class Ledger:
@@ -202,7 +203,7 @@ class Ledger:
             return AlreadyApplied(ticket)
         if call is not None:
             calls = self._closures.setdefault(call[0], {})
-            calls[ordinal] = _Applied(ticket, variable_set, variables)
+            calls[ordinal] = _Applied(ticket, variable_set, variables, 1 + len(spread))
         self._fresh += 1
         return Fresh(ticket)
 

@@ -40,6 +40,9 @@ class LedgerState:
     calls: tuple[tuple[int, int, int, tuple[str, ...]], ...] = ()
     """(closure, ordinal, hash of its variables, their names) of each call that was applied."""
     final_below: int = 0  # closures below are final
+    coordinator: int = 0  # whose closures these numbers are; 0: it is not known
+    parts: tuple[tuple[int, int, int], ...] = ()
+    """(closure, ordinal, parts of the update on all ps tasks) of each call that has several."""
 
 
 def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerState:
@@ -52,13 +55,15 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
     Raises:
         BusyError: An update is being applied.
     """
-    calls = []
+    calls, parts = [], []
     for closure, by_ordinal in ledger._closures.items():
         for ordinal, applied in by_ordinal.items():
             _check_settled(applied.ticket)
             if isinstance(applied.variable_set, int):  # else it is an accumulator's
                 names = tuple(applied.variables)
                 calls.append((closure, ordinal, applied.variable_set, names))
+                if applied.parts > 1:
+                    parts.append((closure, ordinal, applied.parts))
     senders = []
     for task, sender in ledger._senders.items():
         answers = []
@@ -68,7 +73,9 @@ def state_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> LedgerSt
             if answer is not None:
                 answers.append((sequence, message.ticket.call, answer))
         senders.append(SenderState(task, sender.incarnation, sender.acked_below, tuple(answers)))
-    return LedgerState(tuple(senders), tuple(calls), ledger._final_below)
+    return LedgerState(
+        tuple(senders), tuple(calls), ledger._final_below, ledger._floor, tuple(parts)
+    )
 
 
 def _check_settled(ticket: Ticket) -> None:
@@ -94,9 +101,11 @@ def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object])
         for sequence, call, packed in sender.answers:
             ticket = Ticket(client, sequence, call, first=False, settled=True)
             made.messages[sequence] = _Message(ticket, unpack(packed))
+    parts = {(closure, ordinal): count for closure, ordinal, count in state.parts}
     for closure, ordinal, variable_set, names in state.calls:
         ticket = Ticket(_NOBODY, 0, (closure, ordinal), first=True, settled=True)
         calls = ledger._closures.setdefault(closure, {})
-        calls[ordinal] = _Applied(ticket, variable_set, names)
+        count = parts.get((closure, ordinal), 1)
+        calls[ordinal] = _Applied(ticket, variable_set, names, count)
     ledger.final_below(state.final_below)
     return ledger

@@ -1,6 +1,7 @@
 """The handle that all optimizers share: slots, pushes, and what comes back of them.
 
-Layer: L4. Imports: errors, specs, adoption, context, gradient_arguments, gradient_clipping, indexed_slices,
+Layer: L4. Imports: errors, specs, adoption, context, gradient_arguments, gradient_clipping,
+indexed_slices,
 measure_client, merged_updates, optimizer_state, pulls, replica_context, rule_configs, rule_options,
 runtime, schedules, scopes, slot_client, staleness_bound, update_rules, variable_lists, variables,
 wire.
@@ -175,7 +176,7 @@ class Optimizer:
         return Slot(var, self, name) if name in self._rule.slot_names() else None
 
     def variables(self) -> list[Slot]:
-        """Return its slots of all trainable variables that can be optimized: those of a float dtype.
+        """Return its slots of all trainable variables that can be optimized (of a float dtype).
 
         Raises:
             UsageError: It has slots, and it is not known here of which variables; see

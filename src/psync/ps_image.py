@@ -120,6 +120,7 @@ def freeze(
     accumulators: Sequence[tuple[bytes, int]] = (),
     groups: Mapping[int, Config] | None = None,
     counted: Sequence[tuple[int, int, int, bytes]] = (),
+    pending: Sequence[int] = (),
 ) -> Frozen:
     """Hold what a ps holds now. Nothing is copied.
 
@@ -130,6 +131,7 @@ def freeze(
         accumulators: Of ``ImageState``, as all that follow.
         groups: Likewise.
         counted: Likewise.
+        pending: Likewise.
 
     Raises:
         BusyError: An update is under way.
@@ -164,6 +166,7 @@ def freeze(
         tuple(accumulators),
         dict(groups or {}),
         tuple(counted),
+        tuple(pending),
     )
     return Frozen(state, arrays)
 

@@ -211,6 +211,8 @@ class PsLink:
                     if self._released is None or urgent:
                         raise
                     continue  # a recovery has begun
+                if self._released is not None and not urgent:
+                    continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
                 received = await peer.call(message, segments, into=into)

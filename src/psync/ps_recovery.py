@@ -1,6 +1,7 @@
 """A lost ps comes back: all ps tasks go back to the newest checkpoint, and training goes on.
 
-Layer: L3. Imports: errors, image_state, rollback_rules, events, ps_link, ps_client, wire.
+Layer: L3. Imports: errors, checkpoint_writer, image_state, rollback_rules, events, ps_link,
+ps_client, wire.
 
     RUNNING   --a ps is lost-->                    WAITING
     WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from psync.checkpoint_writer import streamed_by_environ
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -83,8 +85,12 @@ class RecoveryOwner(Protocol):
     async def attach_ps(self, link: PsLink) -> None:
         """Attach a ps that may have been started again; urgently."""
 
-    def created(self) -> set[tuple[int, int]]:
-        """Return the keys of all shards that were created."""
+    @property
+    def incarnation(self) -> int:
+        """Of the coordinator."""
+
+    def created(self) -> set[tuple[tuple[int, int], str]]:
+        """Return (key, name of the variable) of all shards that were created."""
 
     def recovery_ended(self) -> None:
         """Go on."""
@@ -120,14 +126,18 @@ class PsRecovery:
         """Whether a recovery is under way."""
         return self._task is not None
 
+    def saved(self, images: Sequence[ImageState]) -> None:
+        """There is a new checkpoint: what it has cannot be undone any more."""
+        self.ended.saved(CutCalls(images))
+
     def say_once(self) -> None:
         """Say what a lost ps would mean, when training begins."""
         if not self._said:
             self._said = True
             if self.source is None:
                 logger.info(
-                    "no CheckpointManager keeps checkpoints: if a ps is lost, this program ends "
-                    "with ParameterServerLost"
+                    "no CheckpointManager has saved anything yet: until then a ps that is lost "
+                    "ends this program with ParameterServerLost"
                 )
 
     def takes_over(self, error: ParameterServerLost) -> bool:
@@ -144,10 +154,15 @@ class PsRecovery:
         return True
 
     async def close(self) -> None:
-        """Give up. Cancellation: safe."""
+        """Give up: what waits for the end of a recovery fails. Cancellation: safe."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._let_go(
+                ParameterServerLost(
+                    next(iter(self._lost)), "was lost, and the coordinator was closed meanwhile"
+                )
+            )
 
     async def _recover(self) -> None:
         began = asyncio.get_running_loop().time()
@@ -165,9 +180,7 @@ class PsRecovery:
             error.__cause__ = exc
             logger.error("recovery of %s failed: %s", lost, exc)
             self._task = None
-            for link in self._ps.links:
-                link.lost = link.lost or error
-                link.release()
+            self._let_go(error)
             self._owner.recovery_failed(error)
             return
         self._task = None
@@ -179,6 +192,12 @@ class PsRecovery:
         )  # fmt: skip
         self._owner.recovery_ended()
         self._events.emit(event)
+
+    def _let_go(self, error: ParameterServerLost) -> None:
+        """No ps is recovered any more: whoever waited for that fails."""
+        for link in self._ps.links:
+            link.lost = link.lost or error
+            link.release()
 
     async def _attempts(self, began: float) -> RollbackEvent:
         for attempt in range(MAX_ATTEMPTS):
@@ -197,19 +216,26 @@ class PsRecovery:
         images = await asyncio.to_thread(self.source)
         if images is None:
             raise CheckpointError("there is no checkpoint yet")
-        states = self._checked(images)
+        own = self._owner.incarnation
+        read = self._checked(images)
+        states = [state.for_coordinator(own) for state in read]
+        packed = [
+            image.state if state is before else state.to_bytes()
+            for image, before, state in zip(images, read, states, strict=True)
+        ]
         for link in links:
             if link.lost is not None:
                 link.revive()
         await self._attach_all()
         self._loads += 1
-        await all_of(
-            [self._prepare(link, image) for link, image in zip(links, images, strict=True)]
-        )
+        await all_of([self._prepare(*each) for each in zip(links, images, packed, strict=True)])
         timeline = self._ps.timeline + 1
+        self._ps.begin_timeline(timeline)  # first: what is answered by some of them is sent again
         take = TakeImage(self._loads, timeline, self._owner.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
-        self._ps.begin_timeline(timeline)
+        for link in links:
+            if link.lost is not None:  # after it had answered
+                raise link.lost.with_traceback(None)
         for link in links:
             link.release()
         to_step = max(state.iterations for state in states)
@@ -249,10 +275,11 @@ class PsRecovery:
                 f"{len(self._ps.links)}"
             )
         states = [ImageState.from_bytes(image.state, str(image.file)) for image in images]
-        kept = {spec.key for state in states for spec in state.shards}
+        kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
         if missing := self._owner.created() - kept:
             raise CheckpointError(
-                f"{len(missing)} shards were created after the newest checkpoint was saved",
+                f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
+                "another program than this one",
                 hint="save again after the last variable was declared",
             )
         return states
@@ -272,12 +299,12 @@ class PsRecovery:
         left = [link for link in self._ps.links if link.lost is None]
         return max(await all_of([ask(link) for link in left]), default=0) if left else 0
 
-    async def _prepare(self, link: PsLink, image: StoredImage) -> None:
+    async def _prepare(self, link: PsLink, image: StoredImage, state: bytes) -> None:
         """Let a ps read its image, or send it, where the ps does not find the file."""
         places = json.dumps([list(place) for place in image.places]).encode()
-        segments = [image.state, places]
+        segments = [state, places]
         load = self._loads
-        if not os.environ.get("PSYNC_CHECKPOINT_STREAM"):
+        if not streamed_by_environ(os.environ):
             try:
                 by_path = PrepareImage(load, str(image.file))
                 await link.call(always(by_path), segments, bulk=True, urgent=True)

@@ -360,12 +360,14 @@ class PsTask:
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; see ``image_service.Held``."""
         self._log.cut(self._store)
+        steps = None if self._closer is None else self._closer.steps
+        pending = [] if steps is None else steps.pending_closures()
         frozen = freeze(
             self._store, self._ledger, pack_answer,
             pack_accumulators(self._accumulators.definitions()), self._sync.raw_configs(),
-            () if self._closer is None else self._closer.steps.calls(),
+            () if steps is None else steps.calls(), pending,
         )  # fmt: skip
-        return frozen, [] if self._closer is None else self._closer.steps.pending_closures()
+        return frozen, pending
 
     def take(self, thawed: Thawed, message: TakeImage) -> None:
         """Serve what an image holds from now on; see ``image_service.Held``.
@@ -406,7 +408,7 @@ class PsTask:
         self._locks = PsLocks(self.task, self._store)
         self._gate = GateService(
             self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,
-            self._resume_steps,
+            self._resume_steps, self._platform.failpoints.without,
         )  # fmt: skip
         parts = (
             self._platform, self.task, self._store, self._ledger, self._work, self._pool,

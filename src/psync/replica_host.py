@@ -294,9 +294,7 @@ class ReplicaHost:
             raise UsageError(f"the backup of {known.sender} is not complete")
         if known.address is None:
             known.epoch = message.epoch
-            serving = asyncio.get_running_loop().create_task(
-                self._serve(known, message.fences)
-            )
+            serving = asyncio.get_running_loop().create_task(self._serve(known, message.fences))
             known.address = serving
         return Reply(Promoted(await asyncio.shield(cast("asyncio.Task[str]", known.address))))
 

@@ -58,9 +58,6 @@ class ReplicaOwner(RecoveryOwner, Protocol):
     def end_sessions(self) -> None:
         """Give up all workers that are there; they are attached again at once."""
 
-    def recovery_gave_way(self) -> None:
-        """Another recovery has begun in place of the one that was announced."""
-
 
 class ReplicaRecovery:
     """Keeps the backups of one coordinator's ps tasks, and promotes them.
@@ -230,9 +227,7 @@ class ReplicaRecovery:
         except (PsyncError, TimeoutError) as exc:
             logger.error("%s: its backup cannot take over: %s", self._links[ps].task, exc)
             self._task = None
-            if self._falls_back():
-                self._owner.recovery_gave_way()
-            else:
+            if not self._falls_back():
                 error = self._lost[ps]
                 for link in self._links:
                     link.release()
@@ -266,9 +261,7 @@ class ReplicaRecovery:
         dead = self._home[ps]
         async with asyncio.timeout(CONNECT_S):
             peer = await self._peer(host)
-        message = Promote(
-            ps, next(self._epochs), self._endpoint.incarnation, self._owner.fences()
-        )
+        message = Promote(ps, next(self._epochs), self._endpoint.incarnation, self._owner.fences())
         deadline = asyncio.get_running_loop().time() + link.lost_after_s
         answer = (await peer.call(message, deadline=deadline)).message
         if not isinstance(answer, Promoted):

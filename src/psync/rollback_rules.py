@@ -2,14 +2,16 @@
 
 Layer: L1. Imports: image_state.
 
-A cut has each update wholly or not at all, so a call of a closure is in it if any ps knows it. The
-ledgers forget the calls of closures below the low-water mark; these were final when the cut was
-taken, so all that they did is in it. Synchronous pushes are known to ps 0, once their step has been
-applied.
+A cut has all or none of the parts of an update. But if a client is lost in between, the closure
+runs again and sends what is missing: perhaps after the cut, which then has a part of the call. So
+parts count, and each ledger knows of how many its own is one. The ledgers forget the calls of
+closures below the low-water mark; these were final when the cut was taken, so all that they did is
+in it. Synchronous pushes are known to ps 0, once their step has been applied.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from psync.image_state import ImageState
@@ -27,13 +29,20 @@ class CutCalls:
 
     def __init__(self, images: Sequence[ImageState]) -> None:
         self._final_below = max((image.ledger.final_below for image in images), default=0)
-        self._calls: dict[int, set[int]] = {}
+        self._calls: dict[int, set[int]] = {}  # those that are whole
+        missing: Counter[tuple[int, int]] = Counter()  # parts of calls
+        for image in images:
+            for closure, ordinal, count in image.ledger.parts:
+                missing[closure, ordinal >> PART_BITS] = count
         for image in images:
             for closure, ordinal, *_ in image.ledger.calls:
-                self._calls.setdefault(closure, set()).add(ordinal >> PART_BITS)
+                call = ordinal >> PART_BITS
+                missing[closure, call] -= 1
+                if missing[closure, call] <= 0:
+                    self._calls.setdefault(closure, set()).add(call)
             for _, closure, ordinal, _ in image.counted:
                 self._calls.setdefault(closure, set()).add(ordinal)
-        self._pending: frozenset[int] = frozenset()
+        self._pending = frozenset(number for image in images for number in image.pending)
 
     def has_all(self, closure: int, calls: int) -> bool:
         """Return whether all updates of a closure that has ended are in the cut.

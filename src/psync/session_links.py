@@ -107,9 +107,7 @@ class SessionLinks:
         where = f"/job:ps/task:0 at {self._addresses[0]}"
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                incarnation = await enquire(
-                    self._platform, "/job:ps/task:0", self._addresses[0]
-                )
+                incarnation = await enquire(self._platform, "/job:ps/task:0", self._addresses[0])
         except TimeoutError as exc:
             raise ConnectFailed(
                 f"no connection within {self._connect_timeout_s:g} s to {where}",

@@ -43,8 +43,28 @@ def _write(stream: TextIO | None, text: str) -> None:
     if stream is None:  # Python sets it to None where the descriptor was closed before it started
         return
     encoding = stream.encoding or "utf-8"  # a StringIO has none
-    stream.write(text.encode(encoding, "replace").decode(encoding))
+    data = text.encode(encoding, "replace")
+    fd = _descriptor(stream)
+    if fd is None:
+        stream.write(data.decode(encoding))
+        stream.flush()
+        return
     stream.flush()
+    while data:
+        try:
+            data = data[os.write(fd, data) :]
+        except BlockingIOError:  # whoever shares it with us wants it so; Python would lose the rest
+            select.select([], [fd], [])
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Return where a stream writes to if it is a plain file, and not what stands for one."""
+    if type(stream) is not io.TextIOWrapper:
+        return None
+    try:
+        return stream.fileno()
+    except OSError:  # over memory
+        return None
 
 
 def fill_standard_streams() -> None:

@@ -11,10 +11,7 @@ no setting: nobody who trains wants any of these off.
     low_water       calls are forgotten when newer closures come, not when they are final
     staleness       a synchronous push counts however old its values are
     staged_commit   a synchronous push counts before all of its parts are there
-    timeline        after a recovery what was begun before it is served on
     one_cut         each ps freezes when it likes, with no gate
-    commit_marker   a checkpoint counts as complete before it is
-    replica_ack     an update is answered before the replica has it
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ VARIABLE = "PSYNC_TESTING_WITHOUT"
 
 NAMES = frozenset(
     {
-        "dedup", "fencing", "low_water", "staleness", "staged_commit", "timeline", "one_cut",
-        "commit_marker", "replica_ack",
+        "dedup", "fencing", "low_water", "staleness", "staged_commit", "one_cut",
     }
 )  # fmt: skip
 """Every safeguard that has a switch."""

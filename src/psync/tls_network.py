@@ -9,8 +9,8 @@ import asyncio
 
 from psync.cluster import split_address
 from psync.errors import ConfigurationError
-from psync.tls_config import HOW_TO_MAKE_THEM, Tls
 from psync.tls_channel import TlsChannel
+from psync.tls_config import HOW_TO_MAKE_THEM, Tls
 from psync.transport import Factory, Listener, Network
 
 UNIX_NAME = "localhost"

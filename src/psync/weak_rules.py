@@ -1,6 +1,6 @@
 """Rules without one of their safeguards: what ``testing_switches`` puts in their place.
 
-Layer: L2. Imports: commit_log, ledger, sync_groups, sync_steps.
+Layer: L2. Imports: commit_log, ledger, sync_groups, sync_steps, update_gate.
 
 Each is the rule itself, told something wrong. So the code that trains knows nothing of switches.
 """
@@ -16,6 +16,7 @@ from psync.commit_log import CommitLog, LogState
 from psync.ledger import Client, Ledger, Verdict
 from psync.sync_groups import Action, Contribution
 from psync.sync_steps import SyncSteps
+from psync.update_gate import UpdateGate
 
 CALLS_KEPT = 2
 """Closures of which a ledger without its low-water mark knows calls."""
@@ -98,6 +99,23 @@ class WeakSteps(SyncSteps):
         """Judge a push as if its values were those of the present step."""
         present = dataclasses.replace(contribution, local_step=self.step(group))
         return super().contribute(group, present)
+
+
+class OpenGate(UpdateGate):
+    """A gate that holds nothing back, so that each ps freezes when it likes."""
+
+    def holds(self, client: Client, sequence: int) -> bool:
+        """Return whether a message has to wait."""
+        return False
+
+    def others(self) -> list[tuple[int, str, int, int]]:
+        """Return what belongs to updates that have begun, and is for other ps tasks."""
+        return []
+
+
+def gate_without(without: frozenset[str], ledger: Ledger, exempt: str) -> UpdateGate:
+    """Return the gate of a ps, or one that lacks what ``without`` names."""
+    return OpenGate(ledger, exempt) if "one_cut" in without else UpdateGate(ledger, exempt)
 
 
 def weaken(ledger: Ledger, without: frozenset[str]) -> None:

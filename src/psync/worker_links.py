@@ -304,15 +304,15 @@ class WorkerLinks:
         else:
             self._lost(worker.name)
             error = control.error or bulk.error or "it closed the connection"
+            what = f"{worker.name} is lost ({error})"
             if worker.sent_away is not None:
                 blame = worker.sent_away
-                what = f"the session of {worker.name} was ended ({error})"
+                what = what if blame else f"the session of {worker.name} was ended ({error})"
             elif worker.reason:
                 what = f"{worker.name} cannot go on ({worker.reason})"
                 counts = not self._misses_ps()  # else that is the reason
             else:
                 blame = counts = True
-                what = f"{worker.name} is lost ({error})"
             logger.warning("%s; its closures run again", what)
             if counts:
                 self._count_loss(worker)

@@ -6,6 +6,7 @@ Which safeguards have a switch: ``psync.testing_switches``. Real processes with 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -18,7 +19,7 @@ from memory_cluster import cluster_of, event_of
 import psync
 from psync.failpoints import Failpoints
 from psync.platform import Platform
-from psync.testing import run_virtual
+from psync.testing import MemoryNetwork, run_virtual
 
 MAX_SEEDS = 12
 
@@ -58,6 +59,41 @@ def test_the_simulation_notices_that_a_safeguard_is_missing(
 ) -> None:
     switch_off(monkeypatch, name)
     assert any(is_noticed(seed) for seed in range(first, first + MAX_SEEDS))
+
+
+async def torn_cuts(seed: int) -> int:
+    """Take cuts while closures push to both ps tasks; return how many have parts of pushes."""
+    network = MemoryNetwork(seed, latency=(0.0005, 0.02), chunk=(1 << 14, 1 << 20))
+    async with cluster_of(2, 3, network=network) as cluster:
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                counter = psync.Variable(np.zeros((2, 1), np.float32))
+
+            async def step(counter: psync.Variable) -> None:
+                await counter.assign_add(np.ones((2, 1), np.float32))
+
+            torn = 0
+            for _ in range(150):
+                coordinator.schedule(step, (counter,))
+            await asyncio.sleep(0.1)
+            while not coordinator.done():
+                async with coordinator._running("test").cuts.take() as cut:
+                    first, second = [await cut.read(ps, 0) for ps in range(2)]
+                    torn += first.item() != second.item()
+            await coordinator.join()
+            return torn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gated", [True, False])
+def test_without_the_gate_a_cut_has_parts_of_pushes(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not gated:
+        switch_off(monkeypatch, "one_cut")
+    torn = [run_virtual(torn_cuts, seed, seed=seed) for seed in range(3)]
+    assert (sum(torn) == 0) is gated
 
 
 @pytest.mark.virtual_time

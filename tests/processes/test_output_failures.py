@@ -72,9 +72,7 @@ def test_closed_descriptors_stop_nobody(closed: str) -> None:
 def test_the_command_line_says_that_its_output_is_lost(options: str) -> None:
     ended = shell(f"{sys.executable} -m psync {options} > /dev/full")
     assert ended.returncode == 1
-    assert ended.stderr == (
-        "psync: error: the output cannot be written: No space left on device\n"
-    )
+    assert ended.stderr == ("psync: error: the output cannot be written: No space left on device\n")
 
 
 def blocked_in_a_write(pid: int) -> bool:

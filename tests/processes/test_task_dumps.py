@@ -49,6 +49,8 @@ def stuck(kind: str, num_workers: int = 1, **environ: str) -> Iterator[Stuck]:
         run.read_until("stuck")
         yield run
         popen.send_signal(signal.SIGTERM)
+        run.read_until("SIGTERM: stopping all tasks")
+        popen.send_signal(signal.SIGTERM)  # steps that hang need not be waited for
         assert popen.wait() == 128 + signal.SIGTERM
     finally:
         popen.kill()

@@ -321,7 +321,8 @@ def test_a_client_may_expect_nobody_in_particular() -> None:
         (
             "tls",
             AuthenticationError,
-            "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, or none",
+            "set PSYNC_TLS_CA_FILE, PSYNC_TLS_CERT_FILE and PSYNC_TLS_KEY_FILE for all tasks, "
+            "or none",
         ),
         ("fenced", FencedError, None),
         ("full", ConnectFailed, None),

@@ -101,6 +101,17 @@ def test_both_sides_open_and_know_each_other(secret: bytes | None, lane: str) ->
     assert client.data_to_send() == server.data_to_send() == []
 
 
+@pytest.mark.parametrize(("seen", "state"), [(b"one", State.OPEN), (b"two", State.CLOSED)])
+def test_a_connection_opens_if_both_sides_see_the_same_tls(seen: bytes, state: State) -> None:
+    client, server = new_client(), new_server()
+    client.bind(b"one")
+    server.bind(seen)
+    with contextlib.suppress(AuthenticationError):
+        converse(client, server)
+    assert client.state is state
+    assert (server.state is State.OPEN) is (state is State.OPEN)
+
+
 def test_who_says_what_in_which_order() -> None:
     client, server = new_client(), new_server()
     from_client, from_server = converse(client, server)

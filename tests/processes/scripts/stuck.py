@@ -19,7 +19,7 @@ async def main() -> None:
         optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
 
         async def waits_for_ever() -> None:
-            print("stuck", flush=True)
+            asyncio.get_running_loop().call_later(0.05, print, "stuck")  # when it waits
             await asyncio.Event().wait()
 
         async def computes_on_the_loop() -> None:

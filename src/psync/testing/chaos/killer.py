@@ -9,7 +9,9 @@ The rule of whom it leaves alone, because a kill would teach nothing:
   chief: whoever restores has to get to the end of it once. Workers are killed meanwhile;
 - a task that it has stopped, until it goes on.
 
-It waits until the task that it has drawn may be killed, and passes it over after a while.
+A worker that gets SIGTERM leaves for good, as the launcher sees it: two always stay, and where no
+other is left SIGKILL is sent instead. It waits until the task that it has drawn may be killed, and
+passes it over after a while.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from psync.testing.chaos.marks import PushMarks, in_flight
 from psync.testing.chaos.victims import Victim, victims_of
 
 LOOK_EVERY_S = 0.02
-PATIENCE_S = 20.0  # then another task is drawn
+PATIENCE_S = 10.0  # then another task is drawn
 LONGEST_STOP_S = 6.0
+STAY = 2
+"""Workers that are never asked to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class Killer:
         self._rng = rng
         self._marks = PushMarks(directory / "marks")
         self._stopped: dict[str, Victim] = {}
+        self._left: set[int] = set()  # workers that were asked to leave
         self._began = time.monotonic()
         self._done_at_kill = 0  # lines of the journal at the last kill of a ps or the chief
 
@@ -133,8 +138,10 @@ class Killer:
 
     async def _strike(self, stops: asyncio.TaskGroup) -> None:
         job = self._drawn(self._plan.jobs)
-        index = self._rng.randrange(self._tasks[job])
+        index = self._rng.choice(self._staying(job))
         name = self._drawn(self._plan.signals[job])
+        if job == "worker" and name == "SIGTERM" and len(self._staying(job)) <= STAY:
+            name = "SIGKILL"
         deadline = time.monotonic() + PATIENCE_S
         while (victim := self._ready(job, index)) is None:
             if time.monotonic() > deadline:
@@ -158,7 +165,9 @@ class Killer:
             seconds = min(LONGEST_STOP_S, self._rng.expovariate(1 / self._plan.stop_s))
             self._stopped[victim.name] = victim
             stops.create_task(self._go_on(victim, seconds))
-        elif job != "worker":
+        elif job == "worker":
+            self._left |= {index} if signum == signal.SIGTERM else set()
+        else:
             self._done_at_kill = self._progress()
 
     async def _go_on(self, victim: Victim, seconds: float) -> None:
@@ -177,6 +186,11 @@ class Killer:
             slot = self._marks.snapshot(self._tasks["worker"]).get(index)
             return victim if slot is not None and slot[0] == victim.pid else None
         return victim if self._progress() > self._done_at_kill else None
+
+    def _staying(self, job: str) -> list[int]:
+        """Return the tasks of a job that are there, or come back."""
+        left = self._left if job == "worker" else ()
+        return [index for index in range(self._tasks[job]) if index not in left]
 
     def _progress(self) -> int:
         """Return how many lines say that closures are done."""

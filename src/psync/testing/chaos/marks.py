@@ -62,6 +62,16 @@ class PushMarks:
         return pid, number
 
 
+_marks: dict[str, PushMarks] = {}  # of this process, by path
+
+
+def marks_at(path: str) -> PushMarks:
+    """Return the marks of this process in a file; opened once."""
+    if path not in _marks:
+        _marks[path] = PushMarks(path)
+    return _marks[path]
+
+
 def in_flight(
     before: Mapping[int, tuple[int, int]],
     after: Mapping[int, tuple[int, int]],

@@ -84,9 +84,8 @@ async def run(plan: RunPlan) -> Result:
         try:
             proxies = await _announce(launcher, plan, network)
             tasks = {"chief": 1, "ps": plan.settings.num_ps, "worker": plan.settings.num_workers}
-            killer = Killer(
-                launcher.pid, directory, tasks, plan.kills, random.Random(f"{plan.seed}/kills")
-            )
+            rng = random.Random(f"{plan.seed}/{plan.settings.mode}/kills")
+            killer = Killer(launcher.pid, directory, tasks, plan.kills, rng)
             result.kills = killer.kills
             result.proxies = proxies
             await _unless_it_ends(launcher, _chaos(killer, proxies, plan))

@@ -1,6 +1,7 @@
 """The training program of a chaotic run: it knows which of its closures are done.
 
-Layer: L5. Imports: __init__ (psync), testing.chaos.journal, testing.chaos.marks.
+Layer: L5. Imports: __init__ (psync), errors, testing.chaos.journal, testing.chaos.marks,
+testing.chaos.oracle.
 
 Closure c adds 1 to row c of a table on each ps, and to a total on each ps, in one push; adds 1 to
 row c of other counters by an assign; and moves a small model with SGD, and another with Adam, by
@@ -21,6 +22,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,18 +32,17 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.errors import PsyncError
+from psync.errors import AttachError, PsyncError
 from psync.events import RollbackEvent
-from psync.testing.chaos.journal import Journal
-from psync.testing.chaos.marks import PushMarks
+from psync.testing.chaos import oracle
+from psync.testing.chaos.journal import Journal, read_journal
+from psync.testing.chaos.marks import marks_at
 
 VARIABLE = "PSYNC_CHAOS"
 STOP = "stop"
 FINAL = "final.npz"
 MODEL_SHAPE = (8, 4)
 RATE = 0.0625
-
-_marks: dict[str, PushMarks] = {}  # of this process, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Settings:
     checkpoint_every: int = 3  # batches; 0: none is saved
     rows: int = 1 << 16  # for each ps; closures that are as many apart share one
     recovery: str = "checkpoint"  # what is asked of the coordinator; "none"
+    attach: bool = False  # whether a life goes on with what the ps tasks hold, where they live
 
     @classmethod
     def from_environment(cls) -> Settings:
@@ -110,11 +112,7 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
     num_ps, num_rows, seed = settings.num_ps, settings.rows, settings.seed
 
     async def step(number: int) -> tuple[str, str]:
-        import random
-
-        from psync.testing.chaos import program
-
-        marks = program.marks_at(path)
+        marks = marks_at(path)
         worker = psync.get_worker_index()
         rng = random.Random(f"{seed}/{number}")
         first, second = await psync.pull((by_sgd, by_adam))
@@ -135,13 +133,6 @@ def closure_of(settings: Settings, parts: Parts) -> Any:
         return counted.outcome.value, moved.outcome.value
 
     return step
-
-
-def marks_at(path: str) -> PushMarks:
-    """Return the marks of this process."""
-    if path not in _marks:
-        _marks[path] = PushMarks(path)
-    return _marks[path]
 
 
 class Program:
@@ -193,8 +184,12 @@ class Program:
             await asyncio.gather(listening, return_exceptions=True)
 
     async def _resume(self) -> list[int]:
-        """Go on from the newest checkpoint; return the closures that have to run again."""
-        restored = await self._manager.restore_or_initialize()
+        """Go on from where an earlier life was; return the closures that have to run again."""
+        restored: object = None
+        if self._coordinator.attached:
+            self._remember()
+        else:
+            restored = await self._manager.restore_or_initialize()
         pending = list(self._progress.pending)
         again, partial = [], {}
         if pending:
@@ -206,9 +201,19 @@ class Program:
                     again.append(number)
         self._journal.say(
             "life", restored=restored and str(restored), next=self._progress.next,
-            again=again, partial=partial, pid=os.getpid(),
+            again=again, partial=partial, attached=self._coordinator.attached, pid=os.getpid(),
         )  # fmt: skip
         return again
+
+    def _remember(self) -> None:
+        """The variables are what they were: the journal says what was scheduled, and done."""
+        known = oracle.read(read_journal(self._settings.directory))
+        self._progress.next = known.stop
+        self._progress.pending = [
+            number
+            for number in range(known.stop)
+            if number not in known.done and number not in known.partial
+        ]
 
     async def _traces(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return which of these closures the restored counters have: those that share no row."""
@@ -281,14 +286,25 @@ async def main() -> None:
     await _wait_for_cluster(settings)
     with contextlib.closing(Journal(settings.directory)) as journal:
         journal.say("begin", pid=os.getpid())
-        strategy = psync.ParameterServerStrategy(
-            psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(settings.num_ps)
-        )
-        options: dict[str, Any] = {"max_losses": 1 << 20, "max_flaps": None, "min_workers": 1}
-        async with psync.ClusterCoordinator(strategy, **options) as coordinator:
-            with strategy.scope():
-                parts = Parts(settings)
-            await Program(settings, coordinator, parts, journal).run()
+        if settings.attach:
+            try:
+                await _live(settings, journal, attach=True)
+                return
+            except AttachError as exc:  # a ps has died with the chief
+                journal.say("unattached", reason=exc.message)
+        await _live(settings, journal, attach=False)
+
+
+async def _live(settings: Settings, journal: Journal, *, attach: bool) -> None:
+    strategy = psync.ParameterServerStrategy(
+        psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(settings.num_ps)
+    )
+    async with psync.ClusterCoordinator(
+        strategy, max_losses=1 << 20, max_flaps=None, min_workers=1, attach=attach
+    ) as coordinator:
+        with strategy.scope():
+            parts = Parts(settings)
+        await Program(settings, coordinator, parts, journal).run()
 
 
 async def _wait_for_cluster(settings: Settings) -> None:

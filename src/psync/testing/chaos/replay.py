@@ -47,14 +47,15 @@ def replay(path: Path) -> Replayed:
         match name:
             case "begin":
                 replayed.store, applied = ShardStore("replay"), {}
-            case "image":
+            case "image" | "adopted":
                 held, found = arguments
                 replayed.store = store_of(held)
-                replayed.images.append(found)
+                if name == "image":
+                    replayed.images.append(found)
                 # What the image's ledger knows is not written down: what it lacks runs again.
                 applied = {}
                 if digest(replayed.store) != found:
-                    replayed.faults.append(f"{path.name}: an image is not what it says")
+                    replayed.faults.append(f"{path.name}: {name}: not what it says")
             case "cut":
                 replayed.cuts.add(arguments[0])
                 if digest(replayed.store) != arguments[0]:
@@ -72,10 +73,6 @@ def replay(path: Path) -> Replayed:
                         f"{applied[closure, ordinal]}"
                     )
                 applied[closure, ordinal] = f"{task} (update {sequence}, {kind})"
-            case "take_up":
-                _take_up(replayed.store, *arguments)
-            case "take_up_optimizer":
-                _define(replayed.store, *arguments[0])
             case _:
                 _call(replayed.store, name, arguments, options)
     return replayed

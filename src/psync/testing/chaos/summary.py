@@ -1,6 +1,6 @@
 """What a chaotic run has done and found, as a table.
 
-Layer: L5. Imports: testing.chaos.one_run.
+Layer: L5. Imports: lost_messages, testing.chaos.one_run.
 """
 
 from __future__ import annotations
@@ -57,6 +57,15 @@ def summary(result: Result, again: str) -> str:
     if len(result.faults) > SHOWN:
         lines.append(f"… and {len(result.faults) - SHOWN} more")
     return "\n".join([*lines, f"left in {plan.settings.directory}", f"again: {again}"])
+
+
+def deaths_of(result: Result) -> Counter[str]:
+    """Return how many tasks of each job have died, by a signal or at a failpoint."""
+    deaths = Counter(kill.job for kill in result.kills if kill.signal != "SIGSTOP")
+    for task, counts in result.notes.items():
+        job = task.partition("-")[0]
+        deaths[job] += sum(n for line, n in counts.items() if line.startswith("failpoint "))
+    return +deaths
 
 
 def losses_of(notes: Mapping[str, Counter[str]]) -> list[str]:

@@ -1,0 +1,90 @@
+"""Requests that a ps carries out, to be changed a little: what makes no sense at all is refused at
+once, and says nothing about what comes behind.
+
+They speak of three shards: 0/0, four float32; 1/0, the global step; 2/0, eight rows of two float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from samples import Draw, changed, drawn, fields_of
+
+from psync.moment_rules import Adam
+from psync.schedules import Constant
+from psync.sync_config import SyncConfig
+from psync.update_rules import SGD
+from psync.wire import messages as said
+from psync.wire.codec import Message
+
+SHARDS = [
+    ["v", 0, 0, 0, [4], "float32"], ["step", 1, 0, 0, [], "int64"],
+    ["rows", 2, 0, 0, [8, 2], "float32"],
+]  # fmt: skip
+SHARD_BYTES = (16, 8, 64)
+
+ADAM = Adam(Constant(0.1)).to_config()
+GROUP = SyncConfig(
+    name="sync", optimizer=SGD(0.5).to_config(), replicas_to_aggregate=1, total_num_replicas=1,
+    global_step=(0, 1, 0), averages=(),
+).to_config()  # fmt: skip
+ROWS = (16, 16)  # two row numbers, two rows
+
+TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
+    (said.CreateShards(SHARDS, [None, b"\0" * 8, (0, 0)]), (16,)),
+    (said.CreateShards([["w", 7, 0, 0, [4], "float32"]], [(0, 0)]), ()),
+    (said.Pull(9, [(0, 0), (2, 0)], -1, ""), ()),
+    (said.Pull(9, [(2, 0)], 3, "m"), ()),
+    (said.PullRows([(2, 0, 2, 0, 0, 2), (0, 0, 2, 1, 0, 1)], -1, ""), (16,)),
+    (said.PullRows([(2, 0, 2, 1, 1, 2)], -1, ""), ()),
+    (said.Push(5, 0, 1, 0, 3, [(0, 0), (2, 0)], 3, ADAM, 0), (16, 64)),
+    (said.Push(6, 0, 1, 1, 4, [(2, 0)], 3, ADAM, 0, [2]), ROWS),
+    (said.Push(7, 0, -1, 0, 3, [(0, 0)], 4, SGD(0.5, 0.9).to_config(), 3, None, [2.0]), (16,)),
+    (said.MeasurePush(3, [(0, 0)], 3, ADAM, 0), (16,)),
+    (said.Assign(8, 0, 1, 2, 3, [(0, 0)], "add"), (16,)),
+    (said.Assign(9, 0, -1, 0, 5, [(2, 0)], "min", [2]), ROWS),
+    (said.AverageShards(10, 0, -1, 0, [(0, 2, 0)], 0.5), ()),
+    (said.LockShards(1, [(0, 0), (2, 0)], 5.0), ()),
+    (said.AssignLocked(11, 0, -1, 0, 3, [(0, 0)], "assign", None, None, 1), (16,)),
+    (said.PullLocked(9, [(0, 0)], -1, "", 1), ()),
+    (said.DefineOptimizer(3, ADAM), ()),
+    (said.SetOptimizer(3, ADAM, 7, Constant(0.25).to_config()), ()),
+    (said.SetSlots(3, ADAM, [(0, 0, "m"), (2, 0, "v")]), (16, 64)),
+    (said.AskOptimizer(3, ADAM), ()),
+    (said.DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0), ()),
+    (said.ApplyGradient(12, 0, -1, 0, "g", [2], None, 0, 1.0), (8,)),
+    (said.DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0), ()),
+    (said.ApplyGradient(13, 0, -1, 0, "s", [2, 3], None, 0, 1.0), (16, 24)),
+    (said.TakeGradient("g", 1, 0, 1), ()),
+    (said.InitTokens(9, GROUP, 0), ()),
+    (said.DescribeSet(6, [(0, 0)], 9, GROUP), ()),
+    (said.StagePush(9, GROUP, 1, -1, 6, [(0, 0)]), (16,)),
+    (
+        said.Contribute(
+            9, GROUP, 1, 0, -1, 0, b"set", -1, 1.0, 6, [(0, 0, 0)], 0, None, None, False
+        ),
+        (16,),
+    ),
+    (said.TickClock(1, 2, 1), ()),
+    (said.EnterSession(9), ()),
+]  # fmt: skip
+
+
+def request(draw: Draw) -> tuple[Message, list[bytes]]:
+    """Return a template with none to two of its fields, or of its segments, changed."""
+    message, lengths = draw.of(TEMPLATES)
+    body = [bytes((draw.of((0, 1, 2, 127, 255)),)) * length for length in lengths]
+    fields = fields_of(type(message))
+    for _ in range(draw.of((0, 0, 0, 0, 1, 1, 1, 2))):
+        which = draw.below(8)
+        if which == 0 and body:
+            at = draw.below(len(body))
+            body[at] = bytes(draw.of((0, 1, 4, 8, 16, 24, 64, 4096)))
+        elif which == 1:
+            body = [*body, bytes(8)] if draw.below(2) else body[:-1]
+        elif fields:
+            name = draw.of(sorted(fields))
+            old = getattr(message, name)
+            value = drawn(fields[name], draw) if which < 6 else changed(old, draw)
+            message = dataclasses.replace(message, **{name: value})
+    return message, body

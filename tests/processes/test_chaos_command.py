@@ -1,0 +1,57 @@
+"""``python -m psync.testing.chaos``: real processes, a few seconds of chaos."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from psync.failpoints import Failpoints
+from psync.testing.chaos.__main__ import PS_POINTS, WORKER_POINTS, drawn_failpoints
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]
+
+
+def chaos(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "psync.testing.chaos", "--out", str(directory), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=160)
+
+
+def test_a_few_seconds_of_kills_and_losses_leave_everything_counted_once(tmp_path: Path) -> None:
+    ended = chaos(tmp_path, "--seed", "5", "--minutes", "0.08", "--pause", "0.5")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "nothing was found" in ended.stdout
+    assert "bit for bit" in ended.stdout
+    assert "  worker   SIG" in ended.stdout
+
+
+def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_it(
+    tmp_path: Path,
+) -> None:
+    ended = chaos(
+        tmp_path, "--minutes", "0.02", "--recovery", "none", "--without", "dedup",
+        "--failpoints", "none",
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "FAULT: rows: closure" in ended.stdout
+    assert f"left in {tmp_path}/async" in ended.stdout
+    assert "again: " in ended.stdout
+
+
+def test_fewer_deaths_than_were_asked_for_are_a_fault(tmp_path: Path) -> None:
+    options = ("--minutes", "0.01", "--recovery", "none", "--no-losses", "--failpoints", "none")
+    ended = chaos(tmp_path, *options, "--at-least", "worker=100")
+    assert ended.returncode == 1
+    assert "deaths of worker, expected at least 100" in ended.stdout
+
+
+def test_failpoints_are_drawn_from_the_seed_and_exist() -> None:
+    for points in (*WORKER_POINTS.values(), *PS_POINTS.values()):
+        for name in points:
+            Failpoints(f"{name}=kill")
+    drawn = [drawn_failpoints(seed, "sync", "checkpoint") for seed in range(5)]
+    assert drawn == [drawn_failpoints(seed, "sync", "checkpoint") for seed in range(5)]
+    assert len(set(drawn)) > 1
+    assert "ps" not in drawn_failpoints(1, "async", "none").replace("between_ps", "")

@@ -1,0 +1,160 @@
+"""What else goes on while ps tasks go back to an image, at the moments that are worst."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_store import keep_images
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
+from ps_cluster import hold, until
+
+import psync
+from psync.errors import PsyncError
+from psync.ps_task import PsTask
+from psync.rpc import Handler
+from psync.wire.messages import CreateShards, Message
+from psync.wire.recovery_messages import TakeImage
+
+TWO_SHARDS = psync.FixedShardsPartitioner(2)
+
+
+async def lose(cluster: MemoryCluster, name: str) -> None:
+    """As kill -9 and a launcher that starts it again."""
+    await cluster.stop(name)
+    await cluster.start(name)
+
+
+def before(
+    cluster: MemoryCluster, name: str, kind: type[Message], first: Callable[[], Awaitable[object]]
+) -> None:
+    """Let something happen before a ps serves the next message of a kind."""
+    handlers = cluster.tasks[name]._endpoint.handlers
+    handler = handlers[kind]
+
+    async def run(peer: Any, message: Any, body: Any) -> Any:
+        handlers[kind] = handler
+        await first()
+        answer = handler.run(peer, message, body)
+        return await answer if isinstance(answer, Awaitable) else answer
+
+    handlers[kind] = Handler(run, handler.prepare)
+
+
+def counter(coordinator: psync.ClusterCoordinator, shape: tuple[int, ...] = ()) -> Any:
+    with coordinator.strategy.scope():
+        return psync.Variable(np.zeros(shape, np.int64), name="counter")
+
+
+async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: Path) -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        v = counter(coordinator)
+        await v.assign_add(1)
+        await keep_images(coordinator, tmp_path)
+        link = coordinator._running("test").links.ps.links[0]
+
+        async def another() -> None:
+            await lose(cluster, "ps-0")
+            await until(lambda: link.lost is not None)
+
+        await lose(cluster, "ps-1")
+        before(cluster, "ps-1", TakeImage, another)
+        event = await anext(coordinator.events())
+        assert set(event.lost) == {"/job:ps/task:0", "/job:ps/task:1"}
+        await v.assign_add(1)
+        assert int(await v.read()) == 2
+
+
+async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path: Path) -> None:
+    """The ps that answers it has gone back already; another one has not."""
+    async with coordinating(2, 1) as (cluster, coordinator):
+        v = counter(coordinator)
+        await v.assign_add(1)
+        await keep_images(coordinator, tmp_path)
+        ps = cluster.tasks["ps-0"]
+        assert isinstance(ps, PsTask)
+        let_go = hold(ps, v.spec)
+        adding = asyncio.ensure_future(v.assign_add(1))
+        await until(lambda: ps._ledger.statistics().fresh == 2)
+
+        async def answer() -> None:
+            await until(lambda: ps._timeline == 1)
+            let_go()
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+        await lose(cluster, "ps-1")
+        before(cluster, "ps-1", TakeImage, answer)
+        await adding
+        assert int(await v.read()) == 2
+
+
+@pytest.mark.virtual_time
+async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with cluster_of(2, 1) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
+            v = counter(coordinator, (2,))
+            await v.assign_add([1, 1])
+            await keep_images(coordinator, tmp_path)
+            await cluster.stop("ps-1")
+            adding = asyncio.ensure_future(v.assign_add([1, 1]))
+            await asyncio.sleep(5)
+            assert coordinator._running("test").recovery.is_on
+            began = loop.time()
+        assert loop.time() - began < 1
+        with pytest.raises(PsyncError):
+            await adding
+
+
+async def test_variables_that_are_being_created_are_created(tmp_path: Path) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
+            v = counter(coordinator, (2,))
+            await v.assign_add([1, 1])
+            await keep_images(coordinator, tmp_path)
+            with coordinator.strategy.scope():
+                late = psync.Variable(np.ones(2), name="late")
+            before(cluster, "ps-1", CreateShards, lambda: asyncio.sleep(3600))
+            reading = asyncio.ensure_future(late.read())
+            await asyncio.sleep(0.01)
+            await lose(cluster, "ps-1")
+            assert (await reading).tolist() == [1, 1]
+            assert (await v.read()).tolist() == [1, 1]
+
+
+@pytest.mark.virtual_time
+async def test_a_closure_whose_update_the_image_has_in_part_is_listed(tmp_path: Path) -> None:
+    """Its first worker was lost between two ps tasks, and it has ended on another one since."""
+
+    async def step(v: Any) -> None:
+        import memory_cluster
+
+        memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
+        if memory_cluster.shared["runs"] > 1:
+            await memory_cluster.event_of("go on").wait()
+        await v.assign_add([1, 1])
+
+    async with cluster_of(2, 1) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
+            v = counter(coordinator, (2,))
+            await v.read()
+            cluster.network.partition("worker-0", "ps-1")
+            value = coordinator.schedule(step, args=(v,))
+            await asyncio.sleep(1)
+            await lose(cluster, "worker-0")
+            cluster.network.heal("worker-0", "ps-1")
+            await asyncio.sleep(10)
+            assert (await v.read()).tolist() == [1, 0]
+            await keep_images(coordinator, tmp_path)
+            event_of("go on").set()
+            await value
+            assert (await v.read()).tolist() == [1, 1]
+            await lose(cluster, "ps-1")
+            event = await anext(coordinator.events())
+            assert (await v.read()).tolist() == [1, 0]
+            assert event.closures == (value.closure_id,)
