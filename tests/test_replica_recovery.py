@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import errno
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from image_store import keep_images
 from memory_cluster import MemoryCluster, cluster_of, event_of, shared
 
 import psync
 from psync.errors import ConfigurationError, ParameterServerLost
-from psync.events import FailoverEvent
+from psync.events import FailoverEvent, RollbackEvent
 from psync.failpoints import Failpoints
 from psync.platform import Platform
 from psync.ps_task import PsTask
@@ -199,6 +201,26 @@ async def test_without_a_backup_and_a_checkpoint_a_second_death_is_the_end() -> 
         await cluster.kill("ps-1")
         with pytest.raises(ParameterServerLost):
             await run(coordinator, 1, *variables)
+
+
+async def test_without_a_backup_all_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        await keep_images(coordinator, tmp_path)
+        await cluster.kill("ps-0")
+        await run(coordinator, 2, *variables)
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-0")
+        await cluster.revive("ps-1")
+        events = coordinator.events()
+        assert isinstance(await anext(events), FailoverEvent)
+        assert isinstance(await anext(events), RollbackEvent)
+        await check(variables, 3)
+        await coordinator.backed_up()
+        await cluster.kill("ps-0")
+        await run(coordinator, 2, *variables)
+        await check(variables, 5)
 
 
 async def push(v: Any, optimizer: Any, scale: float) -> None:

@@ -2,8 +2,8 @@
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
 updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
-ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, committer, backup_sender,
-backup_service, replica_host, wire.
+ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, committer,
+backup_sender, backup_service, replica_host, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -180,11 +180,11 @@ class PsTask:
         """
         self._locks.close()  # who waits for one has its turn
         self._gate.close()
-        self._backup.end()
         await self._backup.drain()
         await self._work.drain()  # and let their senders know
-        await self._host.close()
         await self._endpoint.close()
+        self._backup.end()  # who waited for that hears nothing, and asks whoever takes over
+        await self._host.close()
         if self._closer is not None:
             await self._closer.close()
         self._sessions.close()

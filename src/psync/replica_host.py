@@ -32,8 +32,8 @@ from psync.image_state import ImageState
 from psync.ps_image import Thawed, thaw
 from psync.rpc import Handler, Peer, Reply
 from psync.transport import Listener
-from psync.wire.codec import Message, decode
 from psync.updates import NO_BYTES
+from psync.wire.codec import Message, decode
 from psync.wire.messages import Assign, AttachPs, Done, Push
 from psync.wire.recovery_messages import (
     BeginBackup,

@@ -5,8 +5,8 @@ Layer: L3. Imports: errors, events, endpoint, ps_recovery, ps_link, ps_client, r
     ALONE     --BackUp is answered-->                 BACKED UP   only now it may be promoted
     BACKED UP --the backup does not follow-->         ALONE       BackUp to "": the ps goes on
     BACKED UP --the ps is lost-->                     PROMOTING   others are held back meanwhile
-    PROMOTING --Promoted-->                           ALONE       FailoverEvent; another backup is made
-    ALONE     --the ps is lost-->                     ``PsRecovery``: back to a checkpoint, if there is one
+    PROMOTING --Promoted-->                           ALONE       FailoverEvent; another is made
+    ALONE     --the ps is lost-->                     ``PsRecovery``: to a checkpoint, or the end
 
 A ps waits for its backup before it answers, and goes on without it only when this has said so: so
 no backup is promoted that lacks what was answered. Nothing is undone. Workers are attached anew,
