@@ -1,6 +1,6 @@
-"""The backup of a ps as the ps itself sees it: begun, replaced and given up at the coordinator's word.
+"""The backup of a ps as that sees it: begun, replaced, given up at the coordinator's word.
 
-Layer: L3. Imports: errors, commit_log, weak_rules, committer, backup_sender, ps_image, long_work,
+Layer: L3. Imports: errors, weak_rules, committer, backup_sender, ps_image, long_work,
 rpc, wire.
 
 One object serves one coordinator and timeline, with its store; a newer one gets another. Before the
@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from psync.backup_sender import BackupSender, Served
-from psync.commit_log import CommitLog
 from psync.committer import MAX_KEPT_BYTES, Committer
 from psync.errors import BusyError, ConfigurationError, FencedError, PsyncError, UsageError
 from psync.long_work import LongWork
