@@ -89,6 +89,7 @@ class Cut:
         number: int,
         images: Sequence[ImageState],
         pending: frozenset[int],
+        is_present: Callable[[], bool],
     ) -> None:
         self.number = number
         self.images = images
@@ -96,6 +97,7 @@ class Cut:
         self.held_s = 0.0
         self.is_over = False
         self._links = links
+        self._is_present = is_present
 
     async def shared(self, path: str, nonce: str) -> list[bool]:
         """Return for each ps whether it finds a file of this path that has this text.
@@ -152,6 +154,15 @@ class Cut:
             for segment in received.segments:
                 yield segment
 
+    def check_present(self) -> None:
+        """Check that no ps has gone back to an earlier instant since, or is about to.
+
+        Raises:
+            CutLost: What the cut holds is undone, and has been told so.
+        """
+        if not self._is_present():
+            raise CutLost(f"ps tasks have gone back to an earlier instant than cut {self.number}")
+
     def _check_held(self) -> None:
         if self.is_over:
             raise CutLost(f"cut {self.number} is over")
@@ -179,6 +190,7 @@ class Cuts:
         self, ps: PsClient, ensure_created: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         self.taken = 0
+        self._ps = ps
         self._links = ps.links
         self._ensure_created = ensure_created
         self._lock = asyncio.Lock()
@@ -226,6 +238,12 @@ class Cuts:
     async def _try(self, number: int, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
+        timeline = self._ps.timeline
+
+        def is_present() -> bool:
+            held = any(link.is_held for link in self._links)
+            return self._ps.timeline == timeline and not held
+
         try:
             async with asyncio.timeout(PATIENCE_S):
                 gated = await _ask_all(self._links, Gate(number), Gated)
@@ -254,7 +272,7 @@ class Cuts:
         finally:
             opened = self._tell_all(OpenGate(number))
         pending = frozenset(number for message, _ in frozen for number in message.pending)
-        cut = Cut(self._links, number, images, pending)
+        cut = Cut(self._links, number, images, pending, is_present)
         await asyncio.wait((opened,))
         cut.held_s = loop.time() - began
         logger.debug("cut %d held updates up for %.1f ms", number, cut.held_s * 1e3)
