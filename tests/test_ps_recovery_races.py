@@ -187,3 +187,33 @@ async def test_what_was_undone_while_it_was_saved_is_not_gone_back_to(
         await lose(cluster, "ps-0")
         assert (await anext(events)).closures == ()
         assert int(await v.read()) == 0
+
+
+async def test_a_closure_whose_stale_gradient_was_dropped_is_not_undone_for_that(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros((), np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1, 1)
+
+        async def step(late: bool) -> str:
+            import memory_cluster
+
+            if late:
+                await w.read()  # from here on its gradient is of this step
+                await memory_cluster.note("read")
+                await memory_cluster.event_of("go on").wait()
+            result = await optimizer.apply_gradients([(np.float32(1), w)], global_step)
+            return str(result.outcome.value)
+
+        await keep_images(coordinator, tmp_path)  # from here on it is noted what has ended
+        late = coordinator.schedule(step, args=(True,))
+        await event_of("read").wait()
+        assert await coordinator.schedule(step, args=(False,)) == "accepted"
+        event_of("go on").set()
+        assert await late == "stale"
+        await keep_images(coordinator, tmp_path)
+        await lose(cluster, "ps-0")
+        assert (await anext(coordinator.events())).closures == ()
