@@ -22,6 +22,7 @@ async def keep_images(coordinator: psync.ClusterCoordinator, folder: Path) -> li
     inner = coordinator._running("keep_images")
     async with inner.cuts.take() as cut:
         kept = [await _kept(cut, ps, folder) for ps in range(len(cut.images))]
+        cut.check_present()
     inner.recovery_source = lambda: kept
     return kept
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from memory_cluster import MemoryCluster, cluster_of
+from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, until
 
 import psync
 from psync import cuts as cuts_module
 from psync.cuts import Cuts
 from psync.errors import CutLost
+from psync.shard_locks import _locked
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -120,6 +122,39 @@ async def test_a_cut_is_taken_anew_when_a_connection_is_lost(
                 assert times == 2
                 assert cut.number == 2
                 assert (await cut.read(1, 0)).tolist() == [1, 1]
+
+
+@pytest.mark.virtual_time
+async def test_an_update_that_waits_for_a_lock_and_its_holder_at_the_gate_let_each_other_go() -> (
+    None
+):
+    """One ps has the update of all; on the other the lock was first, and its holder writes now."""
+    loop = asyncio.get_running_loop()
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(2, np.int64), 2)
+        adder, holder = cluster.client(WORKER, host="w"), cluster.client(OTHER)
+        await pull(adder, v)
+        cluster.network.partition("w", "ps1:1")
+        adding = asyncio.ensure_future(assign(adder, v, [1, 1], "add"))
+        await asyncio.sleep(1)
+        cuts, plan, locked = Cuts(cluster.chief, cluster.creation.ensure), holder.plan((v,)), []
+
+        async def assign_at_once() -> None:
+            async with _locked(holder, plan) as lock:
+                locked.append(lock)
+                await asyncio.sleep(2)
+                value = [np.array([10, 10])]
+                await holder.assign(plan, value, op="assign", closure=-1, ordinal=0, lock=lock)
+
+        assigning = asyncio.ensure_future(assign_at_once())
+        await until(lambda: locked)
+        cluster.network.heal("w", "ps1:1")
+        began = loop.time()
+        async with cuts.take() as cut:
+            assert [(await cut.read(ps, 0)).tolist() for ps in (0, 1)] == [[10], [11]]
+        assert loop.time() - began < 5
+        await asyncio.gather(adding, assigning)
+        await cuts.close()
 
 
 async def test_who_holds_a_cut_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from ps_cluster import hold, until
 
 import psync
+from psync import checkpoint
 from psync.errors import PsyncError
 from psync.ps_task import PsTask
 from psync.rpc import Handler
@@ -158,3 +159,61 @@ async def test_a_closure_whose_update_the_image_has_in_part_is_listed(tmp_path: 
             event = await anext(coordinator.events())
             assert (await v.read()).tolist() == [1, 0]
             assert event.closures == (value.closure_id,)
+
+
+async def test_what_was_undone_while_it_was_saved_is_not_gone_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def step(v: Any) -> None:
+        await v.assign_add(1)
+
+    async with coordinating(2, 1) as (cluster, coordinator):
+        v = counter(coordinator)
+        manager = psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path)
+        await manager.save()
+        undone = coordinator.schedule(step, args=(v,))
+        await coordinator.join()
+        write, events = checkpoint.write_cut, coordinator.events()
+
+        async def then_lose_a_ps(*arguments: Any, **options: Any) -> None:
+            await write(*arguments, **options)
+            monkeypatch.setattr(checkpoint, "write_cut", write)
+            await lose(cluster, "ps-1")
+            assert (await anext(events)).closures == (undone.closure_id,)
+
+        monkeypatch.setattr(checkpoint, "write_cut", then_lose_a_ps)
+        path = await manager.save()
+        assert manager.checkpoints[1:] == [path]
+        await lose(cluster, "ps-0")
+        assert (await anext(events)).closures == ()
+        assert int(await v.read()) == 0
+
+
+async def test_a_closure_whose_stale_gradient_was_dropped_is_not_undone_for_that(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros((), np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1, 1)
+
+        async def step(late: bool) -> str:
+            import memory_cluster
+
+            if late:
+                await w.read()  # from here on its gradient is of this step
+                await memory_cluster.note("read")
+                await memory_cluster.event_of("go on").wait()
+            result = await optimizer.apply_gradients([(np.float32(1), w)], global_step)
+            return str(result.outcome.value)
+
+        await keep_images(coordinator, tmp_path)  # from here on it is noted what has ended
+        late = coordinator.schedule(step, args=(True,))
+        await event_of("read").wait()
+        assert await coordinator.schedule(step, args=(False,)) == "accepted"
+        event_of("go on").set()
+        assert await late == "stale"
+        await keep_images(coordinator, tmp_path)
+        await lose(cluster, "ps-0")
+        assert (await anext(coordinator.events())).closures == ()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.checkpoint_arrays import in_thread, write_by_reading, write_cut
-from psync.checkpoint_files import Reader, checkpoints_in
+from psync.checkpoint_files import Reader, checkpoints_in, remove
 from psync.checkpoint_layout import changed_rate, step_of
 from psync.checkpoint_objects import Contents, rate_name
 from psync.checkpoint_values import nested, read_arrays
@@ -190,6 +190,11 @@ class Checkpoint:
                     cut, contents, writer, streamed=streamed_by_environ(os.environ)
                 ),
             )  # fmt: skip
+            try:
+                cut.check_present()  # what was undone, and told so, must not be gone back to
+            except CutLost:
+                await in_thread(remove, path)
+                raise
         return Saved(path, coordinator, cut.images)
 
     async def _save_by_reading(

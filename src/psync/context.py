@@ -44,6 +44,7 @@ class ClosureContext:
         "cancelled",
         "closed",
         "closure_id",
+        "dropped",
         "gang",
         "loop",
         "pulled",
@@ -70,6 +71,7 @@ class ClosureContext:
         self.closed = False  # the step has returned or raised
         self.cancelled = False  # another closure failed, or this one was cancelled
         self.pulled = PulledSteps()  # what its pulls have seen of synchronous groups
+        self.dropped = 0  # calls of which a ps has said that they change nothing
         self._ordinals = itertools.count()
         self._waiting: set[asyncio.Task[Any]] = set()  # what threads of this step wait for
 

@@ -1,6 +1,6 @@
 """One instant over all ps tasks, taken by the coordinator while training goes on.
 
-Layer: L3. Imports: errors, specs, ps_calls, ps_client, ps_image, rpc, wire.
+Layer: L3. Imports: errors, specs, membership (back-off), ps_calls, ps_client, ps_image, rpc, wire.
 
     Gate → Gated → Admit → Freeze → Frozen → OpenGate … WriteFrozen, ReadFrozen … DropFrozen
 
@@ -10,6 +10,7 @@ docs/design.md, section 18, says why this is one instant, and who holds up whom 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
+from psync.membership import backoff
 from psync.ps_calls import all_of
 from psync.ps_client import PsClient
 from psync.ps_image import ImageState
@@ -49,10 +51,14 @@ logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 TRIES = 3
-"""A cut is taken anew when a connection to a ps is lost meanwhile."""
+"""A cut is taken anew when a connection to a ps is lost meanwhile, or a lock is in its way."""
 
 PATIENCE_S = 50.0
-"""How long the updates under way may take to end; less than a gate stays shut by itself."""
+"""How long the updates under way may take to end, less than a gate stays shut by itself; and how
+long it is tried again."""
+
+OPENED_WITHIN_S = 5.0
+"""So long it is waited for gates to open before the next one is shut."""
 
 PIECE_BYTES = 16 << 20
 """Read at once."""
@@ -83,6 +89,7 @@ class Cut:
         number: int,
         images: Sequence[ImageState],
         pending: frozenset[int],
+        is_present: Callable[[], bool],
     ) -> None:
         self.number = number
         self.images = images
@@ -90,6 +97,7 @@ class Cut:
         self.held_s = 0.0
         self.is_over = False
         self._links = links
+        self._is_present = is_present
 
     async def shared(self, path: str, nonce: str) -> list[bool]:
         """Return for each ps whether it finds a file of this path that has this text.
@@ -146,6 +154,15 @@ class Cut:
             for segment in received.segments:
                 yield segment
 
+    def check_present(self) -> None:
+        """Check that no ps has gone back to an earlier instant since, or is about to.
+
+        Raises:
+            CutLost: What the cut holds is undone, and has been told so.
+        """
+        if not self._is_present():
+            raise CutLost(f"ps tasks have gone back to an earlier instant than cut {self.number}")
+
     def _check_held(self) -> None:
         if self.is_over:
             raise CutLost(f"cut {self.number} is over")
@@ -173,6 +190,7 @@ class Cuts:
         self, ps: PsClient, ensure_created: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         self.taken = 0
+        self._ps = ps
         self._links = ps.links
         self._ensure_created = ensure_created
         self._lock = asyncio.Lock()
@@ -201,20 +219,31 @@ class Cuts:
                 self._tell_all(DropFrozen(cut.number))
 
     async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
-        for attempt in range(1, TRIES + 1):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for attempt in itertools.count(1):
             await self._ensure_created()
             self.taken += 1
             try:
                 return await self._try(self.taken, at_instant)
             except (CutLost, ConnectionLost) as exc:
-                if attempt == TRIES:
+                if attempt >= TRIES and loop.time() - began >= PATIENCE_S:
                     raise
                 logger.info("cut %d is taken anew: %s", self.taken, exc.message)
+                if self._ending:  # what waits at the gates goes on first
+                    await asyncio.wait(list(self._ending), timeout=OPENED_WITHIN_S)
+                await asyncio.sleep(backoff(attempt, 0.5))
         raise AssertionError("unreachable")
 
     async def _try(self, number: int, at_instant: Callable[[], None] | None) -> Cut:
         loop = asyncio.get_running_loop()
         began, doing = loop.time(), "updates under way have not ended"
+        timeline = self._ps.timeline
+
+        def is_present() -> bool:
+            held = any(link.is_held for link in self._links)
+            return self._ps.timeline == timeline and not held
+
         try:
             async with asyncio.timeout(PATIENCE_S):
                 gated = await _ask_all(self._links, Gate(number), Gated)
@@ -243,7 +272,7 @@ class Cuts:
         finally:
             opened = self._tell_all(OpenGate(number))
         pending = frozenset(number for message, _ in frozen for number in message.pending)
-        cut = Cut(self._links, number, images, pending)
+        cut = Cut(self._links, number, images, pending, is_present)
         await asyncio.wait((opened,))
         cut.held_s = loop.time() - began
         logger.debug("cut %d held updates up for %.1f ms", number, cut.held_s * 1e3)

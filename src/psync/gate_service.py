@@ -7,7 +7,8 @@ One object serves one coordinator and timeline, with its ledger; a newer one get
     message     then
     Gate        nothing begins any more; answered when what was under way has ended: which messages
                 to other ps tasks belong to it
-    Admit       these messages may begin; answered when they are settled
+    Admit       these messages may begin; answered when they are settled, or when one of them waits
+                for a lock whose holder may be waiting here
     OpenGate    everything that waits goes on
     connection  the gate opens when that over which it was shut is lost
     lease       and when it has been shut for too long
@@ -18,6 +19,7 @@ Source: docs/design.md, section 18.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -32,6 +34,12 @@ logger = logging.getLogger(__name__)
 
 MAX_SHUT_S = 60.0
 """A coordinator that is stuck holds nobody up for longer."""
+
+LOCK_PATIENCE_S = 1.0
+"""So long an admitted update may wait for a lock, whose holder may be waiting at the gate."""
+
+LOOKS = 4
+"""How often it is looked whether it still does, within that time."""
 
 
 class GateService:
@@ -65,6 +73,7 @@ class GateService:
         self._resume_steps = resume_steps
         self._under_way = 0  # updates that take longer than a turn
         self._waiting: list[asyncio.Future[None]] = []
+        self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
         self._timer: asyncio.TimerHandle | None = None
         self._peers: set[Peer] = set()  # whose end is heard of
 
@@ -123,6 +132,10 @@ class GateService:
         self._under_way -= 1
         self.look_again()
 
+    def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
+        """Note that a message waits for a lock, or does so no more."""
+        (self._locked_out.add if waits else self._locked_out.discard)((client, sequence))
+
     def look_again(self) -> None:
         """A message was settled, or a client was replaced."""
         waiting, self._waiting = self._waiting, []
@@ -150,8 +163,20 @@ class GateService:
         updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
         self._gate.admit(message.cut, updates)
         self.look_again()
-        while self._gate.cut == message.cut and self._gate.unsettled(updates):
-            await self._changed()
+        looks_left = LOOKS
+        while self._gate.cut == message.cut and (left := self._gate.unsettled(updates)):
+            if self._locked_out.isdisjoint(left):
+                looks_left = LOOKS
+            elif not looks_left:
+                raise CutLost(
+                    f"{self._task}: {left[0][0][0]} waits for a lock, whose holder may be waiting "
+                    f"for the end of cut {message.cut}"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOCK_PATIENCE_S / LOOKS):
+                    await self._changed()
+                    continue
+            looks_left -= 1
         return Reply(Done())
 
     def _open_for(self, peer: Peer, message: OpenGate, _: list[memoryview]) -> Reply:

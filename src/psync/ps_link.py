@@ -325,6 +325,11 @@ class PsLink:
         """Whether there is a connection."""
         return any(peer.is_open for peer in self._peers.values())
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a recovery is under way."""
+        return self._released is not None
+
     def hold(self) -> None:
         """Hold ordinary calls back, also those that are under way and lose their connection."""
         if self._released is None:

@@ -165,11 +165,14 @@ class PsUpdates:
     async def _when_unlocked(self, update: Update) -> Reply:
         """Nothing is noted of an update that waits for a lock: it has not begun."""
         claim = self._locks.claim(update.needed)
+        message = update.client, update.message.sequence
+        self._gate.waits_for_lock(*message, waits=True)
         try:
             await self._locks.turn(claim)
             answer = self._judged_now(update)
         finally:
             self._locks.end(claim)
+            self._gate.waits_for_lock(*message, waits=False)
         return answer if isinstance(answer, Reply) else await answer
 
     async def _when_open(self, update: Update) -> Reply:

@@ -307,7 +307,11 @@ class SyncReplicasOptimizer(Optimizer):
             weight=weight,
             ahead=runtime.ahead if self._pull_ahead else None,
         )
-        return _result(answer)
+        result = _result(answer)
+        run = current_closure()
+        if run is not None and result.outcome is Outcome.STALE:
+            run.dropped += 1
+        return result
 
     async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
         """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.

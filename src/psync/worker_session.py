@@ -332,7 +332,7 @@ class Session:
         self._now = self._loop.time()
         if outcome.kind == "ok":
             self._seconds.append(self._now - began)
-            if calls := context.next_ordinal():  # as many as before it
+            if calls := context.next_ordinal() - context.dropped:  # its number: those before it
                 self._updates.append((closure.id, calls))
         self._report(closure.id, outcome)
 

@@ -55,12 +55,19 @@ class Simulation:
             self.pushed = psync.Variable(np.zeros(shape, np.float32), name="pushed")
             self.whole = psync.Variable(np.zeros(shape, np.float32), name="whole")
             self.count = psync.Variable(np.zeros((NUM_PS, 1), np.int64), name="count")
+            self.stepped = psync.Variable(np.zeros(shape, np.float32), name="stepped")
+            self.global_step = psync.get_or_create_global_step()
         self.optimizer = psync.optimizers.SGD(1.0)
+        self.synchronous = rng.random() < 0.4
+        self.in_steps = psync.SyncReplicasOptimizer(
+            psync.optimizers.SGD(1.0), replicas_to_aggregate=2, total_num_replicas=NUM_WORKERS,
+            reduction="sum",
+        )  # fmt: skip
         self.manager: psync.CheckpointManager | None = None
         if rng.random() < 0.5:
             checkpoint = psync.Checkpoint(
                 added=self.added, pushed=self.pushed, whole=self.whole, count=self.count,
-                optimizer=self.optimizer,
+                stepped=self.stepped, step=self.global_step, optimizer=self.optimizer,
             )  # fmt: skip
             self.manager = psync.CheckpointManager(
                 checkpoint, folder / "checkpoints", max_to_keep=rng.choice((1, 2, 5))
@@ -81,15 +88,18 @@ class Simulation:
         await asyncio.sleep(QUIET_S)
         await self.count.read()  # a ps that was lost last is noticed
         await asyncio.sleep(QUIET_S)
-        assert await self.coordinator.fetch(values) == list(range(NUM_CLOSURES))
-        await self._check([value.closure_id for value in values])
+        outcomes = await self.coordinator.fetch(values)
+        await self._check([value.closure_id for value in values], outcomes)
         listening.cancel()
         await asyncio.wait((listening,))
 
     def _step(self) -> Any:
         added, pushed, optimizer = self.added, self.pushed, self.optimizer
+        stepped, in_steps, global_step = self.stepped, self.in_steps, self.global_step
+        synchronous = self.synchronous
 
-        async def step(i: int, kind: int, seconds: float) -> int:
+        async def step(i: int, kind: int, seconds: float) -> str:
+            """Return what became of the synchronous push."""
             trace = np.zeros(added.shape, np.float32)
             trace[:, i] = 1
             await asyncio.sleep(seconds)
@@ -99,7 +109,10 @@ class Simulation:
                 await added.read()
             await optimizer.apply_gradients([(-trace, pushed)])
             await asyncio.sleep(seconds / 2)
-            return i
+            if not synchronous:
+                return ""
+            result = await in_steps.apply_gradients([(-trace, stepped)], global_step)
+            return str(result.outcome.value)
 
         return step
 
@@ -181,12 +194,17 @@ class Simulation:
 
     # What must hold.
 
-    async def _check(self, closures: list[int]) -> None:
+    async def _check(self, closures: list[int], outcomes: list[str]) -> None:
         listed = [number for event in self.events for number in event.closures]
         tables = {"added": await self.added.read(), "pushed": await self.pushed.read()}
+        stepped = await self.stepped.read()
         wrong = []
         for i, closure in enumerate(closures):
             traces = {name: table[:, i].tolist() for name, table in tables.items()}
+            if outcomes[i] in ("accepted", "duplicate"):
+                traces["stepped"] = stepped[:, i].tolist()
+            else:
+                assert not stepped[:, i].any()
             each = [count for trace in traces.values() for count in trace]
             if closure in listed:
                 right = set(each) <= {0, 1} and 0 in each
