@@ -10,6 +10,7 @@ from backups import W, alone, back_up, create, promote, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
 from psync.errors import ConfigurationError, FencedError, UsageError
+from psync.shard_locks import assign_at_once
 from psync.wire.messages import DefineAccumulator
 from psync.wire.recovery_messages import BackUp
 
@@ -103,3 +104,18 @@ async def test_only_the_coordinator_may_order_it() -> None:
         other = cluster.client(CHIEF, 99)
         with pytest.raises(FencedError):
             await other.links[0].call(lambda _: BackUp(1, "/job:ps/task:1", "ps1:1", False))
+
+
+async def test_an_assign_under_locks_is_followed_though_locks_are_not() -> None:
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
+        await back_up(cluster)
+        worker = cluster.client()
+        values = np.full((2, 2), 3, np.float32)
+        for ordinal in (1, 2):
+            plan = worker.plan((v,))
+            await assign_at_once(worker, plan, [values], op="add", closure=4, ordinal=ordinal)
+        assert cluster.ps[0].statistics()["locks"]["taken"] > 0
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, v)
+        assert np.array_equal(value, 2 * values)

@@ -352,3 +352,27 @@ async def test_event_is_told_and_a_step_in_flight_runs_again() -> None:
         await coordinator.join()
         assert isinstance(event, FailoverEvent)
         await check(variables, 1)
+
+
+async def test_updates_of_rows_and_of_whole_variables_go_on_over_deaths() -> None:
+    async def step(table: Any, small: Any) -> None:
+        await table.scatter_add(psync.IndexedSlices(np.ones((2, 2), np.float32), [0, 3]))
+        await small.assign_add(np.ones(1, np.int64))
+
+    async with replicated() as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            table = psync.Variable(np.zeros((4, 2), np.float32), name="table")
+            small = psync.Variable(np.zeros((1,), np.int64), name="small")
+        for lost in ("ps-0", "ps-1"):
+            for _ in range(10):
+                coordinator.schedule(step, args=(table, small))
+            await asyncio.sleep(0)
+            await cluster.kill(lost)
+            await coordinator.join()
+            await table.assign(await table.read())  # all its shards at one instant
+            await cluster.revive(lost)
+            await coordinator.backed_up()
+        expected = np.zeros((4, 2), np.float32)
+        expected[[0, 3]] = 20
+        assert np.array_equal(await table.read(), expected)
+        assert (await small.read()).tolist() == [20]
