@@ -10,7 +10,7 @@ import pytest
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 
 from psync import gate_service
-from psync.errors import FencedError, UsageError
+from psync.errors import CutLost, FencedError, UsageError
 from psync.ps_client import PsClient
 from psync.wire.messages import Fence, Message
 from psync.wire.recovery_messages import Admit, Gate, OpenGate
@@ -182,3 +182,16 @@ async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() 
         await cluster.attach(newer, 200)
         await asyncio.gather(waiting, return_exceptions=True)  # it ends where it began
         assert not cluster.ps[0]._gate.is_shut
+
+
+async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:
+    """What opens it goes another way, and may be faster."""
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        worker = cluster.client(WORKER)
+        await say(cluster.chief, OpenGate(3))
+        with pytest.raises(CutLost, match="cut 3 is over"):
+            await say(cluster.chief, Gate(3))
+        await push(worker, [v], [1])
+        await say(cluster.chief, Gate(4))
+        await say(cluster.chief, OpenGate(4))

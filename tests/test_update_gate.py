@@ -57,6 +57,17 @@ def test_only_the_present_cut_admits_and_opens() -> None:
     assert not gate.open(3)
 
 
+def test_a_cut_that_is_over_shuts_nothing() -> None:
+    gate = UpdateGate(Ledger(), CLOSER[0])
+    assert gate.shut(2)
+    assert gate.shut(2)  # said again
+    assert gate.open(2)
+    assert not gate.open(3)  # faster than what would have shut it
+    assert not gate.shut(3)
+    assert not gate.holds(W0, 2)
+    assert gate.shut(4)
+
+
 def test_what_is_settled_is_not_waited_for() -> None:
     ledger = Ledger()
     gate = UpdateGate(ledger, CLOSER[0])

@@ -14,7 +14,7 @@ from typing import Protocol
 from psync.closure_messages import arguments_reply, function_reply
 from psync.closure_states import Closure
 from psync.closures import Action, ClosureQueue
-from psync.errors import RemoteProtocolError, UsageError
+from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
 from psync.failpoints import Failpoints
 from psync.failures import rebuild_exception
 from psync.functions import FunctionTable
@@ -38,6 +38,9 @@ class ClosureServiceOwner(Protocol):
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Do what the queue decided."""
+
+    def will_recover(self, error: ParameterServerLost) -> bool:
+        """A worker was told, by ps 0, that a ps is lost; return whether its closure runs again."""
 
     def has_updated(self, closure_id: int, calls: int) -> None:
         """A closure that has ended has made so many calls that update something."""
@@ -137,7 +140,7 @@ class ClosureService:
             actions = self._queue.end_of_data(worker, closure_id, exc)
             self._reports.out_of_data(worker)
             self._owner.perform(actions)
-        else:
+        elif not (isinstance(exc, ParameterServerLost) and self._owner.will_recover(exc)):
             self._owner.perform(self._queue.failed(worker, closure_id, exc))
 
     def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:

@@ -590,6 +590,13 @@ class Coordinator:
         if self.gangs:
             self.gangs.look(replicas)
 
+    def will_recover(self, error: ParameterServerLost) -> bool:
+        """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
+        if self.recovery.source is None or self._closed:
+            return False
+        self._loop.call_soon(self.ps_lost, error)  # once the worker's other results are noted
+        return True
+
     def has_updated(self, closure_id: int, calls: int) -> None:
         """A closure that has ended has made so many calls that update something.
 

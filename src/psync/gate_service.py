@@ -147,7 +147,8 @@ class GateService:
 
     async def _shut(self, peer: Peer, message: Gate, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
-        self._gate.shut(message.cut)
+        if not self._gate.shut(message.cut):  # what said that it is over was faster
+            raise CutLost(f"{self._task}: cut {message.cut} is over")
         self.cuts += 1
         if peer not in self._peers:
             self._peers.add(peer)

@@ -24,18 +24,25 @@ class UpdateGate:
 
     def __init__(self, ledger: Ledger, exempt: str) -> None:
         self.cut = 0  # for which it is shut; 0: it is open
+        self._over = 0  # the highest cut for which it was opened
         self._ledger = ledger
         self._exempt = exempt
         self._admitted: set[tuple[Client, int]] = set()
 
-    def shut(self, cut: int) -> None:
-        """Hold updates back for a cut; a later one takes the place of an earlier one."""
-        if cut > self.cut:
+    def shut(self, cut: int) -> bool:
+        """Hold updates back for a cut; a later one takes the place of an earlier one.
+
+        Returns:
+            Whether they are held back for this one; not if it is over, for then nobody opens.
+        """
+        if cut > max(self.cut, self._over):
             self.cut = cut
             self._admitted.clear()
+        return self.cut == cut
 
     def open(self, cut: int) -> bool:
         """Let all updates through; return whether it was shut for this cut."""
+        self._over = max(self._over, cut)
         if cut != self.cut or not cut:
             return False
         self.cut = 0
