@@ -151,6 +151,7 @@ async def measure_kills(recovery, kills, directory):
         for number in range(kills):
             async with run.training() as training:
                 await training.until(lambda spans: len(spans) > 20)
+                await run.coordinator.backed_up()
                 process = run.cluster.tasks[f"ps-{number % 2}"]
                 killed = time.monotonic()
                 os.kill(process.pid, signal.SIGKILL)

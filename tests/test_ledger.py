@@ -428,3 +428,12 @@ def test_what_belongs_to_updates_elsewhere_is_listed_until_it_is_acknowledged() 
     assert len(ledger.others()) == 2
     ledger.acknowledge(client, 2)
     assert ledger.others() == []
+
+
+def test_it_serves_the_present_incarnation_of_whoever_it_has_heard_of() -> None:
+    ledger = Ledger()
+    assert not ledger.serves(("/job:worker/task:0", 2))
+    ledger.acknowledge(("/job:worker/task:0", 2), 1)
+    assert ledger.serves(("/job:worker/task:0", 2))
+    assert not ledger.serves(("/job:worker/task:0", 1))
+    assert not ledger.serves(("/job:worker/task:0", 3))

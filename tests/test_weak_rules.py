@@ -7,7 +7,14 @@ import pytest
 from psync.errors import FencedError
 from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
 from psync.sync_steps import SyncSteps
-from psync.weak_rules import CALLS_KEPT, WeakLedger, WeakSteps, steps_without, weaken
+from psync.weak_rules import (
+    CALLS_KEPT,
+    WeakLedger,
+    WeakSteps,
+    commit_log_without,
+    steps_without,
+    weaken,
+)
 
 WORKER = "/job:worker/task:0"
 
@@ -65,3 +72,13 @@ def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
         assert isinstance(begin(ledger, 2, 1, closure=0), again)
         ledger.final_below(100)
         assert isinstance(begin(ledger, 2, 2, closure=1), again)
+
+
+def test_without_the_backup_s_word_entries_are_done_at_once() -> None:
+    for without, allowed in (("", False), ("replica_ack", True)):
+        log = commit_log_without(frozenset({without}))("/job:ps/task:0", 100)
+        log.begin_copy()
+        log.pair()
+        assert log.may_apply(log.append("entry", 1)) is allowed
+        log.give_up()
+        assert log.may_apply(1)

@@ -123,6 +123,11 @@ class ClusterCoordinator:
             raise ConfigurationError(
                 f"closure_timeout: expected seconds above 0, got {closure_timeout}"
             )
+        if attach and strategy.ps_recovery == "replica":
+            raise ConfigurationError(
+                'attach=True does not go with ps_recovery="replica"',
+                hint='restore a checkpoint instead, or use ps_recovery="checkpoint"',
+            )
         self.strategy = strategy
         self._min_workers = num_workers if min_workers is None else min_workers
         self._connect_timeout_s = connect_timeout
@@ -197,6 +202,7 @@ class ClusterCoordinator:
             on_stall=self._on_stall,
             max_losses=self._max_losses,
             max_flaps=self._max_flaps,
+            replicate=self.strategy.ps_recovery == "replica",
             attach=OwnOptimizers(optimizers_here, note_learning_rate) if self._attach else None,
         )
         self._starting = True
@@ -429,12 +435,27 @@ class ClusterCoordinator:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
         return self._running("statistics").statistics()
 
+    async def backed_up(self) -> None:
+        """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
+
+        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
+        again or another process has room for its share.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+
+        Cancellation: Safe.
+        """
+        replicas = self._running("backed_up").replicas
+        while replicas is not None and not replicas.complete:
+            await replicas.changed()
+
     def events(self) -> AsyncIterator[Event]:
         """Return the events of this coordinator, from the first on, as they come.
 
         Yields:
-            ``RollbackEvent``, when a ps was lost and all went back to a checkpoint. It ends when
-            the coordinator is closed.
+            ``RollbackEvent``, when a ps was lost and all went back to a checkpoint;
+            ``FailoverEvent``, when backups took over. It ends when the coordinator is closed.
 
         Raises:
             ClosedError: The coordinator is not running.

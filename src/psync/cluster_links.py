@@ -278,6 +278,15 @@ class ClusterLinks:
         """
         await link.call(lambda _: self._ps_attachment(link.index), urgent=True)
 
+    def ps_moved(self, link: PsLink) -> None:
+        """A ps has another address now, which workers that are attached from now on are told."""
+        self._ps[link.task] = link.address
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Makes all connections of the coordinator."""
+        return self._endpoint
+
     def _ps_attachment(self, index: int) -> AttachPs:
         # One that was started again while this program runs is of no life: see ``adoption``.
         keep = self._keep or self._up
@@ -297,6 +306,10 @@ class ClusterLinks:
     def is_up(self) -> bool:
         """Whether the cluster has come up."""
         return self._up
+
+    def ps_addresses(self) -> list[str]:
+        """Return where the ps tasks are."""
+        return list(self._ps.values())
 
     def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
         """Return what a worker is told."""

@@ -3,7 +3,7 @@
 Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
 cluster_links, creation, cuts, declarations, dispatching, events, failures, flapping, functions,
 gang_runner, joins, payloads, platform, ps_link, ps_recovery, reattachment, remote_value,
-replica_context, rpc, runtime, schedule_report, schedule_reporter, watchdog, wire.
+replica_context, replica_recovery, rpc, runtime, schedule_report, schedule_reporter, watchdog, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
@@ -33,6 +33,7 @@ from psync.declarations import Declaration
 from psync.dispatching import Dispatch
 from psync.errors import (
     ClosedError,
+    ConnectFailed,
     ConnectionLost,
     DeadlineExceeded,
     FencedError,
@@ -53,6 +54,7 @@ from psync.ps_recovery import PsRecovery, Source
 from psync.reattachment import OwnOptimizers, reattach
 from psync.remote_value import RemoteValue
 from psync.replica_context import forbid_in_merge
+from psync.replica_recovery import ReplicaRecovery
 from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.schedule_report import ScheduleReports
@@ -90,6 +92,7 @@ class Coordinator:
         max_flaps: A worker that is lost more often than this within a minute is set aside.
         attach: The program goes on with what another one has left on the ps tasks, and these are
             its optimizers; None: it begins anew.
+        replicate: Whether each ps has a backup.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Coordinator:
         max_losses: int = MAX_LOSSES,
         max_flaps: int | None = LIMIT,
         attach: OwnOptimizers | None = None,
+        replicate: bool = False,
     ) -> None:
         self._attach = attach
         self.attached = False  # whether there was something to go on with
@@ -143,6 +147,11 @@ class Coordinator:
         self.events = Events()
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
         self.recovery = PsRecovery(self.links.ps, self, self.events, max(ps_timeout_s, RESTART_S))
+        self.replicas = (
+            ReplicaRecovery(self.links.ps, self.links.endpoint, self, self.events, self.recovery)
+            if replicate
+            else None
+        )
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._told_final = 0
@@ -164,6 +173,15 @@ class Coordinator:
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
+        if self.replicas is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.replicas.start()
+            except TimeoutError as exc:
+                where = "; ".join(self.replicas.describe())
+                raise ConnectFailed(
+                    f"no backups of all ps tasks within {timeout_s:g} s: {where}"
+                ) from exc
         if self._attach is not None:
             self._creation.reattachment = await reattach(
                 self.links.ps, self.links.incarnation, self._attach
@@ -199,6 +217,8 @@ class Coordinator:
             if helpers:
                 await asyncio.wait(helpers)
             await self.gangs.close()
+            if self.replicas is not None:
+                await self.replicas.close()
             await self.recovery.close()
             await self.cuts.close()
             self.events.close()
@@ -274,7 +294,8 @@ class Coordinator:
         cutoff = self._queue.next_id
         self._fail_if_gone()
         self.prepare()
-        self.recovery.say_once()
+        if self.replicas is None:
+            self.recovery.say_once()
         if self._creating is not None:
             await self._joins.wait(self._creating, deadline, timeout_s)
         future = self._joins.add(cutoff)
@@ -315,6 +336,7 @@ class Coordinator:
             f"coordinator, incarnation {self.links.incarnation}",
             *watchdog.describe_closures(self._queue, self._closures.values(), self._loop.time()),
             *watchdog.describe_missing(missing),
+            *([] if self.replicas is None else self.replicas.describe()),
             f"everybody waits for: {self.waits_for()}",
         ]
 
@@ -422,8 +444,12 @@ class Coordinator:
         """Go back to a checkpoint; or, if that cannot be, end everything: variables are gone."""
         if self._closed:
             logger.error("%s", error)
-        elif not self.recovery.takes_over(error):
+        elif not (self.replicas or self.recovery).takes_over(error):
             self.recovery_failed(error)
+
+    def ps_moved(self, link: PsLink) -> None:
+        """A ps has another address now."""
+        self.links.ps_moved(link)
 
     @property
     def recovery_source(self) -> Source | None:
@@ -438,9 +464,18 @@ class Coordinator:
 
     def recovery_began(self) -> None:
         """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
-        self._recovering = True
-        self._queue.pause()
+        self.failover_began()
+        self.end_sessions()
+
+    def failover_began(self) -> None:
+        """Send nothing to workers."""
+        if not self._recovering:
+            self._recovering = True
+            self._queue.pause()
         self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
+
+    def end_sessions(self) -> None:
+        """Give up all workers that are there: each gets a new incarnation."""
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
 
     def fences(self) -> list[tuple[str, int]]:
@@ -465,6 +500,8 @@ class Coordinator:
         self._reports.tell_all()
         self._reporter.look()
         self.links.final_below(self._told_final)
+        if self.replicas is not None:
+            self.replicas.resume()
         self._resume_after_recovery()
 
     def recovery_failed(self, error: ParameterServerLost) -> None:

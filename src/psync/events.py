@@ -33,7 +33,22 @@ class RollbackEvent:
     seconds: float
 
 
-Event = RollbackEvent
+@dataclass(frozen=True, slots=True)
+class FailoverEvent:
+    """Ps tasks were lost, and their backups serve in their place. Nothing is undone.
+
+    Attributes:
+        lost: Names of the ps tasks.
+        served_by: In whose processes they are served now, one for each.
+        seconds: From when the loss was noticed until training went on.
+    """
+
+    lost: tuple[str, ...]
+    served_by: tuple[str, ...]
+    seconds: float
+
+
+Event = RollbackEvent | FailoverEvent
 
 
 class Events:

@@ -31,6 +31,8 @@ NAMES = frozenset(
         "ps.push.received",  # complete, nothing is applied
         "ps.push.applied",  # applied and recorded, not answered
         "ps.assign.applied",  # likewise
+        "ps.backup.sending",  # entries are about to be sent to a backup, and nothing is applied
+        "ps.backup.taken",  # a backup has them, nothing is applied here
         "ps.create.done",  # shards exist, not answered
         "ps.step.measured",  # norms of a synchronous step are measured here, ps 0 does not know
         "ps.step.applied",  # a synchronous step is applied here, ps 0 does not know

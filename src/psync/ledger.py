@@ -278,6 +278,11 @@ class Ledger:
             sender is not None and sender.incarnation == client[1] and sequence in sender.messages
         )
 
+    def serves(self, client: Client) -> bool:
+        """Return whether a client has been judged before, and is the present one of its task."""
+        sender = self._senders.get(client[0])
+        return sender is not None and sender.incarnation == client[1]
+
     def is_settled(self, client: Client, sequence: int) -> bool:
         """Return whether a message will change nothing here any more.
 

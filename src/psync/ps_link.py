@@ -62,7 +62,10 @@ class PsLink:
         self.lost: ParameterServerLost | None = None  # set once, for ever
         self.on_lost: Callable[[ParameterServerLost], None] | None = None
         self._endpoint = endpoint
+        self.refused_for_s = REFUSED_FOR_S
+        self.away_for_s = math.inf  # without any connection, once there was one; then it is lost
         self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
+        self._life = 0  # how often it was revived
         self._peers: dict[str, Peer] = {}
         self._connecting: dict[str, asyncio.Lock] = {
             "control": asyncio.Lock(),
@@ -101,16 +104,23 @@ class PsLink:
         if peer is not None and peer.is_open and self.lost is None:
             return peer
         async with self._connecting[lane]:
-            peer = self._peers.get(lane)
-            self._check_usable()
-            if peer is not None and peer.is_open:
-                return peer
-            try:
-                peer = await self._connect(lane)
-            except ConnectFailed as exc:
-                raise self._declare_lost(
-                    f"at {self.address} cannot be reached ({exc.message})"
-                ) from exc
+            while True:
+                peer = self._peers.get(lane)
+                self._check_usable()
+                if peer is not None and peer.is_open:
+                    return peer
+                life = self._life
+                try:
+                    peer = await self._connect(lane)
+                except ConnectFailed as exc:
+                    if life != self._life:
+                        continue  # it was looked for where it is not any more
+                    raise self._declare_lost(
+                        f"at {self.address} cannot be reached ({exc.message})"
+                    ) from exc
+                if life == self._life:
+                    break
+                peer.close()
             if self._closed or self.lost is not None:  # meanwhile
                 peer.close()
                 self._check_usable()
@@ -132,14 +142,20 @@ class PsLink:
         nobody has listened yet, our patience is infinite, see ``lost_after_s``.
         """
         connect = self._endpoint.connect_retrying
-        patience_s = self.lost_after_s
-        if REFUSED_FOR_S < patience_s < math.inf:
+        if self.incarnation is not None and self.away_for_s < math.inf and not self.is_open:
             try:
-                return await connect(self.address, self.task, lane, timeout_s=REFUSED_FOR_S)
+                async with asyncio.timeout(self.away_for_s):
+                    return await connect(self.address, self.task, lane)
+            except TimeoutError as exc:
+                raise ConnectFailed(f"nobody answers within {self.away_for_s:g} s") from exc
+        patience_s = self.lost_after_s
+        if self.refused_for_s < patience_s < math.inf:
+            try:
+                return await connect(self.address, self.task, lane, timeout_s=self.refused_for_s)
             except ConnectFailed as exc:
                 if exc.__cause__ and isinstance(exc.__cause__.__cause__, ConnectionRefusedError):
                     raise
-            patience_s -= REFUSED_FOR_S
+            patience_s -= self.refused_for_s
         try:
             return await connect(self.address, self.task, lane, timeout_s=patience_s)
         except ConnectFailed as exc:
@@ -338,6 +354,7 @@ class PsLink:
         self._peers.clear()
         self.lost = None
         self.incarnation = None
+        self._life += 1
         if self._keepalive is not None:
             self._keepalive.cancel()  # the next connection has one of its own
             self._keepalive = None

@@ -2,7 +2,8 @@
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
 updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
-ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, wire.
+ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, committer,
+backup_sender, backup_service, replica_host, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -25,18 +26,23 @@ import numpy as np
 from psync.accumulator_service import AccumulatorService
 from psync.adoption_service import AdoptionService
 from psync.apply_log import ApplyLog
+from psync.backup_sender import Served
+from psync.backup_service import BackupService
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.clock_service import ClockService
+from psync.committer import Committer
 from psync.coordinator_enquiry import ENQUIRER
 from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
 from psync.errors import (
+    ConnectionLost,
     FencedError,
     GradientError,
     RemoteProtocolError,
     UsageError,
 )
+from psync.failpoints import Failpoints
 from psync.gate_service import GateService
 from psync.image_service import (
     ImageService,
@@ -55,6 +61,7 @@ from psync.ps_pulls import PsPulls
 from psync.ps_report import describe_ps
 from psync.ps_sync import CLOSER, PsSync
 from psync.ps_updates import PsUpdates
+from psync.replica_host import ReplicaHost
 from psync.row_pulls import RowPulls
 from psync.rpc import Handler, Peer, Reply
 from psync.session_service import SessionService, check_shards
@@ -97,6 +104,9 @@ NOT_JUDGED = frozenset(
 )
 """What the ledger does not look at, and who was replaced must not be served with all the same."""
 
+COMMITTED = (CreateShards, Fence, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer)
+"""What changes a ps beside updates: a backup must have it before it is answered."""
+
 
 class PsTask:
     """One parameter server.
@@ -105,11 +115,14 @@ class PsTask:
         platform: Network, secret, randomness.
         index: Of this task among the ps tasks.
         address: Where to listen.
+        stopped: Set when someone asked this task to end; default: an event of its own.
     """
 
-    def __init__(self, platform: Platform, index: int, address: str) -> None:
+    def __init__(
+        self, platform: Platform, index: int, address: str, stopped: asyncio.Event | None = None
+    ) -> None:
         self.task = f"/job:ps/task:{index}"
-        self.stopped = asyncio.Event()  # set when someone asked this task to end
+        self.stopped = asyncio.Event() if stopped is None else stopped
         self._platform = platform
         self._index = index
         self._address = address
@@ -117,6 +130,7 @@ class PsTask:
         self._work = LongWork(self.task, self.stopped.set)
         self._coordinator = 0  # incarnation of the one that is served; 0 before the first
         self._attached: AttachPs | None = None  # what it has said
+        self._is_deposed = False  # its backup serves in its place
         self._timeline = 0  # how often it has let this task go back to an image
         self._grants = CoordinatorGrants()  # of ps 0
         self._store = ShardStore(self.task, self._pool)
@@ -124,6 +138,9 @@ class PsTask:
         self._log = ApplyLog(platform.apply_log, index)
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
+        self._host = ReplicaHost(
+            self.task, self._pool, self._make_backup, lambda: self._coordinator
+        )
         self._new_services()
         self._rows = RowPulls(
             self.task, platform.limits, self._work, self._pool,
@@ -163,8 +180,11 @@ class PsTask:
         """
         self._locks.close()  # who waits for one has its turn
         self._gate.close()
+        await self._backup.drain()
         await self._work.drain()  # and let their senders know
         await self._endpoint.close()
+        self._backup.end()  # who waited for that hears nothing, and asks whoever takes over
+        await self._host.close()
         if self._closer is not None:
             await self._closer.close()
         self._sessions.close()
@@ -175,11 +195,14 @@ class PsTask:
     @property
     def is_torn(self) -> bool:
         """Whether an update failed half-way, so that the task had to stop."""
-        return self._work.is_torn
+        return self._work.is_torn or any(task.is_torn for task in self._host.serving)
 
     def describe(self) -> list[str]:
         """Say what this task holds and who waits here; for reports."""
-        waits = [*self._locks.describe(), *self._gate.describe()]
+        waits = [
+            *self._locks.describe(), *self._gate.describe(), *self._backup.describe(),
+            *self._host.describe(),
+        ]  # fmt: skip
         return describe_ps(
             self.task, self._coordinator, self.statistics(), waits, self._in_groups(),
             self._endpoint.peers,
@@ -203,6 +226,7 @@ class PsTask:
             "accumulators": self._accumulators.statistics(),
             "session": self._sessions.statistics(),
             "image": {**self._images.statistics(), "timeline": self._timeline},
+            "backup": self._backup.statistics(),
         }
 
     def _handlers(self) -> dict[type[Message], Handler]:
@@ -210,9 +234,6 @@ class PsTask:
             AttachPs: Handler(self._attach),
             **self._adoption.handlers(),
             GrantCoordinator: Handler(self._grant),
-            CreateShards: Handler(self._create, self._prepare_create),
-            Fence: Handler(self._fence),
-            FinalBelow: Handler(self._final_below),
             ReportSchedule: Handler(self._report_schedule),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
@@ -220,7 +241,7 @@ class PsTask:
             **self._images.handlers(),
             **self._service_handlers(),
             **self._clocks.handlers(),
-            **self._accumulators.handlers(),
+            **self._host.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
             **(self._sessions.handlers() if self._index == 0 else {}),
         }
@@ -229,7 +250,7 @@ class PsTask:
 
     def _admit(self, hello: Hello) -> Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
-        if is_worker and not self._coordinator:
+        if is_worker and (not self._coordinator or self._is_deposed):
             # It would find no variable here, and take that for a mistake of its program, if this
             # task has just been started again. It tries until the coordinator has decided.
             return Refused("early", "it serves no coordinator yet")
@@ -269,11 +290,12 @@ class PsTask:
             self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
             self._clocks.restart()
             self._sessions.attached(message.coordinator)
+            self._host.end_below(message.coordinator)
         return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
         """Begin empty for a new coordinator."""
-        self._attached, self._timeline = attach, 0
+        self._attached, self._timeline, self._is_deposed = attach, 0, False
         self._images.forget()
         self._serve(ShardStore(self.task, self._pool), Ledger(floor=attach.coordinator), ())
 
@@ -286,6 +308,7 @@ class PsTask:
         """Serve this from now on; what was begun before ends where it began."""
         self._store, self._ledger = store, ledger
         self._accumulators.restart(ledger, accumulators)
+        self._backup.end(FencedError(f"{self.task} serves another image, or coordinator"))
         self._locks.close()
         self._gate.close()
         self._new_services()
@@ -359,7 +382,7 @@ class PsTask:
         for definition, step in unpack_accumulators(state.accumulators):
             accumulators[definition.name] = definition, step
         logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
-        self._timeline = message.timeline
+        self._timeline, self._is_deposed = message.timeline, False
         self._adoption.went_back(self._coordinator + message.timeline)
         self._serve(store, thawed.ledger, accumulators.values())
         for number, raw in groups.items():
@@ -394,14 +417,81 @@ class PsTask:
         self._sync = PsSync(*parts)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
+        self._backup = BackupService(
+            self._platform, self._served, self._store, self._work, self._check_coordinator,
+            lambda: self.freeze()[0], self._committing, self._depose,
+        )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
-        handlers: dict[type[Message], Handler] = {}
+        handlers: dict[type[Message], Handler] = {
+            CreateShards: Handler(self._create, self._prepare_create),
+            Fence: Handler(self._fence),
+        }
         for service in (self._updates, self._sync, self._locks, self._pulls, self._gate):
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
-        return handlers
+        backup = self._backup
+        for kind in COMMITTED:
+            handlers[kind] = backup.committed(handlers[kind])
+        handlers[FinalBelow] = backup.notified(Handler(self._final_below))
+        for kind in self._sync.handlers():
+            handlers[kind] = backup.refused(handlers[kind], "synchronous steps")
+        for kind, handler in self._accumulators.handlers().items():
+            handlers[kind] = backup.refused(handler, "conditional accumulators")
+        return {**handlers, **backup.handlers()}
+
+    # Backups: that of this ps, and those of others in this process.
+
+    def _served(self) -> Served | None:
+        attach = self._attached
+        return None if attach is None else Served(self._index, attach, self._timeline)
+
+    def _committing(self, committer: Committer) -> None:
+        """From now on every change is done in the order of a log."""
+        self._updates.committer = committer
+
+    def _depose(self) -> None:
+        """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
+        logger.warning("%s: has been replaced by its backup, and serves nobody any more", self.task)
+        self._is_deposed = True
+        for peer in self._endpoint.peers:
+            if not peer.task.startswith("/job:ps/"):
+                peer.abort(ConnectionLost(f"{self.task} has been replaced by its backup"))
+        asyncio.get_running_loop().call_soon(self._empty)
+
+    def _empty(self) -> None:
+        if self._is_deposed:
+            floor = self._coordinator
+            self._serve(ShardStore(self.task, self._pool), Ledger(floor=floor), ())
+
+    def _make_backup(self, index: int) -> PsTask:
+        host, _, _ = self._address.rpartition(":")
+        address = f"{host}:0" if host else f"{self._address}.{index}"
+        # One that is damaged ends the process.
+        return PsTask(self._backup_platform(), index, address, self.stopped)
+
+    def _backup_platform(self) -> Platform:
+        """A test that lets a task die at some place means the one that serves."""
+        failpoints = Failpoints(without=self._platform.failpoints.without)
+        return dataclasses.replace(self._platform, failpoints=failpoints, apply_log="")
+
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int) -> None:
+        """Hold what an image of another one holds; see ``replica_host.BackupTask``."""
+        self._coordinator, self._attached, self._timeline = attach.coordinator, attach, timeline
+        self._grants.note(attach.coordinator)
+        state = thawed.state
+        self._serve(thawed.store, thawed.ledger, unpack_accumulators(state.accumulators))
+        for number, raw in state.groups.items():
+            self._sync.define(number, raw)
+
+    def handler(self, kind: type[Message]) -> Handler:
+        """Return who serves a message; see ``replica_host.BackupTask``."""
+        return self._endpoint.handlers[kind]
+
+    def refuse_below(self, task: str, below: int) -> None:
+        """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
+        self._refuse_below(task, below)
 
     def _of_served(self, handler: Handler) -> Handler:
         """Refuse whoever was replaced, over a connection that it had before."""

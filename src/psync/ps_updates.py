@@ -1,7 +1,7 @@
 """Pushes and assigns on a ps: each is judged, checked whole, applied, answered.
 
 Layer: L3. Imports: blocks, lock_table, store, ledger, platform, rpc, long_work, ps_locks, updates,
-gate_service, slot_service, measure_service, wire.
+gate_service, slot_service, measure_service, committer, wire.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
@@ -12,7 +12,8 @@ nobody sees half an update. An update of a shard that is locked waits, before it
 the lock ends, unless it is the holder's.
 
     message       ledger says          then
-    an update     fresh                validate, apply, record the answer, answer
+    an update     (with a backup: once that has it, see ``committer``)
+                  fresh                validate, apply, record the answer, answer
                   same sequence        the recorded answer again
                   same sequence, now   wait for the first one's answer
                   same call, other run "duplicate": another run of the closure was first
@@ -26,6 +27,7 @@ from typing import cast
 
 from psync.apply_log import LoggedStore
 from psync.blocks import BlockPool
+from psync.committer import Committer
 from psync.gate_service import GateService
 from psync.ledger import (
     AlreadyApplied,
@@ -81,6 +83,7 @@ class PsUpdates:
         gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
+        self.committer: Committer | None = None  # None: there was never a backup
         self._failpoints = platform.failpoints
         self._task = task
         self._store = store
@@ -121,7 +124,9 @@ class PsUpdates:
 
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
-        self._ledger.refuse((peer.task, peer.incarnation), message.sequence)
+        client = (peer.task, peer.incarnation)
+        if self.committer is None or self._ledger.serves(client):  # else a backup would not know
+            self._ledger.refuse(client, message.sequence)
         self._gate.look_again()
 
     def _update(
@@ -179,6 +184,32 @@ class PsUpdates:
     def _judged_now(self, update: Update) -> Reply | Awaitable[Reply]:
         if self._gate.holds(update.client, update.message.sequence):
             return self._when_open(update)
+        if self.committer is not None:
+            return self._commit(self.committer, update)
+        return self._judge(update)
+
+    def _commit(self, committer: Committer, update: Update) -> Awaitable[Reply]:
+        """Do it in its turn. It counts as begun from now on: for cuts, and for who locks shards."""
+        message = update.message
+        if isinstance(message, AssignLocked):
+            self._locks.check(update.client, message, update.needed)
+        claim = self._locks.begin(update.needed)
+        self._gate.began()
+
+        def ended() -> None:
+            self._locks.end(claim)
+            self._gate.ended()
+
+        try:
+            return committer.commit(
+                update.client, message, (update.body,) if len(update.body) else (),
+                lambda: self._judge(update), keys=update.known.keys, ended=ended,
+            )  # fmt: skip
+        except Exception:
+            ended()
+            raise
+
+    def _judge(self, update: Update) -> Reply | Awaitable[Reply]:
         verdict = update.judge()
         if isinstance(verdict, InProgress):
             return self._update_later(update, verdict.ticket)
@@ -200,7 +231,7 @@ class PsUpdates:
 
     def _apply(self, update: Update, ticket: Ticket) -> Reply | Awaitable[Reply]:
         try:
-            if isinstance(update.message, AssignLocked):
+            if isinstance(update.message, AssignLocked) and self.committer is None:
                 self._locks.check(update.client, update.message, update.needed)
             update.begin()
         except Exception:

@@ -48,6 +48,11 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
             be above 1), or None: variables are not sharded.
         placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
             fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
+        ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks go back to the newest
+            one that a ``CheckpointManager`` has saved. "replica": every ps has a copy in the
+            process of another one, which takes over within a second, and nothing that was
+            answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
+            training.
 
     Raises:
         ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
@@ -64,6 +69,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
         variable_partitioner: Partitioner | None = None,
         *,
         placement: str | Placement = "round_robin",
+        ps_recovery: str = "checkpoint",
     ) -> None:
         forbid_in_step("making a strategy")
         if variable_partitioner is not None and not callable(variable_partitioner):
@@ -80,6 +86,16 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
                     "declare variables for, got none",
                     hint="name the whole training cluster here, too",
                 )
+        if ps_recovery not in ("checkpoint", "replica"):
+            raise ConfigurationError(
+                f'ps_recovery: expected "checkpoint" or "replica", got {ps_recovery!r}'
+            )
+        if ps_recovery == "replica" and spec.num_tasks("ps") < 2:
+            raise ConfigurationError(
+                'ps_recovery="replica" needs at least two ps tasks, got '
+                f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
+            )
+        self.ps_recovery = ps_recovery
         self.origin = os.urandom(8).hex()
         self.runtime: Runtime | None = None  # the coordinator's; None while none runs
         self.created = False  # a coordinator has run: variables may exist on ps tasks

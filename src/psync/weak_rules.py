@@ -1,6 +1,6 @@
 """Rules without one of their safeguards: what ``testing_switches`` puts in their place.
 
-Layer: L2. Imports: ledger, sync_groups, sync_steps, update_gate.
+Layer: L2. Imports: commit_log, ledger, sync_groups, sync_steps, update_gate.
 
 Each is the rule itself, told something wrong. So the code that trains knows nothing of switches.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+from psync.commit_log import CommitLog, LogState
 from psync.ledger import Client, Ledger, Verdict
 from psync.sync_groups import Action, Contribution
 from psync.sync_steps import SyncSteps
@@ -126,3 +128,16 @@ def weaken(ledger: Ledger, without: frozenset[str]) -> None:
 def steps_without(without: frozenset[str]) -> SyncSteps:
     """Return the rule of synchronous steps, or one that lacks what ``without`` names."""
     return WeakSteps() if "staleness" in without else SyncSteps()
+
+
+class WeakCommitLog(CommitLog[Any]):
+    """A log whose entries are done at once, whatever the backup has of them."""
+
+    def may_apply(self, number: int) -> bool:
+        """Return whether it may be done: always."""
+        return self.state is LogState.PAIRED or super().may_apply(number)
+
+
+def commit_log_without(without: frozenset[str]) -> type[CommitLog[Any]]:
+    """Return the rule of a log with a backup, or one that lacks what ``without`` names."""
+    return WeakCommitLog if "replica_ack" in without else CommitLog

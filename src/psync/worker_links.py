@@ -54,6 +54,9 @@ class WorkerLinksOwner(Protocol):
     def perform(self, actions: Sequence[MembershipAction]) -> None:
         """Do what the membership decided."""
 
+    def ps_addresses(self) -> list[str]:
+        """Return where the ps tasks are."""
+
     def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
         """What a worker is told."""
 
@@ -347,7 +350,8 @@ class WorkerLinks:
                 message = self._owner.attachment(worker.place, len(self._places), incarnation)
                 try:
                     await control.call(message)
-                    attached = True
+                    # A ps may have moved meanwhile: then it is attached anew.
+                    attached = self._owner.ps_addresses() == message.ps_addresses
                 except TransportError as exc:
                     logger.info("%s: attaching it failed: %s", worker.name, exc)
                 finally:

@@ -168,6 +168,93 @@ class TakeImage(Message):
     fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
 
 
+# A ps and its backup.
+
+
+@message(97)
+@dataclass(frozen=True, slots=True)
+class BackUp(Message):
+    """Coordinator → ps: have a backup in the process of another ps; answered by Done.
+
+    With ``lost``, the answer comes when that backup does not follow any more; else when it has
+    all that is answered. An earlier backup is given up.
+    """
+
+    epoch: int  # grows with each that a coordinator says
+    task: str  # the other ps
+    address: str  # where it listens; "": go on without a backup
+    lost: bool
+
+
+@message(98)
+@dataclass(frozen=True, slots=True)
+class BeginBackup(Message):
+    """Ps → the process of its backup: an image of me comes; answered by Done. Segment: its state.
+
+    Its items follow, by FillBackup, then LogEntries, from ``first`` on.
+    """
+
+    ps: int
+    epoch: int
+    coordinator: int  # as in AttachPs, also the next two
+    ps_addresses: list[str]
+    ps_timeout_s: float
+    timeline: int
+    first: int  # number of the first entry that the image does not have
+
+
+@message(99)
+@dataclass(frozen=True, slots=True)
+class FillBackup(Message):
+    """Bytes of an item of such an image; answered by Done. Segment: they."""
+
+    ps: int
+    epoch: int
+    item: int
+    start: int  # first byte
+
+
+@message(102)
+@dataclass(frozen=True, slots=True)
+class LogEntries(Message):
+    """What a ps is about to do, in order; answered by LogTaken. Segments: those of all entries.
+
+    An entry: (who asked for it, its incarnation, the message that asked, number of segments).
+    """
+
+    ps: int
+    epoch: int
+    first: int  # number of the first entry
+    entries: list[tuple[str, int, bytes, int]]
+
+
+@message(103)
+@dataclass(frozen=True, slots=True)
+class LogTaken(Message):
+    """The backup has all entries up to this one, and will do them in order."""
+
+    upto: int
+
+
+@message(104)
+@dataclass(frozen=True, slots=True)
+class Promote(Message):
+    """Coordinator → the process of a backup: let it serve. Answered by Promoted."""
+
+    ps: int
+    epoch: int
+    coordinator: int
+    fences: list[tuple[str, int]]  # (task, lowest incarnation of it that may still be served)
+
+
+@message(114)
+@dataclass(frozen=True, slots=True)
+class Promoted(Message):
+    """It serves."""
+
+    address: str
+
+
 # Workers that leave.
 
 

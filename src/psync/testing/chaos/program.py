@@ -33,6 +33,7 @@ import numpy as np
 
 import psync
 from psync.errors import AttachError, PsyncError
+from psync.events import RollbackEvent
 from psync.testing.chaos import oracle
 from psync.testing.chaos.journal import Journal, read_journal
 from psync.testing.chaos.marks import marks_at
@@ -262,8 +263,10 @@ class Program:
         self._journal.say("done", closures=done)
 
     async def _listen(self) -> None:
-        """Write down each rollback."""
+        """Write down each rollback; when a backup takes over, nothing is undone."""
         async for event in self._coordinator.events():
+            if not isinstance(event, RollbackEvent):
+                continue
             self._journal.say(
                 "rollback", lost=event.lost, timeline=event.timeline, seconds=event.seconds,
                 from_step=event.from_step, to_step=event.to_step, closures=event.closures,

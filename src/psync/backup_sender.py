@@ -1,0 +1,267 @@
+"""What a ps sends to its backup: an image of itself, then every entry, in order.
+
+Layer: L3. Imports: errors, commit_log, platform, committer, ps_image, endpoint, rpc, wire.
+
+One object feeds one backup. It ends when that does not follow any more: its process is gone, has
+been started again, or refuses. Entries whose connection was lost are sent again; the backup
+ignores those that it has.
+
+Source: docs/design.md, section 20.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from psync.commit_log import CommitLog, LogState
+from psync.committer import Entry
+from psync.endpoint import Endpoint
+from psync.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+)
+from psync.platform import Platform
+from psync.ps_image import Frozen
+from psync.rpc import Peer, Received
+from psync.wire.messages import AttachPs
+from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup, LogEntries, LogTaken
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 256
+MAX_BYTES = 4 << 20
+"""Of one message, which has at least one entry."""
+
+MAX_UNDER_WAY = 4
+"""Messages that the backup has not answered."""
+
+PIECE_BYTES = 8 << 20
+
+RECONNECT_S = 0.5
+"""How long a backup may be away: one whose process has ended does not come back."""
+
+SILENT_S = 10.0
+"""A backup that has not answered for so long does not follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who is backed up."""
+
+    ps: int
+    attach: AttachPs
+    timeline: int
+
+
+class BackupSender:
+    """Feeds one backup.
+
+    Args:
+        platform: Network, secret.
+        served: Who is backed up.
+        order: Where the backup is.
+        log: What is to be sent.
+        advanced: Called when the backup has more.
+        deposed: Called when it says that it serves itself, or another one does.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        served: Served,
+        order: BackUp,
+        log: CommitLog[Entry],
+        advanced: Callable[[], None],
+        deposed: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self.ended = asyncio.Event()  # it does not follow any more
+        self.error: PsyncError | None = None  # why
+        self._served = served
+        self._log = log
+        self._advanced = advanced
+        self._deposed = deposed
+        self._failpoints = platform.failpoints
+        # Of this coordinator's range: whoever serves a newer one refuses it.
+        incarnation = served.attach.coordinator + order.epoch
+        self._task = f"/job:ps/task:{served.ps}"
+        self._endpoint = Endpoint(platform, self._task, incarnation, {})
+        self._peer: Peer | None = None
+        self._incarnation: int | None = None  # of the process of the backup
+        self._under_way = 0
+        self._ships = False  # the image is there
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def copy(self, frozen: Frozen, first: int) -> None:
+        """Send an image, and then all entries until the backup has all that there are.
+
+        Args:
+            frozen: The image.
+            first: Number of the first entry that it does not have.
+
+        Raises:
+            PsyncError: The backup does not follow.
+
+        Cancellation: ``close`` is still to be called.
+        """
+        try:
+            self._peer = await self._connect()
+            await self._send_image(self._peer, frozen, first)
+        except PsyncError as exc:
+            self._fail(exc)
+            raise
+        finally:
+            frozen.drop()
+        self._check()
+        self._log.pair()
+        self._ships = True
+        wanted = self._log.last
+        self._note_heard()
+        self._watch()
+        self.ship()
+        while self._log.taken < wanted:
+            self._check()
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
+        self._check()
+
+    async def _send_image(self, peer: Peer, frozen: Frozen, first: int) -> None:
+        ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
+        begin = BeginBackup(
+            ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
+            self._served.timeline, first,
+        )  # fmt: skip
+        await peer.call(begin, [frozen.state.to_bytes()])
+        for item, known in enumerate(frozen.state.items):
+            if known.is_constant:
+                continue
+            for start in range(0, known.nbytes, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, known.nbytes)
+                await peer.call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
+        await peer.call(LogEntries(ps, epoch, first, []))
+
+    def ship(self) -> None:
+        """Send what there is to be sent."""
+        while self._ships and self._peer is not None and self._under_way < MAX_UNDER_WAY:
+            if self._log.state is not LogState.PAIRED:
+                return
+            batch = self._log.to_ship(MAX_ENTRIES, MAX_BYTES)
+            if not batch:
+                return
+            entries = [
+                (*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch
+            ]
+            segments = [segment for each in batch for segment in each.entry.body]
+            message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
+            if not self._under_way:
+                self._note_heard()
+            self._under_way += 1
+            peer = self._peer
+            self._failpoints.hit("ps.backup.sending")
+            try:
+                peer.ask(message, segments, functools.partial(self._heard, peer))
+            except ConnectionLost as exc:
+                self._heard(peer, exc)
+            except PsyncError as exc:
+                self._under_way -= 1
+                self._fail(exc)
+                return
+
+    def _heard(self, peer: Peer, outcome: Received | Exception) -> None:
+        if peer is not self._peer or self.ended.is_set():
+            return  # of a connection that is over
+        self._under_way -= 1
+        if isinstance(outcome, ConnectionLost):
+            self._peer, self._under_way = None, 0
+            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect())
+        elif isinstance(outcome, PsyncError):
+            self._fail(outcome)
+        elif isinstance(outcome, Exception) or not isinstance(outcome.message, LogTaken):
+            self._fail(RemoteProtocolError(f"a backup answered with {outcome!r}"))
+        else:
+            self._failpoints.hit("ps.backup.taken")
+            self._note_heard()
+            self._log.note_taken(outcome.message.upto)
+            self._wake()
+            self._advanced()
+            self.ship()
+
+    async def _connect(self) -> Peer:
+        peer = await self._endpoint.connect_retrying(
+            self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
+        )
+        if self._incarnation not in (None, peer.incarnation):
+            peer.close()
+            raise ConnectFailed(f"{self.order.task} was started again, and has no backup any more")
+        self._incarnation = peer.incarnation
+        return peer
+
+    async def _reconnect(self) -> None:
+        try:
+            peer = await self._connect()
+        except PsyncError as exc:
+            self._fail(exc)
+            return
+        self._log.ship_again()
+        self._peer = peer
+        self._note_heard()
+        self.ship()
+
+    # How long it has been silent.
+
+    def _note_heard(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._under_way and loop.time() - self._heard_at > SILENT_S:
+            self._fail(ConnectionLost(f"it has been silent for {SILENT_S:g} s"))
+        elif not self.ended.is_set():
+            self._timer = loop.call_later(SILENT_S / 4, self._watch)
+
+    # Ends.
+
+    def _check(self) -> None:
+        if self.error is None and self._log.state is LogState.ALONE:
+            self._fail(PsyncError("it was given up: the copy took too long"))
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def _fail(self, error: PsyncError) -> None:
+        if self.ended.is_set():
+            return
+        self.error = error
+        self.ended.set()
+        self._ships = False
+        logger.warning("%s: its backup does not follow: %s", self._task, error.message)
+        self._wake()
+        if isinstance(error, FencedError):
+            self._deposed()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def close(self) -> None:
+        """Send nothing more. Cancellation: a connection may still be closing."""
+        self._ships = False
+        if self.error is None:
+            self.error = PsyncError(f"{self._task}: its backup was given up")
+        self.ended.set()
+        self._wake()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.wait((self._reconnecting,))
+        await self._endpoint.close()

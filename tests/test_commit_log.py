@@ -1,0 +1,131 @@
+"""The order of commits, and what a backup has of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.commit_log import CommitLog, LogState
+from psync.errors import FencedError, LocalProtocolError
+
+PS = "/job:ps/task:0"
+
+
+def paired() -> CommitLog[str]:
+    log: CommitLog[str] = CommitLog(PS, 100)
+    log.begin_copy()
+    log.pair()
+    return log
+
+
+def test_alone_everything_may_be_applied_and_nothing_is_kept() -> None:
+    log: CommitLog[str] = CommitLog(PS, 100)
+    assert log.append("a", 10) == 1
+    assert log.may_apply(1)
+    assert log.kept_bytes == 0
+    assert log.to_ship(9, 99) == []
+
+
+def test_paired_nothing_is_applied_before_the_backup_has_it() -> None:
+    log = paired()
+    assert [log.append("a", 1), log.append("b", 1)] == [1, 2]
+    assert not log.may_apply(1)
+    assert [each.entry for each in log.to_ship(9, 99)] == ["a", "b"]
+    assert log.to_ship(9, 99) == []  # they are on their way
+    log.note_taken(1)
+    assert log.may_apply(1)
+    assert not log.may_apply(2)
+    assert log.kept_bytes == 1
+
+
+def test_what_was_on_its_way_over_a_lost_connection_is_shipped_again() -> None:
+    log = paired()
+    for entry in ("a", "b", "c"):
+        log.append(entry, 1)
+    log.to_ship(2, 99)
+    log.note_taken(1)
+    log.ship_again()
+    assert [each.number for each in log.to_ship(9, 99)] == [2, 3]
+
+
+def test_while_a_copy_is_made_training_goes_on_and_what_it_does_is_kept() -> None:
+    log: CommitLog[str] = CommitLog(PS, 100)
+    log.append("before", 1)
+    assert log.begin_copy() == 1
+    log.append("during", 1)
+    assert log.may_apply(2)
+    log.pair()
+    assert not log.may_apply(2)  # if it has not been applied by then
+    assert [each.number for each in log.to_ship(9, 99)] == [2]
+
+
+def test_a_copy_that_takes_too_long_is_given_up() -> None:
+    log: CommitLog[str] = CommitLog(PS, 100)
+    log.begin_copy()
+    log.append("a", 60)
+    log.append("b", 60)
+    assert log.state is LogState.ALONE
+    assert log.kept_bytes == 0
+
+
+def test_batches_are_bounded_but_never_empty() -> None:
+    log = paired()
+    for size in (50, 50, 500, 1, 1, 1):
+        log.append("x", size)
+    assert [len(log.to_ship(2, 100)) for _ in range(5)] == [2, 1, 2, 1, 0]
+
+
+def test_without_its_backup_a_primary_goes_on_alone() -> None:
+    log = paired()
+    log.append("a", 1)
+    log.give_up()
+    assert log.may_apply(1)
+    assert log.begin_copy() == 1
+
+
+def test_a_deposed_primary_commits_nothing() -> None:
+    log = paired()
+    log.append("a", 1)
+    log.depose()
+    with pytest.raises(FencedError, match="replaced by its backup"):
+        log.may_apply(1)
+    with pytest.raises(FencedError):
+        log.append("b", 1)
+    log.give_up()
+    assert log.state is LogState.DEPOSED
+
+
+def test_moves_that_are_not_in_the_table_are_refused() -> None:
+    log: CommitLog[str] = CommitLog(PS, 100)
+    with pytest.raises(LocalProtocolError, match="is alone, not copying"):
+        log.pair()
+    log.begin_copy()
+    with pytest.raises(LocalProtocolError):
+        log.begin_copy()
+    with pytest.raises(LocalProtocolError, match="has entry 1, and 0 were sent"):
+        log.note_taken(1)
+
+
+@given(st.lists(st.sampled_from(["append", "ship", "take", "copy", "pair", "give up"])))
+def test_the_backup_gets_every_entry_since_its_copy_once_and_in_order(steps: list[str]) -> None:
+    log: CommitLog[int] = CommitLog(PS, 10**9)
+    backup: list[int] = []
+    on_their_way: list[int] = []
+    for step in steps:
+        if step == "append":
+            log.append(log.last + 1, 1)
+        elif step == "ship":
+            on_their_way += [each.number for each in log.to_ship(2, 99)]
+        elif step == "take" and on_their_way and log.state is not LogState.ALONE:
+            backup.append(on_their_way.pop(0))
+            log.note_taken(backup[-1])
+        elif step == "copy" and log.state is LogState.ALONE:
+            backup, on_their_way = list(range(1, log.begin_copy() + 1)), []
+        elif step == "pair" and log.state is LogState.COPYING:
+            log.pair()
+        elif step == "give up":
+            log.give_up()
+        assert backup == list(range(1, len(backup) + 1))
+        if log.state is LogState.PAIRED:
+            assert all(log.may_apply(n) == (n <= len(backup)) for n in range(1, log.last + 1))

@@ -1,0 +1,80 @@
+"""Backups in the process of another ps: who may feed them, and who makes them serve."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from backups import W, back_up, create, promote, say, take_over
+from ps_cluster import CHIEF, PsCluster, assign, pull, push
+
+from psync.errors import FencedError, UsageError
+from psync.wire.messages import Done, Fence
+from psync.wire.recovery_messages import BeginBackup, FillBackup, LogEntries, Promote
+
+
+async def test_a_backup_that_serves_answers_repetitions_as_the_lost_one_did() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        worker = cluster.client()
+        one = np.ones(6, np.float32)
+        (answer,) = await assign(worker, w, one, "add", closure=3)
+        assert answer.outcome == "accepted"
+        await take_over(cluster)
+        again = cluster.client("/job:worker/task:1")
+        again.links[0].address = cluster.chief.links[0].address
+        (answer,) = await assign(again, w, one, "add", closure=3)
+        assert answer.outcome == "duplicate"
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 1)
+
+
+async def test_a_fence_holds_there_too() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        worker = cluster.client(incarnation=1000)
+        assert await say(cluster, 0, Fence("/job:worker/task:0", 2000)) == Done()
+        await take_over(cluster)
+        worker.links[0].address = cluster.chief.links[0].address
+        with pytest.raises(FencedError):
+            await push(worker, (w,), (1.0,))
+
+
+async def test_to_promote_again_changes_nothing() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        assert await promote(cluster) == await promote(cluster)
+
+
+async def test_it_is_the_coordinator_s_and_the_ps_s_own() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        with pytest.raises(UsageError, match="has no backup of /job:ps/task:0"):
+            await promote(cluster)
+        await back_up(cluster)
+        link = cluster.chief.links[1]
+        for message in (
+            FillBackup(0, 1, 0, 0),
+            LogEntries(0, 1, 1, []),
+            BeginBackup(0, 5, 100, [], 1.0, 0, 1),
+        ):
+            with pytest.raises(UsageError, match="is not /job:ps/task:0"):
+                await link.call(lambda _, message=message: message, [b"x"])
+        other = cluster.client("/job:worker/task:0")
+        with pytest.raises(FencedError):
+            await other.links[1].call(lambda _: Promote(0, 5, 100, []))
+
+
+async def test_a_newer_coordinator_ends_the_backups_of_the_one_before() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        newer = cluster.client(CHIEF, 1 << 40)
+        await cluster.attach(newer, 1 << 40)
+        with pytest.raises(UsageError, match="has no backup"):
+            await newer.links[1].call(lambda _: Promote(0, 5, 100, []))
+        await asyncio.sleep(0)
