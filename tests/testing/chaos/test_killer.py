@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
