@@ -2,8 +2,8 @@
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
 updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
-ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, step_closer, image_service, committer,
-backup_sender, backup_service, replica_host, wire.
+ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation, step_closer, image_service,
+committer, backup_sender, backup_service, replica_host, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -21,8 +21,6 @@ import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from psync.accumulator_service import AccumulatorService
 from psync.adoption_service import AdoptionService
 from psync.apply_log import ApplyLog
@@ -38,8 +36,6 @@ from psync.endpoint import Endpoint
 from psync.errors import (
     ConnectionLost,
     FencedError,
-    GradientError,
-    RemoteProtocolError,
     UsageError,
 )
 from psync.failpoints import Failpoints
@@ -53,7 +49,7 @@ from psync.image_service import (
 from psync.ledger import (
     Ledger,
 )
-from psync.long_work import INLINE_BYTES, LongWork
+from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_image import Frozen, Thawed, freeze, settling
 from psync.ps_locks import PsLocks
@@ -65,11 +61,10 @@ from psync.replica_host import ReplicaHost
 from psync.row_pulls import RowPulls
 from psync.rpc import Handler, Peer, Reply
 from psync.session_service import SessionService, check_shards
-from psync.specs import ShardSpec, dtype_of
+from psync.shard_creation import ShardCreation
 from psync.step_closer import StepCloser
-from psync.store import Key, ShardStore
+from psync.store import ShardStore
 from psync.transport import Listener
-from psync.updates import NO_BYTES, memory_for
 from psync.weak_rules import weaken
 from psync.wire.messages import (
     AskOptimizer,
@@ -95,7 +90,6 @@ from psync.wire.messages import (
     Statistics,
 )
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
-from psync.wire.tensors import array_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -423,11 +417,12 @@ class PsTask:
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
-        handlers: dict[type[Message], Handler] = {
-            CreateShards: Handler(self._create, self._prepare_create),
-            Fence: Handler(self._fence),
-        }
-        for service in (self._updates, self._sync, self._locks, self._pulls, self._gate):
+        creation = ShardCreation(
+            self.task, self._index, self._store, self._work, self._pool, self._check_coordinator,
+            self._platform.failpoints,
+        )  # fmt: skip
+        handlers: dict[type[Message], Handler] = {Fence: Handler(self._fence)}
+        for service in (creation, self._updates, self._sync, self._locks, self._pulls, self._gate):
             handlers.update(service.handlers())
         for kind in NOT_JUDGED & handlers.keys():
             handlers[kind] = self._of_served(handlers[kind])
@@ -566,87 +561,6 @@ class PsTask:
         _check_chief(peer)
         if peer.incarnation != self._coordinator:
             raise FencedError(f"{self.task}: {peer.task} is not the coordinator that it serves")
-
-    # Declaration.
-
-    def _prepare_create(
-        self, peer: Peer, message: CreateShards, lengths: tuple[int, ...]
-    ) -> Sequence[memoryview]:
-        self._check_coordinator(peer)
-        shards = self._to_create(message)
-        if lengths != tuple(spec.nbytes for spec, source in shards if source is None):
-            raise GradientError(f"{self.task}: initial values do not have the shards' sizes")
-        return memory_for(self._pool, sum(lengths))
-
-    def _create(
-        self, peer: Peer, message: CreateShards, body: list[memoryview]
-    ) -> Awaitable[Reply]:
-        self._check_coordinator(peer)
-        shards = self._to_create(message)
-        if not body and None in message.sources:
-            raise GradientError(f"{self.task}: no initial values for {len(shards)} shards")
-        return self._work.to_the_end(self._fill(self._store, shards, *body))
-
-    async def _fill(
-        self,
-        store: ShardStore,
-        shards: Sequence[tuple[ShardSpec, Key | np.ndarray | None]],
-        body: memoryview = NO_BYTES,
-    ) -> Reply:
-        start = 0
-        for spec, source in shards:
-            if isinstance(source, np.ndarray):
-                store.create(spec, fill=source)
-                continue
-            if source is not None:
-                await self._copy(store, spec, source)
-                continue
-            size = spec.nbytes
-            view = body[start : start + size]
-            start += size
-            if size <= INLINE_BYTES:
-                store.create(spec, view)
-            elif store.create(spec):
-                await self._work.finish(store.assign(spec.key, "assign", view))
-        self._platform.failpoints.hit("ps.create.done")
-        return Reply(Done())
-
-    async def _copy(self, store: ShardStore, spec: ShardSpec, source: Key) -> None:
-        """Take up a shard that begins as another one is now."""
-        work = await self._work.when_idle(store.copy, spec, source)
-        if spec.nbytes <= INLINE_BYTES:
-            self._work.finish_now(work)
-        else:
-            await self._work.finish(work)
-
-    def _to_create(self, message: CreateShards) -> list[tuple[ShardSpec, Key | np.ndarray | None]]:
-        """Return each shard, and that of which it is to be a copy, or what each element is."""
-        if len(message.sources) != len(message.shards):
-            raise RemoteProtocolError(
-                f"{self.task}: {len(message.sources)} sources for {len(message.shards)} shards"
-            )
-        shards: list[tuple[ShardSpec, Key | np.ndarray | None]] = []
-        for declared, source in zip(message.shards, message.sources, strict=True):
-            name, variable_id, index, offset, shape, dtype = declared
-            if min(variable_id, index, offset, *shape) < 0:
-                raise RemoteProtocolError(
-                    f"{self.task}: negative numbers in the declaration of {name!r}"
-                )
-            dtype_of(dtype)  # raises for those that no variable has
-            spec = ShardSpec(name, variable_id, index, offset, tuple(shape), dtype, self._index)
-            if isinstance(source, bytes):
-                shards.append((spec, self._element(spec, source)))
-            else:
-                shards.append((spec, None if source is None else (source[0], source[1])))
-        return shards
-
-    def _element(self, spec: ShardSpec, data: bytes) -> np.ndarray:
-        """Return what all elements of a shard begin as."""
-        if len(data) != dtype_of(spec.dtype).itemsize or (spec.dtype == "bool" and data[0] > 1):
-            raise GradientError(
-                f"{spec} on {self.task}: expected an element of {spec.dtype}, got {data[:16]!r}"
-            )
-        return array_from_bytes(data, (), spec.dtype)
 
 
 def _check_chief(peer: Peer) -> None:

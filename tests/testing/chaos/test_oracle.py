@@ -118,6 +118,14 @@ def test_a_closure_that_a_rollback_names_may_be_there_or_not() -> None:
         assert faults(lines, arrays(1))
 
 
+def test_where_backups_take_over_nothing_is_undone() -> None:
+    taken_over = {"kind": "failover", "lost": ["/job:ps/task:0"], "seconds": 0.5}
+    lines = [life(), scheduled(0, 4), done(0, 1), taken_over, done(2, 3), end(4)]
+    assert oracle.read(lines).failovers == 1
+    assert faults(lines, arrays(0, 1, 2, 3)) == []
+    assert faults(lines, arrays(1, 2, 3))
+
+
 def test_a_closure_that_a_rollback_does_not_name_must_be_there() -> None:
     lines = [life(), scheduled(0, 2), done(0, 1), rollback(), end(2)]
     assert faults(lines, arrays(0))

@@ -41,8 +41,8 @@ DRAWN, NONE = "drawn", "none"
 @click.option("--minutes", type=float, default=1.0, help="For so long, in all, plugs are pulled.")
 @click.option("--mode", type=click.Choice(["async", "sync", "both"]), default="async")
 @click.option(
-    "--recovery", type=click.Choice(["checkpoint", "none"]), default="checkpoint",
-    help="none: no checkpoints are kept, and only workers are killed.",
+    "--recovery", type=click.Choice(["checkpoint", "replica", "none"]), default="checkpoint",
+    help="replica: each ps has a backup; none: no checkpoints are kept, only workers are killed.",
 )  # fmt: skip
 @click.option(
     "--attach", is_flag=True, help="A chief that is started again goes on with what is on the ps."
@@ -82,6 +82,8 @@ def main(
     again = shlex.join([sys.executable, "-m", "psync.testing.chaos", *sys.argv[1:]])
     left = out or tempfile.mkdtemp(prefix="psync-chaos-")
     modes = ["async", "sync"] if mode == "both" else [mode]
+    if recovery == "replica" and (attach or modes != ["async"]):
+        raise click.UsageError("--recovery replica: only with --mode async, and without --attach")
     kills = KillPlan()
     shares = _shares(jobs) or dict(kills.jobs)
     if recovery == "none":

@@ -34,6 +34,7 @@ class Expected:
     stop: int = 0  # all closures below were scheduled
     lives: int = 0
     rollbacks: int = 0
+    failovers: int = 0  # to backups
     checkpoints: int = 0
     ended: bool = False
     faults: list[str] = field(default_factory=list)  # what cannot be, already here
@@ -50,6 +51,8 @@ def read(lines: Iterable[Mapping[str, Any]]) -> Expected:
                 _begin_life(expected, line)
             case "scheduled":
                 expected.stop = max(expected.stop, line["stop"])
+            case "failover":
+                expected.failovers += 1
             case "rollback":
                 expected.rollbacks += 1
                 undone_ids |= set(line["closures"])

@@ -57,7 +57,7 @@ class Settings:
     batch: int = 60  # closures that are scheduled at once
     checkpoint_every: int = 3  # batches; 0: none is saved
     rows: int = 1 << 16  # for each ps; closures that are as many apart share one
-    recovery: str = "checkpoint"  # what is asked of the coordinator; "none"
+    recovery: str = "checkpoint"  # or "replica", or "none"
     attach: bool = False  # whether a life goes on with what the ps tasks hold, where they live
 
     @classmethod
@@ -266,6 +266,7 @@ class Program:
         """Write down each rollback; when a backup takes over, nothing is undone."""
         async for event in self._coordinator.events():
             if not isinstance(event, RollbackEvent):
+                self._journal.say("failover", lost=event.lost, seconds=event.seconds)
                 continue
             self._journal.say(
                 "rollback", lost=event.lost, timeline=event.timeline, seconds=event.seconds,
@@ -297,7 +298,9 @@ async def main() -> None:
 
 async def _live(settings: Settings, journal: Journal, *, attach: bool) -> None:
     strategy = psync.ParameterServerStrategy(
-        psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(settings.num_ps)
+        psync.TFConfigClusterResolver(),
+        psync.FixedShardsPartitioner(settings.num_ps),
+        ps_recovery="replica" if settings.recovery == "replica" else "checkpoint",
     )
     async with psync.ClusterCoordinator(
         strategy, max_losses=1 << 20, max_flaps=None, min_workers=1, attach=attach

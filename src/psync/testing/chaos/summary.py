@@ -47,7 +47,8 @@ def summary(result: Result, again: str) -> str:
     lines += [
         f"closures done: {len(expected.done)}, lives of the program: {expected.lives}, "
         f"checkpoints: {expected.checkpoints}, rollbacks: {expected.rollbacks} (closures undone: "
-        f"{len(expected.undone)})",
+        f"{len(expected.undone)})"
+        + (f", backups that took over: {expected.failovers}" if expected.failovers else ""),
         *(f"checked: {what}" for what in result.checked),
         "",
     ]
