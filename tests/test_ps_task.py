@@ -533,7 +533,7 @@ class TestCoordinators:
                 await push(worker, (v,), (1.0,))
 
 
-async def test_closing_finishes_what_has_begun(self) -> None:
+async def test_closing_finishes_what_has_begun() -> None:
     async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:
         v = await cluster.create("v", np.zeros(LARGE, np.float32))
         task = cluster.ps[0]
