@@ -2,8 +2,8 @@
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
 updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
-ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation, step_closer, image_service,
-committer, backup_sender, backup_service, replica_host, wire.
+ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation, step_closer,
+image_service, committer, backup_sender, backup_service, replica_host, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
