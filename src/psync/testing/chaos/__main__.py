@@ -104,7 +104,8 @@ def main(
             points = drawn_failpoints(seed, each, "none" if attach else recovery)
         plan = RunPlan(
             seed, minutes * 60 / len(modes), settings, KillPlan(shares, by_signal, pause),
-            LOSSES if losses and recovery != "replica" else None, "" if points == NONE else points, without, cuts, log_level,
+            LOSSES if losses and recovery != "replica" else None,
+            "" if points == NONE else points, without, cuts, log_level,
         )  # fmt: skip
         result = asyncio.run(one_run.run(plan))
         print(summary(result, again), flush=True)
