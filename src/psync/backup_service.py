@@ -25,7 +25,14 @@ from typing import Any
 
 from psync.backup_sender import BackupSender, Served
 from psync.committer import MAX_KEPT_BYTES, Committer
-from psync.errors import BusyError, ConfigurationError, FencedError, PsyncError, UsageError
+from psync.errors import (
+    BusyError,
+    ConfigurationError,
+    FencedError,
+    PsyncError,
+    TransportError,
+    UsageError,
+)
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_image import Frozen
@@ -207,7 +214,10 @@ class BackupService:
 
     async def _when_copied(self) -> Reply:
         if self._copying is not None:
-            await asyncio.shield(self._copying)
+            try:
+                await asyncio.shield(self._copying)
+            except TransportError as exc:  # who asks would take it for a loss of his own
+                raise PsyncError(f"its backup does not follow: {exc.message}") from exc
         return Reply(Done())
 
     async def _until_lost(self, message: BackUp) -> Reply:
