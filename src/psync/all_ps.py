@@ -23,7 +23,7 @@ from psync.errors import ClosedError, ConfigurationError, RemoteProtocolError
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_client import PsClient
-from psync.ps_link import PsLink
+from psync.ps_link import PsLink, always
 from psync.ps_sync import CLOSER, PsSync
 from psync.rpc import Peer, Received
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -94,7 +94,7 @@ class AllPs:
             One task each, which raises what ``PsLink.call`` does.
         """
         create_task = asyncio.get_running_loop().create_task
-        return [create_task(link.call(_always(message))) for link in self._others()]
+        return [create_task(link.call(always(message))) for link in self._others()]
 
     async def describe(self, known: WholeSet, group: int, config: dict[str, Any] | None) -> None:
         """Let each other ps say whether its share of a set fits.
@@ -115,7 +115,7 @@ class AllPs:
         for share in known.shares:
             message = DescribeSet(share.number, share.members, group, config)
             received = (
-                await self._links().links[share.ps].call(_always(message), set_ids=(share.number,))
+                await self._links().links[share.ps].call(always(message), set_ids=(share.number,))
             )
             answer = received.message
             if not isinstance(answer, SetSizes):
@@ -385,10 +385,6 @@ async def _say_how_it_ended(
 
 async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
     sums += await measured
-
-
-def _always(message: Message) -> Callable[[Peer], Message]:
-    return lambda peer: message
 
 
 def _step_variable(config: SyncConfig) -> VariableSpec:
