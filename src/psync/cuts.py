@@ -78,7 +78,6 @@ class Cut:
     Attributes:
         number: Of the cut, from 1.
         images: The state of each ps.
-        pending: Closures whose gradients count in a synchronous step that is not in the cut.
         held_s: Seconds for which updates were held up.
         is_over: Whether it has ended.
     """
@@ -88,13 +87,12 @@ class Cut:
         links: Sequence[PsLink],
         number: int,
         images: Sequence[ImageState],
-        pending: frozenset[int],
+        held_s: float,
         is_present: Callable[[], bool],
     ) -> None:
         self.number = number
         self.images = images
-        self.pending = pending
-        self.held_s = 0.0
+        self.held_s = held_s
         self.is_over = False
         self._links = links
         self._is_present = is_present
@@ -254,10 +252,6 @@ class Cuts:
                 doing = _described(wanted)
                 await self._admit(number, wanted)
                 frozen = await _ask_all(self._links, Freeze(number), Frozen)
-            images = [
-                ImageState.from_bytes(b"".join(segments), link.task)
-                for link, (_, segments) in zip(self._links, frozen, strict=True)
-            ]
             if at_instant is not None:
                 at_instant()
         except TimeoutError as exc:
@@ -271,12 +265,18 @@ class Cuts:
             raise
         finally:
             opened = self._tell_all(OpenGate(number))
-        pending = frozenset(number for message, _ in frozen for number in message.pending)
-        cut = Cut(self._links, number, images, pending, is_present)
-        await asyncio.wait((opened,))
-        cut.held_s = loop.time() - began
-        logger.debug("cut %d held updates up for %.1f ms", number, cut.held_s * 1e3)
-        return cut
+        try:
+            await asyncio.wait((opened,))
+            held_s = loop.time() - began
+            images = [  # read only now: that holds nobody up
+                ImageState.from_bytes(b"".join(segments), link.task)
+                for link, (_, segments) in zip(self._links, frozen, strict=True)
+            ]
+        except BaseException:
+            self._tell_all(DropFrozen(number))
+            raise
+        logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
+        return Cut(self._links, number, images, held_s, is_present)
 
     async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
         """Let through what belongs to updates that have begun somewhere; wait for its end."""
