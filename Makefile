@@ -19,7 +19,8 @@ RULES := errors specs cluster cluster_roles partitioners placement placement_rep
 	sync_config tokens sync_groups sync_steps staging schedule_report round_clocks session_members \
 	pulled_steps metric_rules visitation element_specs handshake_limits checkpoint_manifest checkpoint_layout \
 	replica_sums distributed_values variable_copies
-WIRE := limits tensors frames codec messages recovery_messages handshake protocol remote_errors
+WIRE := limits tensors frames codec messages worker_messages ps_messages lock_messages sync_messages session_messages \
+	accumulator_messages recovery_messages catalogue handshake protocol remote_errors
 
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 

@@ -27,10 +27,10 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.ps_task import PsTask
     from psync.testing import MemoryNetwork, run_virtual
     from psync.update_rules import SGD
-    from psync.wire import messages as said
     from psync.wire.codec import Message
     from psync.wire.limits import Limits
-    from psync.wire.messages import AttachPs, CreateShards, Pull, Push, Shutdown
+    from psync.wire.messages import Challenge, Hello, Proof, Refused, Shutdown, Welcome
+    from psync.wire.ps_messages import AttachPs, CreateShards, Pull, Push
     from psync.worker_task import WorkerTask
 
     secret = Secret(b"a secret of at least thirty-two bytes")
@@ -40,7 +40,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
     )  # fmt: skip
     chief, worker = "/job:chief/task:0", "/job:worker/task:0"
     # The handshake has its own target; Shutdown ends what others are asked afterwards.
-    skipped = {said.Hello, said.Challenge, said.Proof, said.Welcome, said.Refused, Shutdown}
+    skipped = {Hello, Challenge, Proof, Welcome, Refused, Shutdown}
     config = SGD(0.5).to_config()
     logging.getLogger("psync").setLevel(logging.CRITICAL)
 

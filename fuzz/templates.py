@@ -14,8 +14,24 @@ from psync.moment_rules import Adam
 from psync.schedules import Constant
 from psync.sync_config import SyncConfig
 from psync.update_rules import SGD
-from psync.wire import messages as said
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked
+from psync.wire.ps_messages import (
+    AskOptimizer,
+    Assign,
+    AverageShards,
+    CreateShards,
+    DefineOptimizer,
+    MeasurePush,
+    Pull,
+    PullRows,
+    Push,
+    SetOptimizer,
+    SetSlots,
+)
+from psync.wire.session_messages import EnterSession
+from psync.wire.sync_messages import Contribute, DescribeSet, InitTokens, StagePush, TickClock
 
 SHARDS = [
     ["v", 0, 0, 0, [4], "float32"], ["step", 1, 0, 0, [], "int64"],
@@ -31,42 +47,42 @@ GROUP = SyncConfig(
 ROWS = (16, 16)  # two row numbers, two rows
 
 TEMPLATES: list[tuple[Message, tuple[int, ...]]] = [
-    (said.CreateShards(SHARDS, [None, b"\0" * 8, (0, 0)]), (16,)),
-    (said.CreateShards([["w", 7, 0, 0, [4], "float32"]], [(0, 0)]), ()),
-    (said.Pull(9, [(0, 0), (2, 0)], -1, ""), ()),
-    (said.Pull(9, [(2, 0)], 3, "m"), ()),
-    (said.PullRows([(2, 0, 2, 0, 0, 2), (0, 0, 2, 1, 0, 1)], -1, ""), (16,)),
-    (said.PullRows([(2, 0, 2, 1, 1, 2)], -1, ""), ()),
-    (said.Push(5, 0, 1, 0, 3, [(0, 0), (2, 0)], 3, ADAM, 0), (16, 64)),
-    (said.Push(6, 0, 1, 1, 4, [(2, 0)], 3, ADAM, 0, [2]), ROWS),
-    (said.Push(7, 0, -1, 0, 3, [(0, 0)], 4, SGD(0.5, 0.9).to_config(), 3, None, [2.0]), (16,)),
-    (said.MeasurePush(3, [(0, 0)], 3, ADAM, 0), (16,)),
-    (said.Assign(8, 0, 1, 2, 3, [(0, 0)], "add"), (16,)),
-    (said.Assign(9, 0, -1, 0, 5, [(2, 0)], "min", [2]), ROWS),
-    (said.AverageShards(10, 0, -1, 0, [(0, 2, 0)], 0.5), ()),
-    (said.LockShards(1, [(0, 0), (2, 0)], 5.0), ()),
-    (said.AssignLocked(11, 0, -1, 0, 3, [(0, 0)], "assign", None, None, 1), (16,)),
-    (said.PullLocked(9, [(0, 0)], -1, "", 1), ()),
-    (said.DefineOptimizer(3, ADAM), ()),
-    (said.SetOptimizer(3, ADAM, 7, Constant(0.25).to_config()), ()),
-    (said.SetSlots(3, ADAM, [(0, 0, "m"), (2, 0, "v")]), (16, 64)),
-    (said.AskOptimizer(3, ADAM), ()),
-    (said.DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0), ()),
-    (said.ApplyGradient(12, 0, -1, 0, "g", [2], None, 0, 1.0), (8,)),
-    (said.DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0), ()),
-    (said.ApplyGradient(13, 0, -1, 0, "s", [2, 3], None, 0, 1.0), (16, 24)),
-    (said.TakeGradient("g", 1, 0, 1), ()),
-    (said.InitTokens(9, GROUP, 0), ()),
-    (said.DescribeSet(6, [(0, 0)], 9, GROUP), ()),
-    (said.StagePush(9, GROUP, 1, -1, 6, [(0, 0)]), (16,)),
+    (CreateShards(SHARDS, [None, b"\0" * 8, (0, 0)]), (16,)),
+    (CreateShards([["w", 7, 0, 0, [4], "float32"]], [(0, 0)]), ()),
+    (Pull(9, [(0, 0), (2, 0)], -1, ""), ()),
+    (Pull(9, [(2, 0)], 3, "m"), ()),
+    (PullRows([(2, 0, 2, 0, 0, 2), (0, 0, 2, 1, 0, 1)], -1, ""), (16,)),
+    (PullRows([(2, 0, 2, 1, 1, 2)], -1, ""), ()),
+    (Push(5, 0, 1, 0, 3, [(0, 0), (2, 0)], 3, ADAM, 0), (16, 64)),
+    (Push(6, 0, 1, 1, 4, [(2, 0)], 3, ADAM, 0, [2]), ROWS),
+    (Push(7, 0, -1, 0, 3, [(0, 0)], 4, SGD(0.5, 0.9).to_config(), 3, None, [2.0]), (16,)),
+    (MeasurePush(3, [(0, 0)], 3, ADAM, 0), (16,)),
+    (Assign(8, 0, 1, 2, 3, [(0, 0)], "add"), (16,)),
+    (Assign(9, 0, -1, 0, 5, [(2, 0)], "min", [2]), ROWS),
+    (AverageShards(10, 0, -1, 0, [(0, 2, 0)], 0.5), ()),
+    (LockShards(1, [(0, 0), (2, 0)], 5.0), ()),
+    (AssignLocked(11, 0, -1, 0, 3, [(0, 0)], "assign", None, None, 1), (16,)),
+    (PullLocked(9, [(0, 0)], -1, "", 1), ()),
+    (DefineOptimizer(3, ADAM), ()),
+    (SetOptimizer(3, ADAM, 7, Constant(0.25).to_config()), ()),
+    (SetSlots(3, ADAM, [(0, 0, "m"), (2, 0, "v")]), (16, 64)),
+    (AskOptimizer(3, ADAM), ()),
+    (DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0), ()),
+    (ApplyGradient(12, 0, -1, 0, "g", [2], None, 0, 1.0), (8,)),
+    (DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0), ()),
+    (ApplyGradient(13, 0, -1, 0, "s", [2, 3], None, 0, 1.0), (16, 24)),
+    (TakeGradient("g", 1, 0, 1), ()),
+    (InitTokens(9, GROUP, 0), ()),
+    (DescribeSet(6, [(0, 0)], 9, GROUP), ()),
+    (StagePush(9, GROUP, 1, -1, 6, [(0, 0)]), (16,)),
     (
-        said.Contribute(
+        Contribute(
             9, GROUP, 1, 0, -1, 0, b"set", -1, 1.0, 6, [(0, 0, 0)], 0, None, None, False
         ),
         (16,),
     ),
-    (said.TickClock(1, 2, 1), ()),
-    (said.EnterSession(9), ()),
+    (TickClock(1, 2, 1), ()),
+    (EnterSession(9), ()),
 ]  # fmt: skip
 
 

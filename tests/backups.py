@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from ps_cluster import PsCluster
 
-from psync.wire.messages import Message
+from psync.wire.codec import Message
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
 W = np.arange(6, dtype=np.float32)

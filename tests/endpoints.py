@@ -20,7 +20,8 @@ from psync.testing import MemoryNetwork
 from psync.transport import Network, SocketNetwork
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done, Hello, Push, Refused
+from psync.wire.messages import Done, Hello, Refused
+from psync.wire.ps_messages import Push
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 SECRET = Secret(b"a secret of the whole cluster")

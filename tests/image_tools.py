@@ -12,7 +12,8 @@ from ps_cluster import PsCluster
 from psync.ps_client import PsClient
 from psync.ps_image import ImageState
 from psync.rpc import Received
-from psync.wire.messages import Done, Message
+from psync.wire.codec import Message
+from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
     FillImage,
     Freeze,

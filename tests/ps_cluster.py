@@ -25,7 +25,8 @@ from psync.rpc import Handler
 from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
 from psync.update_rules import SGD
-from psync.wire.messages import AttachPs, Message, Pushed
+from psync.wire.codec import Message
+from psync.wire.ps_messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
 WORKER = "/job:worker/task:0"

@@ -14,8 +14,9 @@ from psync.ps_client import PsClient
 from psync.specs import VariableSpec
 from psync.sync_client import SyncClient
 from psync.sync_config import SyncConfig
+from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.messages import Contributed, Message, ReportSchedule
+from psync.wire.sync_messages import Contributed, ReportSchedule
 from tests.ps_cluster import CONFIG, PsCluster, pull
 
 GROUP = 9

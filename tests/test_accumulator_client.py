@@ -11,7 +11,7 @@ import pytest
 
 from psync.accumulator_client import AccumulatorClient, Place
 from psync.errors import ConfigurationError, GradientError
-from psync.wire.messages import AccumulatorState, DefineAccumulator, GradientApplied
+from psync.wire.accumulator_messages import AccumulatorState, DefineAccumulator, GradientApplied
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import OTHER, WORKER, PsCluster, until
 

@@ -24,19 +24,18 @@ from psync.errors import (
 from psync.hosted_accumulators import HostedAccumulator
 from psync.ps_client import PsClient
 from psync.rpc import Received
-from psync.wire.messages import (
+from psync.wire.accumulator_messages import (
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
-    Done,
-    Fence,
-    FinalBelow,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
-    Message,
     TakeGradient,
 )
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence, FinalBelow
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import CHIEF, OTHER, WORKER, PsCluster, until
 

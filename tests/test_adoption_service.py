@@ -27,13 +27,9 @@ from psync.endpoint import Endpoint
 from psync.errors import FencedError, UnknownVariableError
 from psync.ps_client import PsClient
 from psync.ps_task import PsTask
-from psync.wire.messages import (
-    AttachPs,
-    DefineOptimizer,
-    LockShards,
-    Message,
-    SetOptimizer,
-)
+from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards
+from psync.wire.ps_messages import AttachPs, DefineOptimizer, SetOptimizer
 from psync.wire.recovery_messages import AdoptShards, DescribeShards, ShardsDescribed
 
 LARGE = 2 << 20  # elements: its updates take several turns of the loop

@@ -14,7 +14,9 @@ from psync.errors import ClosedError, ConfigurationError, FencedError, PsyncErro
 from psync.failpoints import Failpoints
 from psync.sync_config import SyncConfig
 from psync.whole_sets import Values
-from psync.wire.messages import AskStatistics, AttachPs, CloseStep, Statistics
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import AttachPs
+from psync.wire.sync_messages import CloseStep
 from tests.ps_cluster import CHIEF, hold, until
 from tests.sync_cluster import GROUP, SyncCluster
 

@@ -9,7 +9,7 @@ from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, pull
 
 from psync.ps_task import PsTask
-from psync.wire.messages import Fence
+from psync.wire.ps_messages import Fence
 
 
 async def test_over_connections_that_break_each_entry_is_done_once() -> None:

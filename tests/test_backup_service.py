@@ -11,7 +11,7 @@ from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
 from psync.errors import ConfigurationError, FencedError, UsageError
 from psync.shard_locks import assign_at_once
-from psync.wire.messages import DefineAccumulator
+from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.recovery_messages import BackUp
 
 

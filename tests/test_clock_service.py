@@ -9,14 +9,9 @@ import pytest
 
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
 from psync.ps_client import PsClient
-from psync.wire.messages import (
-    AskStatistics,
-    ClockTicked,
-    Fence,
-    ReportSchedule,
-    Statistics,
-    TickClock,
-)
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import Fence
+from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
 from tests.ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 
 pytestmark = pytest.mark.virtual_time

@@ -17,7 +17,9 @@ from psync.functions import FunctionTable
 from psync.iterators import IteratorTable
 from psync.payloads import EMPTY, pack_arguments
 from psync.rpc import Received
-from psync.wire.messages import Done, FetchArguments, FetchFunction, Message
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.worker_messages import FetchArguments, FetchFunction
 
 
 async def positions_of(iterator: PerWorkerIterator) -> dict[int, int]:

@@ -21,7 +21,8 @@ from psync.payloads import pack, pack_arguments
 from psync.remote_value import RemoteValue
 from psync.rpc import Reply
 from psync.schedule_report import ScheduleReports
-from psync.wire.messages import ClosureResults, FetchArguments, FetchFunction, GivenBack, Message
+from psync.wire.codec import Message
+from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 WORKER, GIVEN_UP = "/job:worker/task:0", "/job:worker/task:1"
 

@@ -18,7 +18,9 @@ from psync.specs import ShardSpec
 from psync.store import ShardStore
 from psync.update_rules import SGD
 from psync.wire.codec import decode
-from psync.wire.messages import Assign, AssignLocked, DefineOptimizer, Done, Fence
+from psync.wire.lock_messages import AssignLocked
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Assign, DefineOptimizer, Fence
 
 PS = "/job:ps/task:0"
 CLIENT = ("/job:worker/task:0", 7)

@@ -21,7 +21,7 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.rpc import Peer
-from psync.wire.messages import Message
+from psync.wire.codec import Message
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from psync.coordinator_grants import RANGE
 from psync.endpoint import Endpoint
 from psync.errors import FencedError
 from psync.ps_task import PsTask
-from psync.wire.messages import AttachWorker
+from psync.wire.worker_messages import AttachWorker
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

@@ -13,7 +13,7 @@ from psync.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of
-from psync.wire.messages import CreateShards
+from psync.wire.ps_messages import CreateShards
 from tests.ps_cluster import PsCluster, assign, hold, pull, until
 
 pytestmark = pytest.mark.asyncio

@@ -38,7 +38,8 @@ from psync.rpc import Handler, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.transport import SocketNetwork
 from psync.wire.limits import Limits
-from psync.wire.messages import AskStatistics, Done, Hello, Pull, Pulled, Refused
+from psync.wire.messages import AskStatistics, Done, Hello, Refused
+from psync.wire.ps_messages import Pull, Pulled
 
 OTHER_SECRET = Secret(b"the secret of another cluster")
 SERVED: Handlers = {AskStatistics: Handler(done)}

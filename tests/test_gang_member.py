@@ -23,7 +23,8 @@ from psync.gang_member import GangMember
 from psync.payloads import pack, unpack
 from psync.rpc import Received
 from psync.wire.limits import DEFAULT_LIMITS, Limits
-from psync.wire.messages import Done, Merged, ReachCollective
+from psync.wire.messages import Done
+from psync.wire.worker_messages import Merged, ReachCollective
 
 
 class Coordinator:

@@ -27,7 +27,7 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.wire.limits import Limits
-from psync.wire.messages import ReachCollective
+from psync.wire.worker_messages import ReachCollective
 
 
 async def reduced(value: object = 1, op: str = "sum") -> object:

@@ -12,7 +12,8 @@ from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync import gate_service
 from psync.errors import CutLost, FencedError, UsageError
 from psync.ps_client import PsClient
-from psync.wire.messages import Fence, Message
+from psync.wire.codec import Message
+from psync.wire.ps_messages import Fence
 from psync.wire.recovery_messages import Admit, Gate, OpenGate
 
 

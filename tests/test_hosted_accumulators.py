@@ -20,7 +20,7 @@ from psync.hosted_accumulators import (
 from psync.long_work import INLINE_BYTES
 from psync.sparse_accumulators import SparseConditionalAccumulator
 from psync.sums import Pieces, at_once
-from psync.wire.messages import ApplyGradient, DefineAccumulator, GradientTaken
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 DENSE = DefineAccumulator("g", "dense", "float32", [None, 2], "SUM", "", True, 3)

@@ -30,19 +30,18 @@ from psync.moment_rules import Adam
 from psync.ps_image import ImageState
 from psync.schedules import Constant
 from psync.specs import VariableSpec
-from psync.wire.codec import encode
-from psync.wire.messages import (
+from psync.wire.accumulator_messages import (
     AccumulatorState,
     AskAccumulator,
-    AskOptimizer,
-    AskStatistics,
-    CloseStep,
     DefineAccumulator,
-    Done,
+    GradientApplied,
+)
+from psync.wire.codec import Message, encode
+from psync.wire.messages import AskStatistics, Done
+from psync.wire.ps_messages import (
+    AskOptimizer,
     Fence,
     FinalBelow,
-    GradientApplied,
-    Message,
     OptimizerState,
     Pushed,
     SetOptimizer,
@@ -58,6 +57,7 @@ from psync.wire.recovery_messages import (
     TakeImage,
     WriteFrozen,
 )
+from psync.wire.sync_messages import CloseStep
 from tests.image_tools import call, fill, freeze, prepare, read, read_all, take, write
 from tests.ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
 from tests.sync_cluster import GROUP, SyncCluster, SyncReplica

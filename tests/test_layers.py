@@ -21,7 +21,9 @@ LAYERS = {
     "L0 ground": ["errors", "specs", "cluster", "cluster_roles"],
     "L1 wire": [
         "wire", "wire.limits", "wire.tensors", "wire.frames", "wire.codec", "wire.messages",
-        "wire.recovery_messages", "wire.remote_errors", "wire.handshake", "wire.protocol",
+        "wire.worker_messages", "wire.ps_messages", "wire.lock_messages", "wire.sync_messages",
+        "wire.session_messages", "wire.accumulator_messages", "wire.recovery_messages",
+        "wire.catalogue", "wire.remote_errors", "wire.handshake", "wire.protocol",
     ],
     "L1 rules": [
         "partitioners", "placement", "placement_report", "row_sets", "sums", "accumulators",

@@ -19,7 +19,8 @@ from psync.platform import Platform
 from psync.rpc import Handler, Peer, Reply
 from psync.serving import RequestServer
 from psync.testing_notes import Notes, notes_in
-from psync.wire.messages import Done, FinalBelow, Push
+from psync.wire.messages import Done
+from psync.wire.ps_messages import FinalBelow, Push
 
 each_place = pytest.mark.parametrize("place", PLACES)
 

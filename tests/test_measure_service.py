@@ -10,7 +10,7 @@ import pytest
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.layerwise_rules import Lamb
 from psync.update_rules import SGD
-from psync.wire.messages import Measured, MeasurePush
+from psync.wire.ps_messages import Measured, MeasurePush
 from tests.ps_cluster import PsCluster, pull
 
 pytestmark = pytest.mark.asyncio

@@ -22,7 +22,8 @@ from psync.pulled_steps import PulledSteps
 from psync.rpc import Handler, Reply
 from psync.specs import ShardSpec, VariableSpec
 from psync.update_rules import SGD
-from psync.wire.messages import Done, Pull, Pulled, Push, Pushed
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 from tests.ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 
 LARGE = 1 << 18  # elements of float32: 1 MiB, beyond what is applied at once

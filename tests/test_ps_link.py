@@ -20,7 +20,9 @@ from psync.errors import (
 from psync.ps_link import knows_set
 from psync.ps_task import PsTask
 from psync.rpc import Handler, Peer
-from psync.wire.messages import AskStatistics, Message, Pull, Statistics
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import Pull
 from tests.ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, push, until
 
 pytestmark = pytest.mark.asyncio

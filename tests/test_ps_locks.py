@@ -23,14 +23,8 @@ from psync.errors import LockLost, UnknownVariableError, UsageError
 from psync.ps_client import PsClient
 from psync.ps_locks import MAX_LEASE_S
 from psync.specs import VariableSpec
-from psync.wire.messages import (
-    AssignLocked,
-    LockShards,
-    Message,
-    PullLocked,
-    RenewLock,
-    UnlockShards,
-)
+from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
 
 
 async def say(client: PsClient, message: Message, ps: int = 0, **options: Any) -> Any:

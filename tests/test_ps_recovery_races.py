@@ -18,7 +18,8 @@ from psync import checkpoint
 from psync.errors import PsyncError
 from psync.ps_task import PsTask
 from psync.rpc import Handler
-from psync.wire.messages import CreateShards, Message
+from psync.wire.codec import Message
+from psync.wire.ps_messages import CreateShards
 from psync.wire.recovery_messages import TakeImage
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)

@@ -18,7 +18,8 @@ from psync.rpc import Handler, Reply
 from psync.scatter_ops import SCATTER_OPS
 from psync.specs import ShardSpec, VariableSpec
 from psync.update_rules import SGD
-from psync.wire.messages import Done, PullRows, RowsPulled
+from psync.wire.messages import Done
+from psync.wire.ps_messages import PullRows, RowsPulled
 from tests.ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 
 aio = pytest.mark.asyncio

@@ -24,16 +24,10 @@ from psync.specs import VariableSpec
 from psync.store import ShardStore, Work
 from psync.sync_config import SyncConfig
 from psync.update_rules import SGD
-from psync.wire.messages import (
-    CloseStep,
-    Done,
-    Fence,
-    Message,
-    Pull,
-    Pulled,
-    Staged,
-    StagePush,
-)
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence, Pull, Pulled
+from psync.wire.sync_messages import CloseStep, Staged, StagePush
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, is_busy, pull, until
 from tests.sync_cluster import GROUP, SyncCluster, ask

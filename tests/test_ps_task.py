@@ -27,18 +27,9 @@ from psync.moment_rules import Adam
 from psync.ps_client import PsClient
 from psync.ps_task import PsTask
 from psync.update_rules import SGD
-from psync.wire.messages import (
-    AskStatistics,
-    Assign,
-    CreateShards,
-    Done,
-    Fence,
-    Message,
-    Pull,
-    Push,
-    Shutdown,
-    Statistics,
-)
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
+from psync.wire.ps_messages import Assign, CreateShards, Fence, Pull, Push
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import (
     CHIEF,

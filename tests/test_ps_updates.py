@@ -17,14 +17,9 @@ from psync.errors import (
 from psync.ledger import Fresh
 from psync.ps_client import PsClient
 from psync.specs import VariableSpec
-from psync.wire.messages import (
-    AskStatistics,
-    AverageShards,
-    FinalBelow,
-    Message,
-    Pushed,
-    Statistics,
-)
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed
 from tests.ps_cluster import (
     OTHER,
     WORKER,

@@ -18,7 +18,7 @@ from psync.blocks import BlockPool
 from psync.ps_client import PsClient
 from psync.pulled_ahead import PulledAhead, Values
 from psync.specs import VariableSpec
-from psync.wire.messages import Pull
+from psync.wire.ps_messages import Pull
 from tests.ps_cluster import PsCluster, assign, heard, pull
 
 pytestmark = pytest.mark.timeout(20)

@@ -20,7 +20,7 @@ from ps_cluster import heard, hold, until
 import psync
 from psync import cluster_coordinator, optimizer_handles
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.wire.messages import AttachPs
+from psync.wire.ps_messages import AttachPs
 
 pytestmark = pytest.mark.virtual_time
 

@@ -10,7 +10,8 @@ from backups import W, back_up, create, promote, say, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push
 
 from psync.errors import FencedError, UsageError
-from psync.wire.messages import Done, Fence
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence
 from psync.wire.recovery_messages import BeginBackup, FillBackup, LogEntries, Promote
 
 

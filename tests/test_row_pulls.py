@@ -14,7 +14,7 @@ from psync.errors import GradientError, PsyncError, RemoteError, RemoteProtocolE
 from psync.ps_task import PsTask
 from psync.rpc import Received
 from psync.wire.limits import Limits
-from psync.wire.messages import PullRows, RowsPulled
+from psync.wire.ps_messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import WORKER, PsCluster, assign, hold, pull, until
 

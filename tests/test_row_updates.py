@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from psync.errors import FencedError, GradientError, PsyncError, RemoteError, UsageError
 from psync.ps_client import PsClient
 from psync.specs import VariableSpec
-from psync.wire.messages import Assign, Fence, Push, StagePush
+from psync.wire.ps_messages import Assign, Fence, Push
+from psync.wire.sync_messages import StagePush
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import CONFIG, WORKER, PsCluster, hold, pull, until
 from tests.sync_tools import GROUP, config

@@ -11,7 +11,8 @@ from memory_cluster import coordinating, event_of
 
 from psync.errors import EndOfData, ParameterServerLost
 from psync.rpc import Peer
-from psync.wire.messages import Message, ReportSchedule
+from psync.wire.codec import Message
+from psync.wire.sync_messages import ReportSchedule
 
 pytestmark = pytest.mark.virtual_time
 

@@ -22,18 +22,16 @@ from psync.session_members import GRACE_S
 from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec
 from psync.store import ShardStore
-from psync.wire.messages import (
-    AskStatistics,
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Done, Statistics
+from psync.wire.session_messages import (
     AwaitEnd,
     CheckShards,
     Declared,
-    Done,
     EndTraining,
     EnterSession,
     LeaveSession,
-    Message,
     SessionEntered,
-    Statistics,
     TrainingOver,
 )
 

@@ -11,7 +11,9 @@ from ps_cluster import PsCluster, pull, until
 
 from psync.errors import GradientError, PartitionError, RemoteProtocolError
 from psync.ps_client import PsClient
-from psync.wire.messages import CreateShards, Done, Message, Pull
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import CreateShards, Pull
 from psync.wire.tensors import to_bytes_view
 
 pytestmark = pytest.mark.asyncio

@@ -20,7 +20,7 @@ from psync.ps_client import PsClient
 from psync.shard_locks import LEASE_S, assign_at_once, pull_at_once
 from psync.specs import VariableSpec
 from psync.wire.limits import Limits
-from psync.wire.messages import LockShards, RenewLock, UnlockShards
+from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards
 
 ROWS = 7  # 3, 2 and 2 of them on three ps tasks
 

@@ -10,7 +10,8 @@ import pytest
 
 from psync.errors import GradientError, UnknownVariableError, UsageError
 from psync.update_rules import SGD
-from psync.wire.messages import Message, SetOptimizer, SetSlots
+from psync.wire.codec import Message
+from psync.wire.ps_messages import SetOptimizer, SetSlots
 from tests.ps_cluster import PsCluster, hold, pull, until
 
 pytestmark = pytest.mark.asyncio

@@ -21,15 +21,12 @@ from psync.errors import (
 from psync.failpoints import Failpoints
 from psync.specs import VariableSpec
 from psync.testing import settle
-from psync.wire.messages import (
+from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
+from psync.wire.sync_messages import (
     AskStep,
-    AttachPs,
     Contribute,
     Contributed,
-    Fence,
-    FinalBelow,
     InitTokens,
-    Pull,
     ReportSchedule,
     StagePush,
     SyncStep,

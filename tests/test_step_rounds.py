@@ -18,7 +18,7 @@ from psync.rule_options import RuleOptions
 from psync.specs import VariableSpec
 from psync.testing import settle
 from psync.update_rules import SGD, UpdateRule
-from psync.wire.messages import CloseStep, Contributed, MeasureStep
+from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
 from tests.norm_training import Training
 from tests.ps_cluster import CHIEF, heard, hold, pull, until
 from tests.sync_cluster import GROUP, SyncCluster

@@ -26,19 +26,11 @@ from psync.specs import VariableSpec
 from psync.sync_client import SyncClient
 from psync.sync_config import SyncConfig
 from psync.update_rules import SGD
-from psync.wire.messages import (
-    AskStep,
-    AwaitEnd,
-    Contribute,
-    Contributed,
-    Done,
-    EndTraining,
-    Fence,
-    InitTokens,
-    Message,
-    Staged,
-    StagePush,
-)
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence
+from psync.wire.session_messages import AwaitEnd, EndTraining
+from psync.wire.sync_messages import AskStep, Contribute, Contributed, InitTokens, Staged, StagePush
 from tests.ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
 
 LARGE = 1 << 15  # elements of float32: 128 KiB, beyond what is sent without asking

@@ -26,7 +26,7 @@ from psync.errors import (
     NotEnoughReplicas,
     UsageError,
 )
-from psync.wire.messages import AwaitEnd, EndTraining
+from psync.wire.session_messages import AwaitEnd, EndTraining
 from tests.ps_cluster import heard, until
 
 pytestmark = pytest.mark.timeout(20)

@@ -20,7 +20,7 @@ from psync.tls_channel import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChanne
 from psync.tls_config import Tls
 from psync.tls_network import TlsNetwork
 from psync.transport import Network, SocketNetwork
-from psync.wire.messages import Pull, Pulled
+from psync.wire.ps_messages import Pull, Pulled
 
 KIB, MIB = 1 << 10, 1 << 20
 

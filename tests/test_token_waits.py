@@ -14,7 +14,7 @@ from psync.rpc import Reply
 from psync.sync_groups import Answer, Refuse
 from psync.token_waits import PushKey, TokenWaits
 from psync.whole_sets import ShareNumbers, WholeSet
-from psync.wire.messages import Contributed
+from psync.wire.sync_messages import Contributed
 from tests.ps_cluster import hold
 from tests.sync_cluster import GROUP, SyncCluster
 

@@ -10,7 +10,7 @@ from psync.specs import ShardSpec
 from psync.store import ShardStore
 from psync.update_rules import SGD
 from psync.updates import ShardSet, Update
-from psync.wire.messages import Assign, Push
+from psync.wire.ps_messages import Assign, Push
 from psync.wire.tensors import to_bytes_view
 
 CLIENT = ("/job:worker/task:0", 5)

@@ -23,7 +23,7 @@ from psync.failpoints import Failpoints
 from psync.specs import ShardSpec, VariableSpec
 from psync.store import ShardStore
 from psync.whole_sets import ShareNumbers, WholeSet, whole_set_of
-from psync.wire.messages import CloseStep, Contribute, DescribeSet
+from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import RATE, heard, pull
 from tests.sync_cluster import GROUP, SyncCluster, SyncReplica, ask

@@ -13,8 +13,8 @@ import psync
 from psync.endpoint import Endpoint
 from psync.errors import UsageError
 from psync.rpc import Handler
-from psync.wire.messages import AttachWorker, GivenBack, RunClosures
 from psync.wire.recovery_messages import EndSession, LeaveCluster
+from psync.wire.worker_messages import AttachWorker, GivenBack, RunClosures
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

@@ -14,7 +14,8 @@ import psync
 from psync.endpoint import Endpoint
 from psync.errors import ConfigurationError, FencedError, ParameterServerLost, UsageError
 from psync.rpc import Peer
-from psync.wire.messages import AskStatistics, AttachWorker, Done, RunClosures, Shutdown, Statistics
+from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
+from psync.wire.worker_messages import AttachWorker, RunClosures
 from psync.worker_task import WorkerTask
 
 

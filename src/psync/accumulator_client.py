@@ -16,20 +16,20 @@ from typing import TypeVar
 from psync.errors import RemoteProtocolError
 from psync.ps_client import PART_BITS, PsClient
 from psync.rpc import Received
-from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import (
+from psync.wire.accumulator_messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
-    Done,
     ForgetTakes,
     GradientApplied,
     GradientTaken,
-    Message,
     SetAccumulatorStep,
     TakeGradient,
 )
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import Done
 
 M = TypeVar("M", bound=Message)
 

@@ -47,18 +47,18 @@ from psync.ledger import AlreadyApplied, Client, Fresh, InProgress, Ledger, Tick
 from psync.long_work import LongWork
 from psync.rpc import Handler, Peer, Reply
 from psync.sums import Pieces, at_once
-from psync.wire.messages import (
+from psync.wire.accumulator_messages import (
     AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
-    Done,
     ForgetTakes,
     GradientApplied,
-    Message,
     SetAccumulatorStep,
     TakeGradient,
 )
+from psync.wire.codec import Message
+from psync.wire.messages import Done
 
 logger = logging.getLogger(__name__)
 

@@ -31,16 +31,10 @@ from psync.step_norms import ShardSums
 from psync.store import Key
 from psync.sync_config import SyncConfig
 from psync.whole_sets import Along, Share, ShareNumbers, Values, WholeSet
+from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import (
-    AttachPs,
-    CloseStep,
-    DescribeSet,
-    MeasureStep,
-    Message,
-    SetSizes,
-    StepMeasured,
-)
+from psync.wire.ps_messages import AttachPs
+from psync.wire.sync_messages import CloseStep, DescribeSet, MeasureStep, SetSizes, StepMeasured
 
 GLOBAL_STEP_DTYPE = "int64"
 

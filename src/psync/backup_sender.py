@@ -30,7 +30,7 @@ from psync.errors import (
 from psync.platform import Platform
 from psync.ps_image import Frozen
 from psync.rpc import Peer, Received
-from psync.wire.messages import AttachPs
+from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup, LogEntries, LogTaken
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,8 @@ from psync.ps_image import Frozen
 from psync.rpc import Handler, Peer, Reply
 from psync.store import ShardStore
 from psync.weak_rules import commit_log_without
-from psync.wire.messages import Done, Message
+from psync.wire.codec import Message
+from psync.wire.messages import Done
 from psync.wire.recovery_messages import BackUp
 
 logger = logging.getLogger(__name__)

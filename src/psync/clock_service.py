@@ -19,7 +19,8 @@ from psync.cluster import task_name
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.round_clocks import Release, Replica, RoundClocks, Tick
 from psync.rpc import Handler, Peer, Reply
-from psync.wire.messages import ClockTicked, Message, ReportSchedule, TickClock
+from psync.wire.codec import Message
+from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
 
 _Waiting = dict[Tick, list[asyncio.Future[int]]]
 """Several futures where a request was repeated; each gets the rounds that the worker is ahead."""

@@ -20,7 +20,8 @@ from psync.payloads import Payload, unpack_arguments
 from psync.pulled_ahead import NEVER
 from psync.rpc import Received
 from psync.runtime import IteratorHandle, arriving
-from psync.wire.messages import Arguments, FetchArguments, FetchFunction, Function, Message
+from psync.wire.codec import Message
+from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
 
 
 class HeldClosure:

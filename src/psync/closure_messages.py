@@ -15,7 +15,8 @@ from psync.functions import Function
 from psync.payloads import EMPTY, Payload
 from psync.remote_value import RemoteValue
 from psync.rpc import Reply
-from psync.wire import messages
+from psync.wire import worker_messages
+from psync.wire.worker_messages import Arguments, RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
 """Larger arguments are fetched by the worker when it is about to run the closure: a worker
@@ -58,7 +59,7 @@ class ScheduledCall:
         return segments, counts
 
 
-def run_closures(closures: Sequence[Closure]) -> tuple[messages.RunClosures, list[Any]]:
+def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
     """Return the message that starts closures, and its segments."""
     items: list[tuple[int, bytes, int, list[int]]] = []
     segments: list[Any] = []
@@ -74,7 +75,7 @@ def run_closures(closures: Sequence[Closure]) -> tuple[messages.RunClosures, lis
         else:
             items.append((closure.id, key, len(own) - sum(counts), counts))
             segments += own
-    return messages.RunClosures(items), segments
+    return RunClosures(items), segments
 
 
 class ReplicaCall(ScheduledCall):
@@ -90,19 +91,19 @@ class ReplicaCall(ScheduledCall):
         self.num_replicas = num_replicas
 
 
-def run_replica(closure: Closure) -> tuple[messages.RunReplica, list[Any]]:
+def run_replica(closure: Closure) -> tuple[RunReplica, list[Any]]:
     """Return the message that starts a replica, and its segments."""
     call: ReplicaCall = closure.payload
     message, segments = run_closures([closure])
-    return messages.RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
+    return RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
 
 
 def arguments_reply(call: ScheduledCall) -> Reply:
     """Return the answer to FetchArguments."""
     segments, counts = call.segments()
-    return Reply(messages.Arguments(len(segments) - sum(counts), counts), segments)
+    return Reply(Arguments(len(segments) - sum(counts), counts), segments)
 
 
 def function_reply(function: Function) -> Reply:
     """Return the answer to FetchFunction."""
-    return Reply(messages.Function(function.name), function.payload.segments)
+    return Reply(worker_messages.Function(function.name), function.payload.segments)

@@ -21,13 +21,8 @@ from psync.functions import FunctionTable
 from psync.payloads import EMPTY, Payload
 from psync.rpc import Handler, Peer, Reply
 from psync.schedule_report import ScheduleReports
-from psync.wire.messages import (
-    ClosureResults,
-    FetchArguments,
-    FetchFunction,
-    GivenBack,
-    Message,
-)
+from psync.wire.codec import Message
+from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 
 class ClosureServiceOwner(Protocol):

@@ -34,7 +34,7 @@ from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
 from psync.task_reports import add_description
 from psync.visits import Visits
-from psync.wire.messages import AskPosition, IteratorPosition, ReleaseIterators
+from psync.wire.worker_messages import AskPosition, IteratorPosition, ReleaseIterators
 from psync.worker_changes import add_worker, remove_worker
 
 _of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()

@@ -35,8 +35,11 @@ from psync.platform import Platform
 from psync.ps_client import PsClient
 from psync.ps_link import PsLink
 from psync.rpc import Handler, Peer
-from psync.wire import messages
-from psync.wire.messages import AttachPs, AttachWorker, Done, Message
+from psync.wire import ps_messages
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Done, Statistics
+from psync.wire.ps_messages import AttachPs, FinalBelow
+from psync.wire.worker_messages import AttachWorker
 from psync.worker_links import WorkerLinks, closed
 
 logger = logging.getLogger(__name__)
@@ -168,14 +171,14 @@ class ClusterLinks:
         One that is not connected just now hears it the next time.
         """
         for link in self.ps.links:
-            link.notify(messages.FinalBelow(closure))
+            link.notify(FinalBelow(closure))
 
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         counters = []
         for link in self.ps.links:
-            received = await link.call(lambda _: messages.AskStatistics())
-            assert isinstance(received.message, messages.Statistics)
+            received = await link.call(lambda _: AskStatistics())
+            assert isinstance(received.message, Statistics)
             counters.append(received.message.counters)
         return counters
 
@@ -345,7 +348,7 @@ class ClusterLinks:
         link = next(link for link in self.ps.links if link.task == action.ps)
 
         async def fence() -> None:
-            received = await link.call(lambda _: messages.Fence(action.task, action.below))
+            received = await link.call(lambda _: ps_messages.Fence(action.task, action.below))
             if not isinstance(received.message, Done):
                 logger.error("%s did not take a fence", action.ps)
 

@@ -30,7 +30,8 @@ from psync.rpc import Reply
 from psync.shards import Key
 from psync.store import ShardStore
 from psync.wire.codec import Message, encode
-from psync.wire.messages import Assign, AssignLocked, DefineOptimizer, Push
+from psync.wire.lock_messages import AssignLocked
+from psync.wire.ps_messages import Assign, DefineOptimizer, Push
 
 logger = logging.getLogger(__name__)
 

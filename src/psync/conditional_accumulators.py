@@ -31,7 +31,7 @@ from psync.scopes import Scope, current_scope, runtime_here
 from psync.sparse_accumulators import Slices, SparseGradient
 from psync.sparse_accumulators import SparseConditionalAccumulator as SparseRule
 from psync.specs import Outcome, dtype_of
-from psync.wire.messages import DefineAccumulator, GradientApplied, GradientTaken
+from psync.wire.accumulator_messages import DefineAccumulator, GradientApplied, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 Shape = Sequence[int | None]

@@ -59,9 +59,12 @@ from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.schedule_report import ScheduleReports
 from psync.schedule_reporter import ScheduleReporter
-from psync.wire import messages
-from psync.wire.messages import CancelClosures, ReachCollective
+from psync.wire import worker_messages
+from psync.wire.codec import Message
+from psync.wire.messages import Done
 from psync.wire.recovery_messages import EndSession, LeaveCluster
+from psync.wire.sync_messages import FinishSteps
+from psync.wire.worker_messages import CancelClosures, ReachCollective
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +313,7 @@ class Coordinator:
 
     async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
         async def finish() -> None:
-            await self.links.ps.links[0].call(lambda _: messages.FinishSteps())
+            await self.links.ps.links[0].call(lambda _: FinishSteps())
 
         finishing = self._loop.create_task(finish())
         try:
@@ -358,12 +361,12 @@ class Coordinator:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback)
 
-    def broadcast(self, message: messages.Message) -> None:
+    def broadcast(self, message: Message) -> None:
         """Notify all workers."""
         for control, _ in self._peers.values():
             control.notify(message)
 
-    async def ask_workers(self, message: messages.Message) -> dict[str, messages.Message]:
+    async def ask_workers(self, message: Message) -> dict[str, Message]:
         """Return what each worker that is there answers, by the worker's name.
 
         One that is lost meanwhile is left out. A worker answers when its step leaves the loop.
@@ -371,7 +374,7 @@ class Coordinator:
         Cancellation: Safe.
         """
 
-        async def ask(control: Peer) -> messages.Message | None:
+        async def ask(control: Peer) -> Message | None:
             try:
                 return (await control.call(message)).message
             except (TransportError, UsageError):  # lost, or no worker of ours any more
@@ -434,11 +437,11 @@ class Coordinator:
         if self.links.workers.leaves(peer, message):
             self._retiring.add(peer.task)
             self.perform(self._queue.worker_leaves(peer.task))
-        return Reply(messages.Done())
+        return Reply(Done())
 
     def _session_ends(self, peer: Peer, message: EndSession, _: list[memoryview]) -> Reply:
         self.links.workers.session_ends(peer, message)
-        return Reply(messages.Done())
+        return Reply(Done())
 
     def ps_lost(self, error: ParameterServerLost) -> None:
         """Go back to a checkpoint; or, if that cannot be, end everything: variables are gone."""
@@ -577,7 +580,7 @@ class Coordinator:
             elif isinstance(action, Cancel):
                 self._peers[action.worker][0].notify(CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
-                self._peers[action.worker][0].notify(messages.GiveBack(list(action.ids)))
+                self._peers[action.worker][0].notify(worker_messages.GiveBack(list(action.ids)))
         if self._queue.has_failed != self._refused:
             self._refused = not self._refused
             if self._refused:  # steps that compute on their loop have not heard of it yet
@@ -621,7 +624,7 @@ class Coordinator:
         now = self._loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now
-        message: messages.Message
+        message: Message
         if action.closures[0].is_replica:
             message, segments = run_replica(action.closures[0])
         else:

@@ -21,7 +21,7 @@ from psync.declarations import Declaration, initial_shards, is_constant
 from psync.ps_client import PsClient
 from psync.reattachment import Reattachment
 from psync.specs import ShardSpec
-from psync.wire.messages import CreateShards
+from psync.wire.ps_messages import CreateShards
 from psync.wire.tensors import to_bytes_view
 
 MESSAGE_BYTES = 16 << 20

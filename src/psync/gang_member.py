@@ -15,8 +15,9 @@ from psync.errors import RemoteProtocolError
 from psync.failures import rebuild_exception
 from psync.payloads import Payload, Segment, check_size, pack, unpack
 from psync.rpc import Received
+from psync.wire.codec import Message
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged, Message, ReachCollective
+from psync.wire.worker_messages import Merged, ReachCollective
 
 COORDINATOR = "/job:chief/task:0"
 

@@ -16,7 +16,7 @@ from psync.payloads import Payload, check_size, pack, unpack
 from psync.replica_context import cross_replica
 from psync.rpc import Reply
 from psync.wire.limits import Limits
-from psync.wire.messages import Merged
+from psync.wire.worker_messages import Merged
 
 
 async def merge(

@@ -41,7 +41,7 @@ from psync.remote_value import RemoteValue
 from psync.replica_context import forbid_in_merge
 from psync.rpc import Peer, Reply
 from psync.wire.limits import Limits
-from psync.wire.messages import ReachCollective
+from psync.wire.worker_messages import ReachCollective
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from psync.errors import CutLost
 from psync.ledger import Client, Ledger
 from psync.rpc import Handler, Peer, Reply
 from psync.weak_rules import gate_without
-from psync.wire.messages import Done, Message
+from psync.wire.codec import Message
+from psync.wire.messages import Done
 from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
 
 logger = logging.getLogger(__name__)

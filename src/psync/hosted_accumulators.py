@@ -26,7 +26,7 @@ from psync.sparse_accumulators import SparseConditionalAccumulator, SparseGradie
 from psync.specs import dtype_name, dtype_of
 from psync.sums import Pieces
 from psync.updates import NO_BYTES
-from psync.wire.messages import ApplyGradient, DefineAccumulator, GradientTaken
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, GradientTaken
 from psync.wire.tensors import to_bytes_view
 
 T = TypeVar("T")

@@ -42,8 +42,10 @@ from psync.long_work import LongWork
 from psync.ps_image import Frozen, ImageState, Thawed, thaw
 from psync.rpc import Handler, Peer, Reply
 from psync.untrusted_json import UntrustedJson
+from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message, decode, encode
-from psync.wire.messages import DefineAccumulator, Done, Pushed
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Pushed
 from psync.wire.recovery_messages import (
     AskShared,
     DropFrozen,

@@ -20,7 +20,7 @@ from psync.ps_client import PsClient, members_for
 from psync.rpc import Peer
 from psync.update_rules import UpdateRule
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import Measured, MeasurePush
+from psync.wire.ps_messages import Measured, MeasurePush
 from psync.wire.tensors import to_bytes_view
 
 

@@ -19,7 +19,8 @@ from psync.long_work import LongWork
 from psync.rpc import Handler, Peer, Reply
 from psync.store import ShardStore, Work
 from psync.updates import ShardSet, memory_for, set_of
-from psync.wire.messages import Measured, MeasurePush, Message
+from psync.wire.codec import Message
+from psync.wire.ps_messages import Measured, MeasurePush
 
 
 class MeasureService:

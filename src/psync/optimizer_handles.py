@@ -51,7 +51,7 @@ from psync.staleness_bound import StalenessBound
 from psync.update_rules import UpdateRule
 from psync.variable_lists import listed, trainable_here
 from psync.variables import runtime_of
-from psync.wire.messages import Pushed
+from psync.wire.ps_messages import Pushed
 
 ValueAndGrad = Callable[..., tuple[Any, Any]]
 

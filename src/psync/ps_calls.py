@@ -16,8 +16,9 @@ from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
 from psync.ps_link import PsLink
 from psync.rpc import Peer
+from psync.wire.codec import Message
 from psync.wire.frames import Segment
-from psync.wire.messages import DefineOptimizer, Message, Pushed
+from psync.wire.ps_messages import DefineOptimizer, Pushed
 
 logger = logging.getLogger(__name__)
 

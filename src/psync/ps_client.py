@@ -28,18 +28,10 @@ from psync.pulled_steps import PulledSteps
 from psync.rpc import Peer
 from psync.scatter_ops import check_scatter, merged
 from psync.specs import VariableSpec
+from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import (
-    Assign,
-    AssignLocked,
-    AverageShards,
-    Message,
-    Pull,
-    Pulled,
-    PullLocked,
-    Push,
-    Pushed,
-)
+from psync.wire.lock_messages import AssignLocked, PullLocked
+from psync.wire.ps_messages import Assign, AverageShards, Pull, Pulled, Push, Pushed
 from psync.wire.tensors import to_bytes_view
 
 MAX_PLANS = 1024

@@ -26,9 +26,8 @@ from psync.errors import (
 )
 from psync.membership import backoff
 from psync.rpc import Into, Peer, Received
-from psync.wire.codec import check
+from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
-from psync.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 

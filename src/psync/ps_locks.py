@@ -27,15 +27,9 @@ from psync.ledger import Client
 from psync.lock_table import Claim, LockTable
 from psync.rpc import Handler, Peer, Reply
 from psync.store import Key, ShardStore
-from psync.wire.messages import (
-    AssignLocked,
-    Done,
-    LockShards,
-    Message,
-    PullLocked,
-    RenewLock,
-    UnlockShards,
-)
+from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
+from psync.wire.messages import Done
 
 logger = logging.getLogger(__name__)
 

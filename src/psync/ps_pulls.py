@@ -16,7 +16,9 @@ from psync.ps_sync import PsSync
 from psync.rpc import Handler, Peer, Reply
 from psync.store import Key, ShardStore
 from psync.updates import set_of
-from psync.wire.messages import Message, Pull, Pulled, PullLocked
+from psync.wire.codec import Message
+from psync.wire.lock_messages import PullLocked
+from psync.wire.ps_messages import Pull, Pulled
 
 
 class PsPulls:

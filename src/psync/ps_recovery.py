@@ -41,7 +41,8 @@ from psync.ps_calls import all_of
 from psync.ps_client import PsClient
 from psync.ps_link import PsLink, always
 from psync.rollback_rules import CutCalls, EndedClosures
-from psync.wire.messages import AskStatistics, Message, Statistics
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.recovery_messages import FillImage, PrepareImage, TakeImage
 
 logger = logging.getLogger(__name__)

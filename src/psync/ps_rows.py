@@ -27,7 +27,7 @@ from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.update_rules import slot_dtype
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import PullRows, RowsPulled
+from psync.wire.ps_messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view
 
 ROWS_PER_REQUEST_BYTES = 32 << 20

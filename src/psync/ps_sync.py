@@ -41,13 +41,13 @@ from psync.store import ShardStore
 from psync.sync_groups import Close
 from psync.updates import ShardSet, memory_for, numbered_set, set_of
 from psync.whole_sets import Along, WholeSet
-from psync.wire.messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.sync_messages import (
     CloseStep,
     Contribute,
     DescribeSet,
-    Done,
     MeasureStep,
-    Message,
     SetSizes,
     Staged,
     StagePush,

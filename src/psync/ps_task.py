@@ -66,30 +66,24 @@ from psync.step_closer import StepCloser
 from psync.store import ShardStore
 from psync.transport import Listener
 from psync.weak_rules import weaken
-from psync.wire.messages import (
+from psync.wire.accumulator_messages import DefineAccumulator
+from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards, PullLocked
+from psync.wire.messages import AskStatistics, Done, Hello, Refused, Shutdown, Statistics
+from psync.wire.ps_messages import (
     AskOptimizer,
-    AskStatistics,
     AttachPs,
-    CheckShards,
     CreateShards,
-    DefineAccumulator,
     DefineOptimizer,
-    Done,
     Fence,
     FinalBelow,
-    Hello,
-    LockShards,
-    Message,
     Pull,
-    PullLocked,
-    Refused,
-    ReportSchedule,
     SetOptimizer,
     SetSlots,
-    Shutdown,
-    Statistics,
 )
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
+from psync.wire.session_messages import CheckShards
+from psync.wire.sync_messages import ReportSchedule
 
 logger = logging.getLogger(__name__)
 

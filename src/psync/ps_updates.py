@@ -47,14 +47,9 @@ from psync.rpc import Handler, Peer, Reply
 from psync.slot_service import SlotService
 from psync.store import ShardStore
 from psync.updates import NO_BYTES, ShardSet, Update, memory_for, set_of
-from psync.wire.messages import (
-    Assign,
-    AssignLocked,
-    AverageShards,
-    Message,
-    Push,
-    Pushed,
-)
+from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked
+from psync.wire.ps_messages import Assign, AverageShards, Push, Pushed
 
 
 class PsUpdates:

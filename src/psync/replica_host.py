@@ -34,7 +34,8 @@ from psync.rpc import Handler, Peer, Reply
 from psync.transport import Listener
 from psync.updates import NO_BYTES
 from psync.wire.codec import Message, decode
-from psync.wire.messages import Assign, AttachPs, Done, Push
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Assign, AttachPs, Push
 from psync.wire.recovery_messages import (
     BeginBackup,
     FillBackup,

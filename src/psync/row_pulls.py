@@ -20,9 +20,10 @@ from psync.long_work import LongWork
 from psync.rpc import Handler, Peer, Reply
 from psync.store import Key, ShardStore, Work
 from psync.updates import NO_BYTES, ROW_NUMBER_BYTES, memory_for
+from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
-from psync.wire.messages import Message, PullRows, RowsPulled
+from psync.wire.ps_messages import PullRows, RowsPulled
 
 MAX_NUMBER = 1 << 62
 

@@ -17,7 +17,7 @@ from psync.cluster import parse_task_name
 from psync.errors import ClosedError, FencedError, ParameterServerLost, PsyncError
 from psync.ps_link import PsLink
 from psync.schedule_report import ScheduleReports, ScheduleState
-from psync.wire.messages import ReportSchedule
+from psync.wire.sync_messages import ReportSchedule
 
 logger = logging.getLogger(__name__)
 

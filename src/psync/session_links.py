@@ -34,18 +34,17 @@ from psync.platform import Platform
 from psync.ps_client import PsClient
 from psync.runtime import Runtime
 from psync.specs import ShardSpec
-from psync.wire.messages import (
-    AskStatistics,
-    AttachPs,
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import AttachPs
+from psync.wire.session_messages import (
     AwaitEnd,
     CheckShards,
     Declared,
     EndTraining,
     EnterSession,
     LeaveSession,
-    Message,
     SessionEntered,
-    Statistics,
     TrainingOver,
 )
 

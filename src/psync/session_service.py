@@ -26,15 +26,15 @@ from psync.session_members import (
     TellOver,
 )
 from psync.store import ShardStore
-from psync.wire.messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.session_messages import (
     AwaitEnd,
     CheckShards,
     Declared,
-    Done,
     EndTraining,
     EnterSession,
     LeaveSession,
-    Message,
     SessionEntered,
     TrainingOver,
 )

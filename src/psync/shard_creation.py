@@ -20,7 +20,9 @@ from psync.rpc import Handler, Peer, Reply
 from psync.specs import ShardSpec, dtype_of
 from psync.store import Key, ShardStore
 from psync.updates import NO_BYTES, memory_for
-from psync.wire.messages import CreateShards, Done, Message
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import CreateShards
 from psync.wire.tensors import array_from_bytes
 
 Source = Key | np.ndarray | None

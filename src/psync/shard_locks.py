@@ -24,7 +24,9 @@ from psync.plans import Plan
 from psync.ps_client import PsClient
 from psync.ps_link import PsLink
 from psync.pulled_steps import PulledSteps
-from psync.wire.messages import LockShards, Message, Pushed, RenewLock, UnlockShards
+from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards
+from psync.wire.ps_messages import Pushed
 
 logger = logging.getLogger(__name__)
 

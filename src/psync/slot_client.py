@@ -14,7 +14,7 @@ from psync.ps_calls import PsCalls, all_of
 from psync.ps_link import PsLink
 from psync.specs import VariableSpec
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import AskOptimizer, OptimizerState, SetOptimizer, SetSlots
+from psync.wire.ps_messages import AskOptimizer, OptimizerState, SetOptimizer, SetSlots
 from psync.wire.tensors import to_bytes_view
 
 

@@ -19,11 +19,11 @@ from psync.specs import dtype_of
 from psync.store import ShardStore
 from psync.update_rules import slot_dtype
 from psync.updates import memory_for
-from psync.wire.messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import (
     AskOptimizer,
     DefineOptimizer,
-    Done,
-    Message,
     OptimizerState,
     SetOptimizer,
     SetSlots,

@@ -10,7 +10,7 @@ from numbers import Integral
 
 from psync.errors import ConfigurationError
 from psync.runtime import Runtime
-from psync.wire.messages import TickClock
+from psync.wire.sync_messages import TickClock
 
 MAX_STALENESS = 1 << 31
 """More rounds than anybody is ever ahead: no bound at all is ``staleness_bound=None``."""

@@ -36,15 +36,14 @@ from psync.sync_steps import Action, Close, Contribution
 from psync.token_waits import PushKey, TokenWaits
 from psync.weak_rules import steps_without
 from psync.whole_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
-from psync.wire.messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import AttachPs, Fence
+from psync.wire.sync_messages import (
     AskStep,
-    AttachPs,
     Contribute,
-    Done,
-    Fence,
     FinishSteps,
     InitTokens,
-    Message,
     ReportSchedule,
     SyncStep,
 )

@@ -25,7 +25,7 @@ from psync.ps_sync import PsSync
 from psync.step_norms import Factors, ShardSums, StepNorms
 from psync.sync_groups import Close
 from psync.whole_sets import Along, Share, Values
-from psync.wire.messages import CloseStep, MeasureStep
+from psync.wire.sync_messages import CloseStep, MeasureStep
 
 Ended = Callable[[Values, Exception | None], None]
 """What is called at the end: with the values that were wanted, or with the first error."""

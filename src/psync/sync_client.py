@@ -45,18 +45,17 @@ from psync.ps_client import PsClient, members_for
 from psync.ps_link import knows_set
 from psync.pulled_ahead import PulledAhead, Wanted
 from psync.rpc import Peer, Received
+from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.messages import (
+from psync.wire.session_messages import AwaitEnd, TrainingOver
+from psync.wire.sync_messages import (
     AskStep,
-    AwaitEnd,
     Contribute,
     Contributed,
     InitTokens,
-    Message,
     Staged,
     StagePush,
     SyncStep,
-    TrainingOver,
 )
 from psync.wire.tensors import to_bytes_view
 

@@ -34,7 +34,7 @@ from psync.sync_arguments import (
     checked_weight,
 )
 from psync.variables import Handle, Variable, runtime_of, scope_of
-from psync.wire.messages import Contributed
+from psync.wire.sync_messages import Contributed
 
 
 class SyncReplicasOptimizer(Optimizer):

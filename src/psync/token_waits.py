@@ -17,7 +17,7 @@ from psync.rpc import Later, Reply
 from psync.sync_groups import Answer, Refuse
 from psync.tokens import Replica
 from psync.whole_sets import Share, Values, WholeSet
-from psync.wire.messages import Contributed
+from psync.wire.sync_messages import Contributed
 
 PushKey = tuple[int, Replica, int]
 """Group, replica, number of the push."""

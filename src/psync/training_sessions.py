@@ -34,7 +34,7 @@ from psync.session_hooks import SessionHook
 from psync.session_links import SessionLinks
 from psync.strategy import ParameterServerStrategy
 from psync.variables import Variable
-from psync.wire.messages import TrainingOver
+from psync.wire.session_messages import TrainingOver
 
 logger = logging.getLogger(__name__)
 

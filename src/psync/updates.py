@@ -23,15 +23,8 @@ from psync.rpc import Peer
 from psync.specs import ShardSpec, dtype_of
 from psync.store import AssignOp, Key, ShardStore, Work
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import (
-    Assign,
-    AverageShards,
-    DescribeSet,
-    MeasurePush,
-    Pull,
-    Push,
-    StagePush,
-)
+from psync.wire.ps_messages import Assign, AverageShards, MeasurePush, Pull, Push
+from psync.wire.sync_messages import DescribeSet, StagePush
 from psync.wire.tensors import to_bytes_view
 
 NO_BYTES = memoryview(b"")

@@ -27,8 +27,8 @@ from psync.flapping import Flapping
 from psync.membership import Action as MembershipAction
 from psync.membership import Assign, Membership, TaskState, backoff
 from psync.rpc import Peer
-from psync.wire.messages import AttachWorker
 from psync.wire.recovery_messages import EndSession, LeaveCluster
+from psync.wire.worker_messages import AttachWorker
 
 logger = logging.getLogger(__name__)
 

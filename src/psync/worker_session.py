@@ -37,8 +37,10 @@ from psync.rpc import Peer, Received
 from psync.runtime import Runtime
 from psync.stacks import stack_of_task
 from psync.step_thread import StepThread
+from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
-from psync.wire.messages import (
+from psync.wire.recovery_messages import EndSession
+from psync.wire.worker_messages import (
     AskPosition,
     AttachWorker,
     CancelClosures,
@@ -46,12 +48,10 @@ from psync.wire.messages import (
     GiveBack,
     GivenBack,
     IteratorPosition,
-    Message,
     ReleaseIterators,
     RunClosures,
     RunReplica,
 )
-from psync.wire.recovery_messages import EndSession
 
 logger = logging.getLogger(__name__)
 

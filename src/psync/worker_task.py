@@ -26,21 +26,18 @@ from psync.ps_client import PsClient
 from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.transport import Listener
-from psync.wire.messages import (
+from psync.wire.codec import Message
+from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
+from psync.wire.worker_messages import (
     AskPosition,
-    AskStatistics,
     AttachWorker,
     CancelClosures,
-    Done,
     GiveBack,
-    Message,
     ReleaseIterators,
     RunClosures,
     RunReplica,
-    Shutdown,
-    Statistics,
 )
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
 from psync.worker_leave import leave
 from psync.worker_session import Session
 

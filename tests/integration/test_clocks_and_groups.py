@@ -16,7 +16,7 @@ from sync_cluster import GROUP, SyncCluster, SyncReplica
 import psync
 from psync.rpc import Received
 from psync.testing import settle
-from psync.wire.messages import Contributed, TickClock
+from psync.wire.sync_messages import Contributed, TickClock
 
 pytestmark = pytest.mark.virtual_time
 

@@ -1,11 +1,13 @@
-"""What the tests of the wire share: feeding a decoder in pieces, and sinks."""
+"""What the tests of the wire share: feeding a decoder in pieces, sinks, bytes of messages."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Protocol
 
+from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Frame
 
 
@@ -59,3 +61,22 @@ class Anywhere:
 def joined(buffers: Iterable[Buffer]) -> bytes:
     """Return what the buffers put on the wire."""
     return b"".join(buffers)
+
+
+def kinds_of(module: ModuleType) -> set[type[Message]]:
+    """Return the classes of messages that ``module`` itself defines."""
+    return {
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, Message)
+        and kind.__module__ == module.__name__
+    }
+
+
+def check_bytes(message: Message, header: str) -> None:
+    """Check that ``message`` has this header, in hexadecimal, and comes back from it."""
+    assert encode(message).hex() == header
+    come = decode(bytes.fromhex(header))
+    assert type(come) is type(message)
+    assert encode(come).hex() == header  # tuples come as lists

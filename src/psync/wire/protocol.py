@@ -1,6 +1,6 @@
 """One connection: handshake first, then frames. Bytes in, frames and bytes out.
 
-Layer: L1 wire. Imports: errors, codec, frames, handshake, limits, messages.
+Layer: L1 wire. Imports: errors, catalogue, codec, frames, handshake, limits, messages.
 
 The shell's contract: ``get_buffer``, fill it, ``received`` (a frame for the shell, or
 None), ``next_frame`` until there is none; ``data_to_send`` (bytes to write) and
@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
+import psync.wire.catalogue  # noqa: F401  # so that every message can be decoded
 from psync.errors import LocalProtocolError, RemoteProtocolError
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import Buffer, Frame, FrameDecoder, Kind, Sink, encode_frame

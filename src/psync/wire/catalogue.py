@@ -1,0 +1,40 @@
+"""All modules of messages, so that every task can decode whatever a peer may say.
+
+Layer: L1 wire. Imports: messages and the modules of messages.
+
+A class is known to ``codec`` once its module is imported. A message that a task does not serve
+gets an answer that says so; one that it cannot even decode would end the connection.
+"""
+
+from __future__ import annotations
+
+from psync.wire import (
+    accumulator_messages,
+    lock_messages,
+    messages,
+    ps_messages,
+    recovery_messages,
+    session_messages,
+    sync_messages,
+    worker_messages,
+)
+from psync.wire.codec import Message
+
+MODULES = (
+    messages,
+    worker_messages,
+    ps_messages,
+    lock_messages,
+    sync_messages,
+    session_messages,
+    accumulator_messages,
+    recovery_messages,
+)
+
+CLASSES: tuple[type[Message], ...] = tuple(
+    kind
+    for module in MODULES
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == module.__name__
+)
+"""Every class of messages."""

@@ -1,0 +1,246 @@
+"""What a ps is told of its variables: shards, their values and rows, optimizers, clients.
+
+Layer: L1 wire. Imports: codec.
+
+Values under a lock are in ``lock_messages``, synchronous training in ``sync_messages``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from psync.wire.codec import Message, message
+
+# From the coordinator.
+
+
+@message(32)
+@dataclass(frozen=True, slots=True)
+class AttachPs(Message):
+    """The coordinator takes a ps into its cluster; answered by Done.
+
+    A coordinator incarnation that the ps has not seen yet fences the older one, and what was held
+    for that is dropped, or kept to be adopted; see ``DescribeShards``.
+    """
+
+    coordinator: int
+    ps_index: int
+    ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
+    ps_timeout_s: float
+    keep: bool = False  # what is held; what has begun is then carried to its end first
+
+
+@message(33)
+@dataclass(frozen=True, slots=True)
+class CreateShards(Message):
+    """Declared shards and their first values; idempotent. Segments: those that are sent."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+    # For each what it begins with: another shard's value, so many bytes that are each of its
+    # elements, or None: its value is in the segments.
+    sources: list[tuple[int, int] | bytes | None]
+
+
+@message(39)
+@dataclass(frozen=True, slots=True)
+class Fence(Message):
+    """Refuse incarnations of a task below this one; answered by Done."""
+
+    task: str
+    below: int
+
+
+@message(40)
+@dataclass(frozen=True, slots=True)
+class FinalBelow(Message):
+    """All closures with smaller ids are final."""
+
+    closure: int
+
+
+# Values.
+
+
+@message(34)
+@dataclass(frozen=True, slots=True)
+class Pull(Message):
+    """Values of a set of shards, or of one slot of each. Answered by Pulled.
+
+    ``members`` defines set ``set_id`` for this connection; later requests leave it out.
+    """
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(35)
+@dataclass(frozen=True, slots=True)
+class Pulled(Message):
+    """Segments: one per member of the set, in its order.
+
+    ``steps``: (group, step) of each synchronous group that has closed a step on this ps: the
+    values are at least of that step. A group that is not named is where it began.
+    """
+
+    steps: list[tuple[int, int]]
+
+
+@message(72)
+@dataclass(frozen=True, slots=True)
+class PullRows(Message):
+    """Some rows of shards, or of one slot of each. Answered by RowsPulled.
+
+    Segments: one for each part whose step is 0, its ``count`` row numbers (int64, in any order).
+    """
+
+    # (variable id, shard index, count, start, stop, step). Rows are local, they count from the
+    # shard's first one. Step 0: those in the body; else range(start, stop, step).
+    parts: list[tuple[int, int, int, int, int, int]]
+    optimizer: int  # -1: the values themselves
+    slot: str
+
+
+@message(73)
+@dataclass(frozen=True, slots=True)
+class RowsPulled(Message):
+    """Segments: the rows of each part, in the order in which it names them."""
+
+    steps: list[tuple[int, int]]  # as in Pulled
+
+
+@message(36)
+@dataclass(frozen=True, slots=True)
+class Push(Message):
+    """Gradients for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int  # of this client, from 1
+    acked_below: int  # the client has the answers to all smaller sequences
+    closure: int  # id, or -1 outside a closure
+    ordinal: int  # of the call within the closure
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any] | None  # defines the optimizer for this connection
+    step: int  # highest step of this optimizer that the client knows
+    # None: all members are dense. Else for each member -1, or the number n of its rows that the
+    # gradient has: its segment is n local row numbers (int64, ascending), then n rows of values.
+    rows: list[int] | None = None
+    # Of layerwise optimizers, for each member the ratio of its whole variable. None: the ps finds
+    # it, from the shard alone.
+    ratios: list[float] | None = None
+    # (ps, sequence there) of the other messages of the same update. None: it is the only one.
+    spread: list[tuple[int, int]] | None = None
+
+
+@message(80)
+@dataclass(frozen=True, slots=True)
+class MeasurePush(Message):
+    """What would this push do? Changes nothing. Segments: one per member. Answered by Measured."""
+
+    set_id: int
+    members: list[tuple[int, int]] | None
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int  # as in Push
+
+
+@message(81)
+@dataclass(frozen=True, slots=True)
+class Measured(Message):
+    """For each member the sums of squares of the parameter and of its update."""
+
+    sums: list[tuple[float, float]]
+
+
+@message(37)
+@dataclass(frozen=True, slots=True)
+class Assign(Message):
+    """Values for a set of shards. Segments: one per member. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    set_id: int
+    members: list[tuple[int, int]] | None
+    op: str  # "assign", "add" or "sub"; for rows also "mul", "div", "min" or "max"
+    rows: list[int] | None = None  # as in Push
+    spread: list[tuple[int, int]] | None = None  # as in Push
+
+
+@message(38)
+@dataclass(frozen=True, slots=True)
+class Pushed(Message):
+    """What became of a push or assign."""
+
+    outcome: str  # "accepted", "stale" or "duplicate"
+    step: int  # the optimizer's step on this ps after it; 0 for an assign
+
+
+@message(61)
+@dataclass(frozen=True, slots=True)
+class AverageShards(Message):
+    """Move averages towards the present values of shards on the same ps. Answered by Pushed."""
+
+    sequence: int
+    acked_below: int
+    closure: int
+    ordinal: int
+    # (variable id of the average, id of the variable that it follows, index of both shards)
+    shards: list[tuple[int, int, int]]
+    decay: float  # average -= (1 - decay) * (average - value)
+    spread: list[tuple[int, int]] | None = None  # as in Push
+
+
+# Optimizers, and what they keep: set from outside by a program that restores it.
+
+
+@message(41)
+@dataclass(frozen=True, slots=True)
+class DefineOptimizer(Message):
+    """Make an optimizer known before its first push; answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]
+
+
+@message(127)
+@dataclass(frozen=True, slots=True)
+class AskOptimizer(Message):
+    """How far is an optimizer? Answered by OptimizerState."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+
+
+@message(124)
+@dataclass(frozen=True, slots=True)
+class OptimizerState(Message):
+    """As of now."""
+
+    step: int  # that its next push has, unless that carries a later one
+
+
+@message(125)
+@dataclass(frozen=True, slots=True)
+class SetSlots(Message):
+    """Values for slots of shards; idempotent. Segments: one per member. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    members: list[tuple[int, int, str]]  # variable id, shard index, slot
+
+
+@message(126)
+@dataclass(frozen=True, slots=True)
+class SetOptimizer(Message):
+    """Let an optimizer go on otherwise; idempotent. Answered by Done."""
+
+    optimizer: int
+    config: dict[str, Any]  # defines it
+    step: int  # that its next push has; -1: as it is
+    learning_rate: dict[str, Any] | None  # config of a schedule; None: as it is

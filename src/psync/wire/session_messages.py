@@ -1,0 +1,89 @@
+"""Sessions: a chief that is no coordinator, workers that enter by themselves, the end of training.
+
+Layer: L1 wire. Imports: codec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from psync.wire.codec import Message, message
+
+# Who takes part.
+
+
+@message(54)
+@dataclass(frozen=True, slots=True)
+class Declared(Message):
+    """Chief of a session → ps 0: the variables are there, workers may enter.
+
+    Answered by Done, when so many wait; until then nobody enters.
+    """
+
+    trains: bool  # whether the chief is a replica itself
+    num_workers: int
+
+
+@message(52)
+@dataclass(frozen=True, slots=True)
+class EnterSession(Message):
+    """Worker → ps 0: one that no coordinator has attached takes part. Answered by SessionEntered.
+
+    The answer waits until a chief has attached the ps and ``Declared`` was said; it is
+    TrainingOver if training has ended by then.
+    """
+
+    incarnation: int  # under which the worker was started
+
+
+@message(53)
+@dataclass(frozen=True, slots=True)
+class SessionEntered(Message):
+    """The worker is a replica, under this incarnation, which is above the chief's."""
+
+    incarnation: int
+
+
+@message(58)
+@dataclass(frozen=True, slots=True)
+class CheckShards(Message):
+    """Worker of a session → ps: do you hold these? Answered by Done."""
+
+    # (variable name, variable id, shard index, offset, shape, dtype)
+    shards: list[tuple[str, int, int, int, list[int], str]]
+
+
+@message(55)
+@dataclass(frozen=True, slots=True)
+class LeaveSession(Message):
+    """A worker that entered has ended its loop; answered by Done.
+
+    From the chief it ends training, and is answered when all others have left.
+    """
+
+
+# The end of training, of coordinators, too.
+
+
+@message(51)
+@dataclass(frozen=True, slots=True)
+class EndTraining(Message):
+    """Close the token channel: who waits, or pushes later, is told. Answered by Done."""
+
+    reason: str
+    failed: bool  # whether it ends before its time
+
+
+@message(59)
+@dataclass(frozen=True, slots=True)
+class AwaitEnd(Message):
+    """Answered by TrainingOver, once training has ended."""
+
+
+@message(60)
+@dataclass(frozen=True, slots=True)
+class TrainingOver(Message):
+    """Why training has ended, as EndTraining said it."""
+
+    reason: str
+    failed: bool
