@@ -4,6 +4,7 @@ no more memory than the limits allow. ``make fuzz`` runs the same targets for lo
 from __future__ import annotations
 
 import importlib
+import logging
 import random
 import subprocess
 import sys
@@ -28,7 +29,9 @@ targets: dict[str, tuple[Any, list[bytes]]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def path_of_targets() -> Iterator[None]:
     sys.path.insert(0, str(FUZZ))
+    level = logging.getLogger("psync").level  # a target turns the log off; later tests read it
     yield
+    logging.getLogger("psync").setLevel(level)
     sys.path.remove(str(FUZZ))
 
 
