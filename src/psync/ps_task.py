@@ -434,7 +434,9 @@ class PsTask:
 
     def _served(self) -> Served | None:
         attach = self._attached
-        return None if attach is None else Served(self._index, attach, self._timeline)
+        if attach is None or self._is_deposed:
+            return None
+        return Served(self._index, attach, self._timeline)
 
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
