@@ -65,7 +65,7 @@ from psync.shard_creation import ShardCreation
 from psync.step_closer import StepCloser
 from psync.store import ShardStore
 from psync.transport import Listener
-from psync.weak_rules import weaken
+from psync.weak_rules import weaken, went_back
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked
@@ -378,6 +378,7 @@ class PsTask:
         if self._closer is not None:
             self._closer.steps.note_calls(state.counted, state.ledger.final_below)
         self._clocks.restart()
+        went_back(self._ledger, message.fences)
         for task, below in (*message.fences, (CLOSER, self._closer_incarnation)):
             self._refuse_below(task, below)
 
