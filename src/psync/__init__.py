@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from psync.checkpoint_manager import CheckpointManager as CheckpointManager
     from psync.checkpoint_manager import latest_checkpoint as latest_checkpoint
     from psync.checkpoint_objects import SavedState as SavedState
+    from psync.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
     from psync.cluster import ClusterSpec as ClusterSpec
     from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from psync.cluster_roles import id_in_cluster as id_in_cluster
@@ -130,7 +131,6 @@ if TYPE_CHECKING:
     from psync.staleness_bound import StalenessBound as StalenessBound
     from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
     from psync.strategy_extended import StrategyExtended as StrategyExtended
-    from psync.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
     from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.tasks import run as run
     from psync.tasks import serve as serve
@@ -160,6 +160,7 @@ _HOMES = {
     "checkpoint": ("Checkpoint",),
     "checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
     "checkpoint_objects": ("SavedState",),
+    "chief_queue_runner": ("ChiefQueueRunner",),
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),
     "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
@@ -217,7 +218,7 @@ _HOMES = {
     "staleness_bound": ("StalenessBound",),
     "strategy": ("ParameterServerStrategy",),
     "strategy_extended": ("StrategyExtended",),
-    "sync_replicas": ("ChiefQueueRunner", "SyncReplicasOptimizer"),
+    "sync_replicas": ("SyncReplicasOptimizer",),
     "tasks": ("run", "serve"),
     "trainer": ("History", "Trainer"),
     "training_sessions": ("MonitoredTrainingSession",),
