@@ -118,11 +118,6 @@ class ClusterCoordinator:
             raise ConfigurationError(
                 f"closure_timeout: expected seconds above 0, got {closure_timeout}"
             )
-        if attach and strategy.ps_recovery == "replica":
-            raise ConfigurationError(
-                'attach=True does not go with ps_recovery="replica"',
-                hint='restore a checkpoint instead, or use ps_recovery="checkpoint"',
-            )
         self.strategy = strategy
         self._min_workers = num_workers if min_workers is None else min_workers
         self._connect_timeout_s = connect_timeout
@@ -436,16 +431,17 @@ class ClusterCoordinator:
         """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
 
         It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share.
+        again or another process has room for its share. Where the program goes on with what
+        another one has left (``attach=True``), backups are made when it has declared all that it
+        wants of that: at the latest now.
 
         Raises:
+            AttachError: As for ``start``.
             ClosedError: The coordinator is not running.
 
         Cancellation: Safe.
         """
-        replicas = self._running("backed_up").replicas
-        while replicas is not None and not replicas.complete:
-            await replicas.changed()
+        await self._running("backed_up").backed_up()
 
     def events(self) -> AsyncIterator[Event]:
         """Return the events of this coordinator, from the first on, as they come.

@@ -114,6 +114,10 @@ class ReplicaRecovery:
             for link, home, host in zip(self._links, self._home, self._hosts, strict=True)
         ]
 
+    def served_in(self, homes: Sequence[int]) -> None:
+        """Say in whose process each ps is served; before anything is done with them."""
+        self._home = list(homes)
+
     async def start(self) -> None:
         """Make the first backups; return when they are complete. Cancellation: safe."""
         self.resume()
