@@ -80,6 +80,22 @@ async def test_a_process_that_is_slow_to_answer_still_lets_its_backup_serve() ->
         await check(variables, 3)
 
 
+async def test_nor_is_one_whose_backup_was_in_the_process_that_died() -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        cluster.network.partition("chief-0", "ps-1")
+        await cluster.kill("ps-0")
+        await asyncio.sleep(0.5)  # its backup is asked to serve by now
+        for link in cluster.network.links("ps-1"):
+            if "chief-0" in str(link.ends):
+                link.cut()
+        await asyncio.sleep(3)
+        cluster.network.heal("chief-0", "ps-1")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        await check(variables, 3)
+
+
 async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path) -> None:
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)
