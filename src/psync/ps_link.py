@@ -248,6 +248,8 @@ class PsLink:
     ) -> None:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
+        The request is on its way when this returns: whoever asks goes on with work of its own.
+
         Args:
             build: As for ``call``.
             segments: As for ``call``.
@@ -275,6 +277,7 @@ class PsLink:
         self.num_calls += 1
         try:
             peer.ask(build(peer), segments, answered)
+            peer.flush()
         except PsyncError as exc:
             then(exc)
 

@@ -172,6 +172,10 @@ class Peer:
         self._calls[request_id] = Call(Then(then), None)
         self.connection.send(buffers)
 
+    def flush(self) -> None:
+        """Let what was said so far be on its way: this task has other things to do first."""
+        self.connection.flush()
+
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
 
