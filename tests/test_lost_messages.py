@@ -210,6 +210,17 @@ def test_a_later_life_of_the_task_goes_on_where_the_earlier_one_was(tmp_path: Pa
     notes.close()
 
 
+def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "lose"
+    losses = MessageLosses({"Push": {"reply": 1}, "while": str(file)})
+    assert losses.draw("Push") is None
+    file.touch()
+    assert losses.draw("Push") == "reply"
+    file.unlink()
+    assert losses.draw("Push") is None
+    assert losses.lost == {("Push", "reply"): 1}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -23,6 +23,8 @@ stopped. Its caller has long given it up, and sent it again. Nothing is late unl
 
     {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
 
+With "while" nothing is lost unless the file is there that it names.
+
 What was lost is written to the notes of the task, from which its next life goes on: so the minimum
 holds for all lives together, and a life does not lose what the one before it has lost. Without the
 variable no connection knows of any of this.
@@ -80,9 +82,12 @@ class MessageLosses:
         self.lost: Counter[tuple[str, str]] = Counter()
         self._notes = Notes() if notes is None else notes
         self._rates = {
-            name: _checked(name, of) for name, of in plan.items() if name not in ("seed", "until")
+            name: _checked(name, of)
+            for name, of in plan.items()
+            if name not in ("seed", "until", "while")
         }
         self._until = Path(str(plan.get("until", "")))
+        self._while = Path(str(plan["while"])) if "while" in plan else None
         self._late: deque[tuple[str, Callable[[], None]]] = deque()
         for line, count in self._notes.earlier().items():
             match line.split():
@@ -110,7 +115,7 @@ class MessageLosses:
     def draw(self, kind: str) -> str | None:
         """Return the form in which a request of this kind is lost, or None: it is not."""
         rates = self._rates.get(kind) or self._rates.get(ANY)
-        if rates is None:
+        if rates is None or (self._while is not None and not self._while.is_file()):
             return None
         if kind not in self.seen:
             self._notes.add("met", kind)

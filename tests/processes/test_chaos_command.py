@@ -51,6 +51,10 @@ def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_
             "late", "timeline", "late updates came to ps 0",
             " was counted 1 times on ps 0 and 0 times on ps 1",
         ),
+        (
+            "alone", "replica_ack", "when its backup did not hear of it any more",
+            " was counted 0 times on ps 0 and 1 times on ps 1",
+        ),
     ],
 )  # fmt: skip
 def test_a_scene_is_seen_to_end_badly_only_without_the_safeguard_that_it_is_about(

@@ -19,7 +19,9 @@ def test_all_that_a_scene_asks_for_exists(tmp_path: Path) -> None:
     for scene in SCENES.values():
         Settings(str(tmp_path), **scene.settings)
         Failpoints(scene.failpoints)
-        MessageLosses(scene.losses or {})
+        losses = scene.losses_in(tmp_path)
+        MessageLosses(losses or {})
+        assert (losses is not None and "while" in losses) is not scene.loses_always
 
 
 async def test_what_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def main(
     left = out or tempfile.mkdtemp(prefix="psync-chaos-")
     modes = ["async", "sync"] if mode == "both" else [mode]
     if scene and (attach or recovery != "checkpoint" or modes != ["async"]):
-        raise click.UsageError("--scene: only with --mode async and --recovery checkpoint")
+        raise click.UsageError("--scene: it brings a mode and a way of recovery of its own")
     if recovery == "replica" and (attach or modes != ["async"]):
         raise click.UsageError("--recovery replica: only with --mode async, and without --attach")
     kills = KillPlan()

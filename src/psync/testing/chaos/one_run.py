@@ -26,7 +26,7 @@ import numpy as np
 from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
-from psync.testing.chaos.scenes import GO, SCENES, NotPlayed, Stage
+from psync.testing.chaos.scenes import SCENES, NotPlayed, Stage
 from psync.testing.chaos.victims import Victim, victims_of
 from psync.testing.chaos_proxy import ChaosProxy
 from psync.testing_notes import notes_in
@@ -62,7 +62,7 @@ def staged(plan: RunPlan, name: str) -> RunPlan:
     """Return the plan with all that a scene needs."""
     scene = SCENES[name]
     settings = dataclasses.replace(plan.settings, **scene.settings)
-    losses = scene.losses and {**scene.losses, "until": str(Path(settings.directory, GO))}
+    losses = scene.losses_in(Path(settings.directory))
     return dataclasses.replace(
         plan, scene=name, settings=settings, losses=losses, failpoints=scene.failpoints
     )
