@@ -71,6 +71,19 @@ class TestLost:
             assert blocked
 
     @pytest.mark.virtual_time
+    async def test_a_call_fails_though_who_was_told_looks_for_the_ps_elsewhere(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            await link.call(always(AskStatistics()))
+            link.on_lost = lambda _: link.revive()
+            cluster.network.refuse("ps0:1")
+            cluster.network.cut("ps0:1")
+            with pytest.raises(ParameterServerLost):
+                await link.call(always(AskStatistics()))
+            cluster.network.admit("ps0:1")
+            await link.call(always(AskStatistics()))
+
+    @pytest.mark.virtual_time
     async def test_a_call_that_was_connecting_when_a_recovery_began_waits_for_its_end(self) -> None:
         async with PsCluster() as cluster:
             link = cluster.client().links[0]

@@ -386,15 +386,16 @@ class PsLink:
             raise self.lost.with_traceback(None)  # it is raised many times
 
     def _declare_lost(self, message: str) -> ParameterServerLost:
-        if self.lost is None:
-            self.lost = ParameterServerLost(
-                self.task, message, hint="its shards are gone: restart the program"
-            )
-            for peer in self._peers.values():
-                peer.abort(ConnectionLost(self.lost.message))
-            if self.on_lost is not None:
-                self.on_lost(self.lost)
-        return self.lost
+        if self.lost is not None:
+            return self.lost
+        error = self.lost = ParameterServerLost(
+            self.task, message, hint="its shards are gone: restart the program"
+        )
+        for peer in self._peers.values():
+            peer.abort(ConnectionLost(error.message))
+        if self.on_lost is not None:
+            self.on_lost(error)  # which may revive it at once
+        return error
 
     async def _keep_alive(self) -> None:
         """Find a ps that is stopped: its kernel still answers, its loop does not."""
