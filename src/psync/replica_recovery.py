@@ -273,14 +273,21 @@ class ReplicaRecovery:
         host, link = self._hosts[ps], self._links[ps]
         if host is None:
             raise ParameterServerLost(link.task, "is lost, and had no complete backup")
-        dead = self._home[ps]
+        await self._without(self._home[ps])
         address = await self._ask_to_serve(ps, host)
         self._home[ps] = host
         self._note(ps, None, None)
         link.revive()
         link.address = address
         self._owner.ps_moved(link)
-        # Whose backup was in the process that died does not wait for it any more.
+        await self._owner.attach_ps(link)
+
+    async def _without(self, dead: int) -> None:
+        """Whose backup was in the process that died does not wait for it any more.
+
+        So it is before anybody is promoted: if this coordinator dies then, the next one knows of
+        all others that they were not replaced.
+        """
         for other, where in enumerate(self._hosts):
             if where == dead and self._home[other] != dead and other not in self._lost:
                 self._note(other, None, None)
@@ -288,7 +295,6 @@ class ReplicaRecovery:
                     await self._alone(other, urgent=True)
                 except ParameterServerLost:
                     logger.info("%s is lost, too", self._links[other].task)
-        await self._owner.attach_ps(link)
 
     async def _ask_to_serve(self, ps: int, host: int) -> str:
         """Return where the backup of a ps serves; asked again as often as the answer is lost."""
