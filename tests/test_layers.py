@@ -27,7 +27,8 @@ LAYERS = {
     ],
     "L1 rules": [
         "partitioners", "placement", "placement_report", "row_sets", "sums", "accumulators",
-        "sparse_accumulators", "scatter_ops", "indexed_slices", "indexing", "await_first",
+        "dense_accumulators", "sparse_accumulators", "scatter_ops", "indexed_slices", "indexing",
+        "await_first",
         "fitting", "embedding_rules", "replica_sums", "distributed_values", "variable_copies",
         "schedule_base", "schedules", "rule_options", "gradient_clipping", "update_rules",
         "moment_rules", "adaptive_rules", "layerwise_rules", "rule_configs", "blocks", "row_blocks",

@@ -19,10 +19,10 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 
 from psync.accumulator_client import Place
-from psync.accumulators import ConditionalAccumulator as DenseRule
 from psync.blocks import bytes_of
 from psync.cluster import device_name
 from psync.context import forbid_in_dataset, forbid_in_step
+from psync.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.hosted_accumulators import definition_of, other_parameters, rule_of
 from psync.rpc import Received
