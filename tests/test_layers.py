@@ -72,7 +72,8 @@ LAYERS = {
     ],
     "L4 user API": [
         "losses", "merged_updates", "row_access", "reads", "value_access", "on_read", "variables",
-        "embeddings", "modules", "pulls", "conditional_accumulators", "global_step",
+        "embeddings", "modules", "pulls", "accumulator_handles", "conditional_accumulators",
+        "global_step",
         "moving_averages", "staleness_bound", "gradient_arguments", "variable_lists",
         "optimizer_registry", "value_and_gradients", "optimizer_state", "optimizer_handles",
         "optimizers", "gradients", "replica_runs", "strategy_extended", "colocation",

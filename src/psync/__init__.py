@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from psync import partitioners as partitioners
     from psync import schedules as schedules
     from psync import testing as testing
+    from psync.accumulator_handles import GradientResult as GradientResult
     from psync.checkpoint import Checkpoint as Checkpoint
     from psync.checkpoint_manager import CheckpointManager as CheckpointManager
     from psync.checkpoint_manager import latest_checkpoint as latest_checkpoint
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from psync.cluster_roles import is_chief as is_chief
     from psync.cluster_roles import worker_count as worker_count
     from psync.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
-    from psync.conditional_accumulators import GradientResult as GradientResult
     from psync.conditional_accumulators import (
         SparseConditionalAccumulator as SparseConditionalAccumulator,
     )
@@ -157,6 +157,7 @@ _MODULES = (
     "testing",
 )
 _HOMES = {
+    "accumulator_handles": ("GradientResult",),
     "checkpoint": ("Checkpoint",),
     "checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
     "checkpoint_objects": ("SavedState",),
@@ -164,9 +165,7 @@ _HOMES = {
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),
     "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
-    "conditional_accumulators": (
-        "ConditionalAccumulator", "GradientResult", "SparseConditionalAccumulator",
-    ),
+    "conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "context": ("get_worker_index", "wait"),
     "dataset_functions": ("InputContext", "ValueContext"),
     "datasets": ("PerWorkerDataset", "PerWorkerIterator"),
