@@ -71,6 +71,26 @@ class TestLost:
             assert blocked
 
     @pytest.mark.virtual_time
+    async def test_who_connects_where_a_ps_was_does_not_keep_others_from_where_it_is(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client(CHIEF).links[0]
+            await link.call(always(AskStatistics()))
+            cluster.network.partition("ps0:1")
+            cluster.network.cut("ps0:1")
+            waiting = asyncio.create_task(link.call(always(AskStatistics())))
+            await asyncio.sleep(1)
+            moved = PsTask(cluster.platform(), 0, "elsewhere:1")
+            await moved.start()
+            link.revive()
+            link.address = "elsewhere:1"
+            began = asyncio.get_running_loop().time()
+            await link.call(always(AskStatistics()), urgent=True)
+            assert asyncio.get_running_loop().time() - began < 0.1
+            await waiting
+            await moved.close()
+            cluster.network.heal("ps0:1")
+
+    @pytest.mark.virtual_time
     async def test_a_call_fails_though_who_was_told_looks_for_the_ps_elsewhere(self) -> None:
         async with PsCluster() as cluster:
             link = cluster.client().links[0]

@@ -71,6 +71,7 @@ class PsLink:
             "bulk": asyncio.Lock(),
             "lock": asyncio.Lock(),
         }
+        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
         self._next_sequence = 1
         self._outstanding: dict[int, None] = {}  # in order
         self._keepalive: asyncio.Task[None] | None = None
@@ -110,7 +111,7 @@ class PsLink:
                     return peer
                 life = self._life
                 try:
-                    peer = await self._connect(lane)
+                    peer = await self._connect_here(lane)
                 except ConnectFailed as exc:
                     if life != self._life:
                         continue  # it was looked for where it is not any more
@@ -133,6 +134,17 @@ class PsLink:
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
+
+    async def _connect_here(self, lane: str) -> Peer:
+        """Connect, unless the ps is looked for elsewhere meanwhile, see ``revive``."""
+        try:
+            async with asyncio.timeout(None) as attempt:
+                self._attempts[lane] = attempt
+                return await self._connect(lane)
+        except TimeoutError as exc:
+            raise ConnectFailed(f"{self.task} is not looked for there any more") from exc
+        finally:
+            del self._attempts[lane]
 
     async def _connect(self, lane: str) -> Peer:
         """Connect, with patience for a ps that is slow or far, and less for one that has ended.
@@ -358,6 +370,8 @@ class PsLink:
         for peer in self._peers.values():
             peer.abort(ConnectionLost(f"{self.task} is being recovered"))
         self._peers.clear()
+        for attempt in self._attempts.values():
+            attempt.reschedule(asyncio.get_running_loop().time())
         self.lost = None
         self.incarnation = None
         self._life += 1
