@@ -168,8 +168,10 @@ class ReplicaRecovery:
                 self._note(ps, None, None)
                 logger.warning("%s goes on without its backup", link.task)
                 await self._alone(ps)
+                continue
             except ParameterServerLost as exc:
-                link.give_up(exc.message)  # the coordinator is told, if it does not know
+                if not link.is_held:  # it says so itself; else it was found out here
+                    link.give_up(exc.message)
             except PsyncError as exc:
                 logger.info("%s has no backup: %s", link.task, exc.message)
             except Exception:
