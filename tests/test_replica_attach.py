@@ -17,7 +17,9 @@ from ps_cluster import heard, until
 from replica_cluster import ReplicaCluster, check, declared, run
 
 import psync
+from psync.coordinator_enquiry import CHIEF
 from psync.coordinator_grants import RANGE
+from psync.endpoint import Endpoint
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.events import FailoverEvent
 from psync.ps_task import PsTask
@@ -25,6 +27,7 @@ from psync.rpc import Handler
 from psync.wire.codec import Message
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
+from psync.wire.worker_messages import AttachWorker
 
 pytestmark = pytest.mark.virtual_time
 
@@ -515,6 +518,26 @@ async def test_a_ps_0_that_serves_elsewhere_grants_nothing_and_its_number_counts
             await first.backed_up()
         async with life(cluster, attach=False) as second:
             assert incarnation(second) >= before + RANGE
+
+
+async def test_a_worker_that_knows_better_is_heard_though_ps_0_serves_elsewhere() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0")
+            unheard_of = incarnation(first) + 5 * RANGE
+        endpoint = Endpoint(cluster.platform(), CHIEF, unheard_of, {})
+        control = await endpoint.connect("worker-0:1", "/job:worker/task:0")
+        await endpoint.connect("worker-0:1", "/job:worker/task:0", "bulk")
+        await control.call(
+            AttachWorker(0, 1, unheard_of, unheard_of, "o", "p", ["ps-0:1", "ps-1:1"], 15.0)
+        )
+        await endpoint.close()
+        async with life(cluster) as second:
+            variables = declared(second)
+            await run(second, 2, *variables)
+            await check(variables, 5)
+            assert incarnation(second) >= unheard_of + RANGE
 
 
 async def test_attaching_without_backups_is_refused_where_a_backup_serves() -> None:

@@ -520,7 +520,7 @@ class Coordinator:
         self._reports.tell_all()
         self._reporter.look()
         self.links.final_below(self._told_final)
-        if self.replicas is not None and self._creation.reattachment is None:
+        if self.replicas is not None:
             self.replicas.resume()
         self._resume_after_recovery()
 
