@@ -190,6 +190,7 @@ class PsLink:
         set_ids: Iterable[int] = (),
         locked: bool = False,
         urgent: bool = False,
+        at_once: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -203,6 +204,7 @@ class PsLink:
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
+            at_once: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -230,7 +232,7 @@ class PsLink:
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into)
+                received = await peer.call(message, segments, into=into, at_once=at_once)
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
