@@ -86,7 +86,8 @@ LAYERS = {
         "trainer", "task_output", "lifeline", "task_process", "processes", "testing.deadlock",
         "testing.segments",
         "testing.loop_base", "testing.clock", "testing.memory_transport", "testing.link",
-        "testing.network", "testing.chaos_proxy", "testing", "process_loop", "tasks", "local",
+        "testing.network", "testing.chaos_proxy", "testing", "process_loop", "own_task",
+        "shut_down", "tasks", "local",
         "__init__",
     ],
     "L5 edge": [
