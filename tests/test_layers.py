@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-SOURCE = TESTS.parent / "src" / "psync"
+ROOT = TESTS.parent
+SOURCE = ROOT / "src" / "psync"
 
 # A module imports modules named before it, and "wire" and "rules" know nothing of each other.
 LAYERS = {
@@ -175,6 +176,28 @@ def imports_of(module: str) -> list[tuple[int, str]]:
 
 def test_every_module_has_its_place() -> None:
     assert [name for name in MODULES if name not in LAYER_OF] == []
+
+
+def words_after(text: str, start: str, end: str) -> set[str]:
+    """The words of a list that goes over several lines."""
+    return set(text[text.index(start) + len(start) : text.index(end)].replace("\\\n", " ").split())
+
+
+def test_the_list_of_the_documentation_has_every_module() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    listed = words_after(text, "\n## 1. Layers\n", "\n```\n\n`wire/`")
+    names = {name.removeprefix("wire.") for name in ORDER} - {"wire"}
+    packages = ("bench.", "testing.")  # stand for what is in them
+    in_package = {name for name in names if name.startswith(packages)}
+    assert names - in_package - listed == set()
+
+
+def test_the_rules_and_the_wire_are_covered_by_make() -> None:
+    text = (ROOT / "Makefile").read_text()
+    rules = words_after(text, "\nRULES :=", "\nWIRE :=")
+    assert rules == {*LAYERS["L0 ground"], *LAYERS["L1 rules"]}
+    wire = words_after(text, "\nWIRE :=", "\n\nDEMO :=")
+    assert wire == {name.removeprefix("wire.") for name in LAYERS["L1 wire"]} - {"wire"}
 
 
 @each_module
