@@ -99,3 +99,33 @@ def test_a_loop_that_is_closed_meanwhile_ends_the_thread(new_loop):
     go_on.set()
     found[0].join(20)
     assert not found[0].is_alive()
+
+
+async def test_a_call_returns_or_raises_what_the_function_does():
+    thread = StepThread()
+    assert await thread.call(lambda: 3, lambda: False) == 3
+    with pytest.raises(ZeroDivisionError):
+        await thread.call(lambda: 1 // 0, lambda: False)
+    thread.close()
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_call_that_is_cancelled_waits_for_the_function_unless_all_is_over(is_over):
+    thread, release, ran = StepThread(), threading.Event(), []
+
+    def slow() -> None:
+        release.wait(20)
+        ran.append(True)
+
+    call = asyncio.create_task(thread.call(slow, lambda: is_over))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert call.done() is is_over
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    if not is_over:
+        assert ran == [True]
+    thread.close()

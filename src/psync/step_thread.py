@@ -40,6 +40,34 @@ class StepThread:
         self._jobs.put((function, contextvars.copy_context(), future))
         return future
 
+    async def call(self, function: Callable[[], Any], is_over: Callable[[], bool]) -> Any:
+        """Run ``function`` in the thread and return its value; a thread cannot be stopped.
+
+        Args:
+            function: As of ``run``.
+            is_over: Whether nobody waits for it any more: then a cancellation is raised at once.
+
+        Raises:
+            BaseException: What it raises.
+
+        Cancellation: Raised once the function has returned.
+        """
+        work = self.run(function)
+        cancelled = False
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if is_over():
+                    raise
+                cancelled = True
+        value, error = work.result()
+        if cancelled:
+            raise asyncio.CancelledError
+        if error is not None:
+            raise error
+        return value
+
     def close(self) -> None:
         """End the thread once its present function returns."""
         if self._thread is not None:

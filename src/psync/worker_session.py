@@ -22,7 +22,7 @@ import functools
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from psync.closure_inputs import ClosureInputs, HeldClosure, LoadedStep
@@ -367,29 +367,14 @@ class Session:
             if step.is_coroutine:
                 value = await step.fn(*args, **kwargs)
             else:
-                value = await self._call_plain(functools.partial(step.fn, *args, **kwargs))
+                function = functools.partial(step.fn, *args, **kwargs)
+                if self._thread is None:
+                    value = function()
+                else:
+                    value = await self._thread.call(function, lambda: self._ended)
                 if inspect.isawaitable(value):
                     value = await value
         step.seconds = self._loop.time() - began
-        return value
-
-    async def _call_plain(self, function: Callable[[], Any]) -> Any:
-        if self._thread is None:
-            return function()
-        work = self._thread.run(function)
-        cancelled = False
-        while not work.done():  # a thread cannot be stopped: wait for it, whatever comes
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                if self._ended:
-                    raise
-                cancelled = True
-        value, error = work.result()
-        if cancelled:
-            raise asyncio.CancelledError
-        if error is not None:
-            raise error
         return value
 
     async def _drain_pushes(self) -> None:
