@@ -97,6 +97,40 @@ class TestKeeping:
             await asked
             assert k.take() is None
 
+    async def test_who_has_waited_for_anything_since_the_push_does_not_get_them(self) -> None:
+        async with kept() as k:
+            await asyncio.sleep(0)
+            assert k.take() is None
+
+    async def test_the_next_closure_gets_them_if_the_first_ended_in_that_turn(self) -> None:
+        async with kept() as k:
+            k.ahead.end_closure()
+            await asyncio.sleep(0)  # the session's own affairs
+            k.ahead.begin_closure()
+            assert k.take() is not None
+        async with kept() as k:
+            k.ahead.end_closure()
+            k.ahead.begin_closure()
+            await asyncio.sleep(0)
+            assert k.take() is None
+        async with kept() as k:
+            await asyncio.sleep(0)
+            k.ahead.end_closure()
+            k.ahead.begin_closure()
+            assert k.take() is None
+
+    async def test_none_are_wanted_after_a_pull_that_came_too_late_for_them(self) -> None:
+        async with kept() as k:
+            await asyncio.sleep(0)
+            assert k.take() is None
+            assert k.ahead.want() is None
+            k.ahead.put(None, 9, 4)
+            assert k.take(2) is None  # a closure that came after the push
+            assert k.ahead.want() is None
+            k.ahead.put(None, 9, 5)
+            assert k.take() is None  # in time, had there been any
+            assert k.ahead.want() is not None
+
     async def test_a_new_connection_drops_them(self) -> None:
         async with kept() as k:
             for peer in k.client.links[1]._peers.values():
@@ -216,6 +250,26 @@ async def test_what_the_program_did_before_it_scheduled_a_closure_is_seen_there(
             for w in model:
                 await w.assign(np.full(3, value, np.float32))
             assert await t.coordinator.schedule(step) == [value, value]
+
+
+async def test_what_happened_before_a_step_heard_of_it_outside_of_psync_is_seen() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+
+        async def step() -> list[float]:
+            for _ in range(2):
+                values = await psync.pull(model)
+                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+            memory_cluster.event_of("pushed").set()
+            await memory_cluster.event_of("changed").wait()
+            return [float(value[0]) for value in await psync.pull(model)]
+
+        scheduled = t.coordinator.schedule(step)
+        await memory_cluster.event_of("pushed").wait()
+        for w in model:
+            await w.assign(np.full(3, 7, np.float32))
+        memory_cluster.event_of("changed").set()
+        assert await scheduled == [7, 7]
 
 
 async def test_what_the_worker_itself_has_written_is_seen() -> None:

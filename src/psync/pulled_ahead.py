@@ -8,11 +8,15 @@ the pull is the very next thing that this task does with the ps tasks, and has b
 that was here when the push was sent: what a program did before it scheduled the closure, or before
 it gave it its inputs, is in the values then. So are all updates of this task, none of which may be
 under way when the push is sent. Nor has it heard of anything later from a ps: whatever else is
-answered after the push was sent drops the values, too.
+answered after the push was sent drops the values, too. And nobody may have told it of anything by
+other ways: the values are good for the turn of the loop in which the push is answered, so whoever
+waits for anything before its pull gets newer ones. If the closure ends in that turn, they are for
+the next one, until that waits for something.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,7 +37,6 @@ class Wanted:
     """What a push asks for, and how things were when it did."""
 
     plan: Plan
-    arrivals: int
     calls: int
     arrays: list[np.ndarray] | None = None  # once their values are coming in
 
@@ -72,9 +75,12 @@ class PulledAhead:
 
     def __init__(self, links: Sequence[PsLink]) -> None:
         self.arrivals = 0  # how often closures have come in
+        self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
         self._links = links
         self._plan: Plan | None = None  # of the first pull after the last push
         self._is_first = True  # whether the next pull is that
+        self._in_turn = True  # whether the loop has not gone on since a push was answered
+        self._turns = 0  # so far; a number for ``_end_turn``
         self._wanted: Wanted | None = None
         self._values: Values | None = None
 
@@ -82,17 +88,39 @@ class PulledAhead:
         """A push is about to be sent: return what it should ask for, if anything."""
         self._values = None
         self._is_first = True
+        self._arrivals_then = self.arrivals
         plan = self._plan
         if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
             return None
         if any(link.has_updates for link in self._links):
             return None
-        return Wanted(plan, self.arrivals, self._calls() + 2)  # the push, and its answer
+        return Wanted(plan, self._calls() + 2)  # the push, and its answer
 
-    def put(self, wanted: Wanted, group: int, step: int) -> None:
-        """The push was answered, with values if there were any, of a step."""
-        if wanted.arrays is not None:
+    def put(self, wanted: Wanted | None, group: int, step: int) -> None:
+        """The push was answered, with values of a step if any were wanted, and there were some.
+
+        They are good for this turn of the loop: in it nothing is heard from anybody.
+        """
+        if wanted is not None and wanted.arrays is not None:
             self._wanted, self._values = wanted, Values(wanted.arrays, group, step)
+        self._begin_turn()
+
+    def begin_closure(self) -> None:
+        """The next closure of this task begins."""
+        if self._in_turn:
+            self._begin_turn()
+
+    def end_closure(self) -> None:
+        """A closure has returned; the turn in which it did goes on when the next one begins."""
+        self._turns += 1
+
+    def _begin_turn(self) -> None:
+        self._in_turn, self._turns = True, self._turns + 1
+        asyncio.get_running_loop().call_soon(self._end_turn, self._turns)
+
+    def _end_turn(self, turn: int) -> None:
+        if turn == self._turns:
+            self._in_turn, self._values = False, None
 
     def take(self, plan: Plan, arrival: int) -> Values | None:
         """Somebody pulls: return the values if they are what would be pulled now.
@@ -101,15 +129,14 @@ class PulledAhead:
             plan: What is pulled.
             arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
         """
-        if self._is_first:
-            self._is_first, self._plan = False, plan
+        in_time = self._in_turn and arrival <= self._arrivals_then
+        if self._is_first:  # where they come too late once, they will the next time
+            self._is_first, self._plan = False, plan if in_time else None
         values, self._values = self._values, None
         wanted = self._wanted
         if values is None or wanted is None or wanted.plan is not plan:
             return None
-        if arrival > wanted.arrivals or self._calls() != wanted.calls:
-            return None
-        return values
+        return values if in_time and self._calls() == wanted.calls else None
 
     def _calls(self) -> int:
         return sum(link.num_calls for link in self._links)

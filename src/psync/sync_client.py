@@ -215,7 +215,7 @@ class SyncClient:
         self._deciding.add(group)
         answer = _expect(received, Contributed, "a push")
         known.token = answer.token
-        if ahead is not None and wanted is not None:
+        if ahead is not None:
             ahead.put(wanted, group, answer.token)
         self._ps.failpoints.hit("worker.push.answered")
         return answer

@@ -86,9 +86,10 @@ class SyncReplicasOptimizer(Optimizer):
             first after the last push, so that the ``psync.pull`` of these needs no message. They
             are of the token's step or later, and as new as what this worker has pushed or assigned
             before, and as what the program did before it scheduled the closure that pulls. What
-            others change besides, after the step was closed, is seen by later pulls only. Without
-            effect where the values are more than 64 KiB, where there are several synchronous
-            optimizers, and when anything else is asked of a ps before the pull.
+            others change besides, in the moment between the step's end and the pull, is seen by
+            later pulls only. Without effect where the values are more than 64 KiB, where there are
+            several synchronous optimizers, and where a step awaits anything between its push and
+            its pull.
 
     Raises:
         ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.

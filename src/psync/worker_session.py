@@ -363,6 +363,7 @@ class Session:
         self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
     ) -> Any:
         began = self._loop.time()
+        self.runtime.ahead.begin_closure()
         with enter_closure(context):
             if step.is_coroutine:
                 value = await step.fn(*args, **kwargs)
@@ -374,6 +375,7 @@ class Session:
                     value = await self._thread.call(function, lambda: self._ended)
                 if inspect.isawaitable(value):
                     value = await value
+        self.runtime.ahead.end_closure()
         step.seconds = self._loop.time() - began
         return value
 
