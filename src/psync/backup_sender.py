@@ -102,12 +102,13 @@ class BackupSender:
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def copy(self, frozen: Frozen, first: int) -> None:
+    async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
         """Send an image, and then all entries until the backup has all that there are.
 
         Args:
             frozen: The image.
             first: Number of the first entry that it does not have.
+            before: What the image does not have either, and comes before that.
 
         Raises:
             PsyncError: The backup does not follow.
@@ -116,7 +117,8 @@ class BackupSender:
         """
         try:
             self._peer = await self._connect()
-            await self._send_image(self._peer, frozen, first)
+            await self._send_image(self._peer, frozen, first - len(before))
+            await self._send_before(self._peer, before, first)
         except PsyncError as exc:
             self._fail(exc)
             raise
@@ -148,6 +150,13 @@ class BackupSender:
             for start in range(0, known.nbytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 await peer.call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
+
+    async def _send_before(self, peer: Peer, before: Sequence[Entry], first: int) -> None:
+        """Send what comes before the first entry of the log. It ends the image."""
+        ps, epoch = self._served.ps, self.order.epoch
+        for number, entry in enumerate(before, first - len(before)):
+            listed = [(*entry.client, entry.header, len(entry.body))]
+            await peer.call(LogEntries(ps, epoch, number, listed), entry.body)
         await peer.call(LogEntries(ps, epoch, first, []))
 
     def ship(self) -> None:

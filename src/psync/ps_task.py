@@ -55,7 +55,8 @@ from psync.ps_image import Frozen, Thawed, freeze, settling
 from psync.ps_locks import PsLocks
 from psync.ps_pulls import PsPulls
 from psync.ps_report import describe_ps
-from psync.ps_sync import CLOSER, PsSync
+from psync.group_table import CLOSER
+from psync.ps_sync import PsSync
 from psync.ps_updates import PsUpdates
 from psync.replica_host import ReplicaHost
 from psync.row_pulls import RowPulls
@@ -64,8 +65,10 @@ from psync.session_service import SessionService, check_shards
 from psync.shard_creation import ShardCreation
 from psync.step_closer import StepCloser
 from psync.store import ShardStore
+from psync.sync_follower import SyncFollower
+from psync.sync_image import SyncImage
 from psync.transport import Listener
-from psync.weak_rules import weaken
+from psync.weak_rules import weaken, went_back
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked
@@ -81,7 +84,7 @@ from psync.wire.ps_messages import (
     SetOptimizer,
     SetSlots,
 )
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, PsMoved, TakeImage
 from psync.wire.session_messages import CheckShards
 from psync.wire.sync_messages import ReportSchedule
 
@@ -126,6 +129,8 @@ class PsTask:
         self._log = ApplyLog(platform.apply_log, index)
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
+        self._follower: SyncFollower | None = None  # while this is a backup
+        self._replayed: dict[type[Message], Handler] = {}  # what only a log says
         self._host = ReplicaHost(
             self.task, self._pool, self._make_backup, lambda: self._coordinator
         )
@@ -223,6 +228,7 @@ class PsTask:
             **self._adoption.handlers(),
             GrantCoordinator: Handler(self._grant),
             ReportSchedule: Handler(self._report_schedule),
+            PsMoved: Handler(self._moved),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._rows.handlers(),
@@ -325,7 +331,7 @@ class PsTask:
             if keep:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
-                        await closer.pause()
+                        await closer.pause("end")
             await closer.close()
 
         return end()
@@ -378,6 +384,7 @@ class PsTask:
         if self._closer is not None:
             self._closer.steps.note_calls(state.counted, state.ledger.final_below)
         self._clocks.restart()
+        went_back(self._ledger, message.fences)
         for task, below in (*message.fences, (CLOSER, self._closer_incarnation)):
             self._refuse_below(task, below)
 
@@ -403,11 +410,13 @@ class PsTask:
             self._locks,
         )  # fmt: skip
         self._sync = PsSync(*parts)
+        self._follower = None
+        self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,
-            lambda: self.freeze()[0], self._committing, self._depose,
+            lambda: self.freeze()[0], self._committing, self._depose, self._sync_image,
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
@@ -424,8 +433,6 @@ class PsTask:
         for kind in COMMITTED:
             handlers[kind] = backup.committed(handlers[kind])
         handlers[FinalBelow] = backup.notified(Handler(self._final_below))
-        for kind in self._sync.handlers():
-            handlers[kind] = backup.refused(handlers[kind], "synchronous steps")
         for kind, handler in self._accumulators.handlers().items():
             handlers[kind] = backup.refused(handler, "conditional accumulators")
         return {**handlers, **backup.handlers()}
@@ -434,11 +441,16 @@ class PsTask:
 
     def _served(self) -> Served | None:
         attach = self._attached
-        return None if attach is None else Served(self._index, attach, self._timeline)
+        if attach is None or self._is_deposed:
+            return None
+        return Served(self._index, attach, self._timeline)
 
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
         self._updates.committer = committer
+        self._sync.commit_with(committer)
+        if self._closer is not None:
+            self._closer.expect_moves()
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -473,10 +485,27 @@ class PsTask:
         self._serve(thawed.store, thawed.ledger, unpack_accumulators(state.accumulators))
         for number, raw in state.groups.items():
             self._sync.define(number, raw)
+        closer = self._closer
+        if closer is not None:
+            closer.steps.note_calls(state.counted, state.ledger.final_below)
+            closer.expect_moves()
+        self._follower = SyncFollower(
+            self.task, self._sync, None if closer is None else closer.shares
+        )
+        self._replayed = self._follower.handlers()
 
     def handler(self, kind: type[Message]) -> Handler:
-        """Return who serves a message; see ``replica_host.BackupTask``."""
-        return self._endpoint.handlers[kind]
+        """Return who does an entry; see ``replica_host.BackupTask``."""
+        return self._replayed.get(kind) or self._endpoint.handlers[kind]
+
+    def _moved(self, peer: Peer, message: PsMoved, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        if self._closer is not None:
+            self._closer.moved(message.addresses)
+            if self._follower is not None:
+                follower, self._follower = self._follower, None
+                self._closer.follow(follower.steps, follower.spread)
+        return Reply(Done())
 
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
@@ -492,12 +521,10 @@ class PsTask:
         return Handler(run, handler.prepare)
 
     async def _pause_steps(self) -> None:
-        if self._closer is not None:
-            await self._closer.pause()
+        await self._sync_image.pause("cut")
 
     def _resume_steps(self) -> None:
-        if self._closer is not None:
-            self._closer.resume()
+        self._sync_image.resume("cut")
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
         if peer.task != CLOSER or peer.incarnation != self._closer_incarnation:
@@ -516,6 +543,8 @@ class PsTask:
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error
             self._ledger.final_below(message.closure)
+            if self._follower is not None:
+                self._follower.steps.final_below(message.closure)
             if self._closer is not None:
                 self._closer.steps.final_below(message.closure)
 
