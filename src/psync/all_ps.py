@@ -30,7 +30,7 @@ from psync.group_table import CLOSER
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_client import PsClient
-from psync.ps_link import PsLink, always
+from psync.ps_link import AWAY_FOR_S, PsLink, always
 from psync.ps_sync import PsSync
 from psync.rpc import Peer, Received
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -162,10 +162,10 @@ class AllPs:
                     (share.number, list(islice(came, len(share.members)))) for share in ahead
                 )
 
-        self._to_all(
-            message, along, wanted, lambda tell: self._sync.close_step(message, begun=tell), brought,
-            lambda failed: then(values, failed),
-        )  # fmt: skip
+        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
+            return self._sync.close_step(message, begun=tell)
+
+        self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
 
     def measure_step(
         self,

@@ -3,8 +3,8 @@
 Layer: L3. Imports: errors, commit_log, platform, committer, ps_image, endpoint, rpc, wire.
 
 One object feeds one backup. It ends when that does not follow any more: its process is gone, has
-been started again, or refuses. Entries whose connection was lost are sent again; the backup
-ignores those that it has.
+been started again, or refuses. What was sent over a connection that is lost, of the image or of the
+entries, is sent again; the backup ignores what it has.
 
 Source: docs/design.md, section 20.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from psync.commit_log import CommitLog, LogState
@@ -23,6 +23,7 @@ from psync.endpoint import Endpoint
 from psync.errors import (
     ConnectFailed,
     ConnectionLost,
+    DeadlineExceeded,
     FencedError,
     PsyncError,
     RemoteProtocolError,
@@ -30,6 +31,8 @@ from psync.errors import (
 from psync.platform import Platform
 from psync.ps_image import Frozen
 from psync.rpc import Peer, Received
+from psync.wire.codec import Message
+from psync.wire.frames import Segment
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup, LogEntries, LogTaken
 
@@ -43,6 +46,9 @@ MAX_UNDER_WAY = 4
 """Messages that the backup has not answered."""
 
 PIECE_BYTES = 8 << 20
+
+MAX_LOSSES = 16
+"""Connections that a part of an image may outlive: more, and it is what breaks them."""
 
 RECONNECT_S = 0.5
 """How long a backup may be away: one whose process has ended does not come back."""
@@ -58,6 +64,7 @@ class Served:
     ps: int
     attach: AttachPs
     timeline: int
+    life: int  # see ``adoption``
 
 
 class BackupSender:
@@ -116,9 +123,8 @@ class BackupSender:
         Cancellation: ``close`` is still to be called.
         """
         try:
-            self._peer = await self._connect()
-            await self._send_image(self._peer, frozen, first - len(before))
-            await self._send_before(self._peer, before, first)
+            await self._send_image(frozen, first - len(before))
+            await self._send_before(before, first)
         except PsyncError as exc:
             self._fail(exc)
             raise
@@ -137,27 +143,44 @@ class BackupSender:
             await self._changed
         self._check()
 
-    async def _send_image(self, peer: Peer, frozen: Frozen, first: int) -> None:
+    async def _send_image(self, frozen: Frozen, first: int) -> None:
         ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
         begin = BeginBackup(
             ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first,
+            self._served.timeline, first, self._served.life,
         )  # fmt: skip
-        await peer.call(begin, [frozen.state.to_bytes()])
+        await self._call(begin, [frozen.state.to_bytes()])
         for item, known in enumerate(frozen.state.items):
             if known.is_constant:
                 continue
             for start in range(0, known.nbytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, known.nbytes)
-                await peer.call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
+                await self._call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
 
-    async def _send_before(self, peer: Peer, before: Sequence[Entry], first: int) -> None:
-        """Send what comes before the first entry of the log. It ends the image."""
+    async def _send_before(self, before: Sequence[Entry], first: int) -> None:
+        """Send what comes before the first entry of the log; this ends the image."""
         ps, epoch = self._served.ps, self.order.epoch
         for number, entry in enumerate(before, first - len(before)):
             listed = [(*entry.client, entry.header, len(entry.body))]
-            await peer.call(LogEntries(ps, epoch, number, listed), entry.body)
-        await peer.call(LogEntries(ps, epoch, first, []))
+            await self._call(LogEntries(ps, epoch, number, listed), entry.body)
+        await self._call(LogEntries(ps, epoch, first, []))
+
+    async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Send a part of an image, again where a connection is lost, until it is answered."""
+        for losses in range(1, MAX_LOSSES + 1):
+            if self._peer is None or not self._peer.is_open:
+                self._peer = await self._connect()
+            deadline = asyncio.get_running_loop().time() + SILENT_S
+            try:
+                await self._peer.call(message, segments, deadline=deadline)
+            except ConnectionLost:
+                if losses == MAX_LOSSES:
+                    raise
+            except DeadlineExceeded as exc:
+                self._peer.abort(exc)  # it may still have the segments, which are given back now
+                raise
+            else:
+                return
 
     def ship(self) -> None:
         """Send what there is to be sent."""

@@ -29,6 +29,7 @@ from psync.errors import (
     BusyError,
     ConfigurationError,
     FencedError,
+    ParameterServerLost,
     PsyncError,
     TransportError,
     UsageError,
@@ -177,9 +178,10 @@ class BackupService:
             raise UsageError(f"order {message.epoch} about a backup is older than {self._epoch}")
         if message.epoch == self._epoch:
             return self._when_copied()  # it was asked before, over a connection that is lost
-        self._epoch = message.epoch
         served = self._served()
-        assert served is not None, "it has a coordinator"
+        if served is None:  # the backup of nothing would be no backup
+            raise ParameterServerLost(self._store.task, "has been replaced by its backup")
+        self._epoch = message.epoch
         self._drop()
         if not message.address:
             return Reply(Done())

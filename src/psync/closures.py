@@ -1,10 +1,12 @@
 """The closure queue: what becomes of every closure, and when a join is over.
 
-Layer: L1. Imports: errors, closure_errors, closure_states, closure_waits, dispatching.
+Layer: L1. Imports: errors, closure_errors, closure_states, closure_waits, dispatching,
+open_closures.
 
 ``ClosureQueue`` is told what happened and returns what to do, as a list of actions. It knows no
 clock, no network and no function to call. Who runs a closure is decided in ``dispatching``; what
-it waits for before that, in ``closure_waits``; which errors a join raises, in ``closure_errors``.
+it waits for before that, in ``closure_waits``; what follows for others when it ends, in
+``open_closures``; which errors a join raises, in ``closure_errors``.
 
 **An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
 stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
@@ -23,14 +25,13 @@ errors are kept, and one closure can be cancelled.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from psync.closure_errors import QueueErrors, error_of, input_error, loss_error
+from psync.closure_errors import loss_error
 from psync.closure_states import Closure, Event, Replica, State, move
-from psync.closure_waits import Barrier, Waits
+from psync.closure_waits import Barrier
 from psync.dispatching import (
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
@@ -41,6 +42,7 @@ from psync.dispatching import (
     WorkerStatistics,
 )
 from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
+from psync.open_closures import Cancel, OpenClosures, Settle
 
 __all__ = [
     "Action",
@@ -58,24 +60,6 @@ __all__ = [
 ]
 
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """These closures are final; ``closure.error`` is None for those that have a value.
-
-    In the answer to ``finished`` they begin with those that were reported, in that order.
-    """
-
-    closures: tuple[Closure, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Ask the worker to stop these closures. It reports how each of them ends all the same."""
-
-    worker: str
-    ids: tuple[int, ...]
 
 
 Action: TypeAlias = Settle | Cancel | Dispatch | GiveBack
@@ -127,15 +111,9 @@ class ClosureQueue:
             target_ahead_s=target_ahead_s, max_ahead=max_ahead, max_ahead_bytes=max_ahead_bytes
         )
         self._max_losses = max_losses
-        self._last_id = -1  # of the latest closure scheduled
-        self._open: dict[int, Closure] = {}  # all that are not final, by id
-        self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
-        self._waits = Waits()
-        self._errors = QueueErrors()
+        self._open = OpenClosures(self._dispatcher)
+        self._errors = self._open.errors
         self._pauses = 0
-        self._settled: list[Closure] = []  # for the next list of actions
-        self._cancels: list[Cancel] = []  # for the next list of actions
-        self._totals: Counter[State] = Counter()  # of final closures
         self._num_put_back = 0
         self._num_given_back = 0
 
@@ -158,18 +136,13 @@ class ClosureQueue:
             LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
                 in the wrong state: the one must be new, the other must have been scheduled.
         """
-        closure_id = closure.id
-        if closure_id <= self._last_id:
+        if closure.id <= self._open.last_id:
             raise LocalProtocolError(
-                f"{closure} was scheduled after closure {self._last_id}, but ids must grow"
+                f"{closure} was scheduled after closure {self._open.last_id}, but ids must grow"
             )
-        if closure.dependencies or self._errors.ending is not None or self._waits.barriers:
+        if closure.dependencies or self._errors.ending is not None or self._open.waits.barriers:
             return self._schedule_unusual(closure)
-        move(closure, Event.QUEUE)
-        self._last_id = closure_id
-        self._open[closure_id] = closure
-        self._unsettled.append(closure_id)
-        self._dispatcher.add(closure)
+        self._open.queue(closure)
         return []
 
     def _schedule_unusual(self, closure: Closure) -> list[Action]:
@@ -181,18 +154,12 @@ class ClosureQueue:
                     f"{closure} takes the value of {dependency}, which was not scheduled"
                 )
         if self._errors.ending is not None:
-            self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
+            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
         elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
-            self._settle_without_input(closure, failed[0])
-            self._ended_without_value(closure)
+            self._open.end_without_input(closure, failed[0])
         else:
-            waits = self._waits.begin(closure)
-            move(closure, Event.WAIT if waits else Event.QUEUE)
-            self._open[closure.id] = closure
-            self._unsettled.append(closure.id)
-            if not waits:
-                self._dispatcher.add(closure)
-        self._last_id = closure.id
+            self._open.wait_or_queue(closure)
+        self._open.last_id = closure.id
         return self._actions(dispatch=False)
 
     def dispatch(self) -> list[Action]:
@@ -209,11 +176,9 @@ class ClosureQueue:
         if closure is None or closure.state is State.CANCELLING:
             return []
         if closure.state is State.HELD:
-            move(closure, Event.ASK_TO_STOP)
-            self._cancels.append(Cancel(closure.worker, (closure_id,)))
+            self._open.ask_to_stop(closure)
         else:
-            self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
-            self._ended_without_value(closure)
+            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
         return self._actions()
 
     def pause(self) -> None:
@@ -234,20 +199,20 @@ class ClosureQueue:
     def fail(self, error: BaseException) -> list[Action]:
         """End everything with an error that is no closure's own, such as the loss of a ps."""
         self._errors.pending.append(error)
-        self._end(str(error))
+        self._open.end_all(str(error))
         return self._actions()
 
     def stop(self) -> list[Action]:
         """Cancel everything, now and from now on."""
         self._errors.stopped = True
-        self._end("the coordinator was closed")
+        self._open.end_all("the coordinator was closed")
         return self._actions()
 
     # --- gangs ---
 
     def add_barrier(self) -> Barrier:
         """Let what is scheduled from now on wait until the barrier is opened."""
-        return self._waits.add_barrier(self.next_id)
+        return self._open.waits.add_barrier(self.next_id)
 
     def may_begin(self, barrier: Barrier) -> bool:
         """Whether the gang of this barrier, which is the first, may begin.
@@ -258,7 +223,7 @@ class ClosureQueue:
 
     def open_barrier(self, barrier: Barrier) -> list[Action]:
         """Queue what waited for nothing but this barrier: its gang has ended, or will never be."""
-        self._queue_late(self._waits.open(barrier))
+        self._open.queue_late(self._open.waits.open(barrier))
         return self._actions()
 
     def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
@@ -269,13 +234,12 @@ class ClosureQueue:
         """
         sent: list[Dispatch] = []
         for worker, replica in replicas:
-            if replica.id <= self._last_id:
-                raise LocalProtocolError(f"{replica} comes after closure {self._last_id}")
-            self._last_id = replica.id
+            if replica.id <= self._open.last_id:
+                raise LocalProtocolError(f"{replica} comes after closure {self._open.last_id}")
+            self._open.last_id = replica.id
             move(replica, Event.QUEUE)
             sent.append(self._dispatcher.give(worker, replica))
-            self._open[replica.id] = replica
-            self._unsettled.append(replica.id)
+            self._open.add(replica)
         return [*self._actions(dispatch=False), *sent]
 
     # --- what workers do ---
@@ -317,12 +281,11 @@ class ClosureQueue:
                 return self._lost_replica(worker, closure)
             if blame:
                 closure.lost_on += (worker,)
-        self._num_put_back += self._come_back(closures, Event.LOSE)
+        self._num_put_back += self._open.come_back(closures, Event.LOSE)
         for closure in closures:
             # The first one to be given up ends everything, and cancels the others.
             if closure.state is State.QUEUED and closure.attempts >= self._max_losses:
-                self._settle(closure, Event.FAIL, loss_error(closure))
-                self._ended_without_value(closure)
+                self._open.end(closure, Event.FAIL, loss_error(closure))
         return self._actions()
 
     def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
@@ -337,27 +300,21 @@ class ClosureQueue:
             LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
-        closures = self._dispatcher.take_finished(worker, ids, mean_s)
-        still_open = self._open
-        for closure in closures:
-            move(closure, Event.FINISH)
-            del still_open[closure.id]
-            if closure.dependents is not None:
-                self._queue_late(self._waits.has_value(closure))
-        self._settled += closures
-        self._totals[State.FINISHED] += len(closures)
+        self._open.finish(self._dispatcher.take_finished(worker, ids, mean_s))
         return self._actions(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
         (closure,) = self._dispatcher.take(worker, (closure_id,), "failed")
-        return self._ended(worker, closure, Event.FAIL, error)
+        self._open.end(closure, Event.FAIL, error)
+        return self._actions(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
         (closure,) = self._dispatcher.take(worker, (closure_id,), "met the end of data in")
         event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
-        return self._ended(worker, closure, event, error)
+        self._open.end(closure, event, error)
+        return self._actions(worker)
 
     def cancelled(self, worker: str, closure_id: int) -> list[Action]:
         """A worker stopped a closure, or did not start it, because it was asked to.
@@ -370,7 +327,8 @@ class ClosureQueue:
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
         (closure,) = self._dispatcher.take(worker, (closure_id,), "cancelled")
-        return self._ended(worker, closure, Event.CANCEL, self._errors.cancelled(closure))
+        self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        return self._actions(worker)
 
     def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
         """A worker returns closures that it has not started: the answer to a GiveBack, or unasked.
@@ -386,7 +344,7 @@ class ClosureQueue:
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
         closures = self._dispatcher.take_back(worker, ids)
-        self._num_given_back += self._come_back(closures, Event.GIVE_BACK)
+        self._num_given_back += self._open.come_back(closures, Event.GIVE_BACK)
         return self._actions()
 
     # --- what join needs ---
@@ -394,14 +352,11 @@ class ClosureQueue:
     @property
     def next_id(self) -> int:
         """The lowest id that the next closure may have: the cut-off of a join that begins now."""
-        return self._last_id + 1
+        return self._open.last_id + 1
 
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
-        unsettled, still_open = self._unsettled, self._open
-        while unsettled and unsettled[0] not in still_open:
-            unsettled.popleft()
-        return unsettled[0] if unsettled else self._last_id + 1
+        return self._open.low_water()
 
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.
@@ -468,110 +423,25 @@ class ClosureQueue:
             waiting=len(self._open) - queued - in_flight,
             queued=queued,
             in_flight=in_flight,
-            finished=self._totals[State.FINISHED],
-            failed=self._totals[State.FAILED],
-            exhausted=self._totals[State.EXHAUSTED],
-            cancelled=self._totals[State.CANCELLED],
+            finished=self._open.totals[State.FINISHED],
+            failed=self._open.totals[State.FAILED],
+            exhausted=self._open.totals[State.EXHAUSTED],
+            cancelled=self._open.totals[State.CANCELLED],
             put_back=self._num_put_back,
             given_back=self._num_given_back,
             workers=self._dispatcher.statistics(),
         )
 
-    # --- how closures end ---
-
-    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
-        """Make a closure final that has no value."""
-        if closure.state is State.QUEUED:
-            self._dispatcher.discard(closure)
-        move(closure, event)
-        closure.error = error
-        closure.dependencies = ()
-        self._open.pop(closure.id, None)
-        self._totals[closure.state] += 1
-        self._settled.append(closure)
-
-    def _ended(
-        self, worker: str, closure: Closure, event: Event, error: BaseException
-    ) -> list[Action]:
-        """A closure that a worker held ended without a value."""
-        self._settle(closure, event, error)
-        if not closure.is_replica:
-            self._ended_without_value(closure)
-        return self._actions(worker)
-
     def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
         """A worker was lost with a replica, which is not run again: its gang is over."""
         event = Event.FAIL if closure.state is State.HELD else Event.LOSE
         error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
-        self._settle(closure, event, error)
+        self._open.end(closure, event, error)
         return self._actions()
-
-    def _queue_late(self, closures: Sequence[Closure]) -> None:
-        """Queue, at their places, those that wait for nothing any more."""
-        for closure in closures:
-            move(closure, Event.QUEUE)
-            self._dispatcher.add_late(closure)
-
-    def _ended_without_value(self, closure: Closure) -> None:
-        """Settle all that needed this closure's value, and end everything if this is an error."""
-        chain = [closure]
-        for source in chain:  # which grows
-            for dependent in self._waits.has_no_value(source):
-                self._settle_without_input(dependent, source)
-                chain.append(dependent)
-        # One error for the whole chain: the others have the same cause.
-        failed = next((c for c in chain if c.state is State.FAILED), None)
-        if failed is not None:
-            self._errors.pending.append(error_of(failed))
-            self._end(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
-        if closure.state is State.EXHAUSTED:
-            self._errors.note_end_of_data(closure)
-
-    def _settle_without_input(self, closure: Closure, source: Closure) -> None:
-        """End a closure because its input ``source`` ended without a value."""
-        at_end = source.state is State.EXHAUSTED
-        event = Event.END_OF_DATA if at_end else Event.FAIL
-        self._settle(closure, event, input_error(closure, source))
-
-    def _come_back(self, closures: list[Closure], event: Event) -> int:
-        """Queue again what no worker holds any more, or end it cancelled; return how many queued.
-
-        All are queued first: one that ends cancelled can fail another, and that ends everything.
-        """
-        stopped = [closure for closure in closures if closure.state is State.CANCELLING]
-        for closure in closures:
-            if closure.state is State.HELD:
-                move(closure, event)
-                self._dispatcher.add_late(closure)
-        for closure in stopped:
-            self._settle(closure, event, self._errors.cancelled(closure))
-            self._ended_without_value(closure)
-        return len(closures) - len(stopped)
-
-    def _end(self, reason: str) -> None:
-        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
-        if self._errors.ending is not None:
-            return
-        self._errors.ending = reason
-        for closure in list(self._open.values()):
-            if closure.state is State.WAITING or closure.state is State.QUEUED:
-                self._settle(closure, Event.CANCEL, self._errors.cancelled(closure))
-        for worker, closures in self._dispatcher.held():
-            running = [closure for closure in closures if closure.state is State.HELD]
-            for closure in running:
-                move(closure, Event.ASK_TO_STOP)
-            if running:
-                self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
 
     def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
-        actions: list[Action] = []
-        if self._settled:
-            actions.append(Settle(tuple(self._settled)))
-            self._settled = []
-        if self._cancels:
-            actions += self._cancels
-            self._cancels = []
+        actions: list[Action] = [*self._open.news()]
         if dispatch and self._errors.ending is None and not self._pauses:
             actions += self._dispatcher.decide(reporter)
         return actions

@@ -1,12 +1,10 @@
 """Which worker gets which closure, and when: order, held ahead, given back.
 
-Layer: L1. Imports: errors, closure_states.
+Layer: L1. Imports: errors, closure_order, closure_states.
 
-``Dispatcher`` holds the queued closures and knows what each living worker holds. It decides where
-closures run, and nothing about how they end; that is ``closures``.
-
-**Order.** Ids grow in the order of ``schedule``, and the queue is ordered by id. A closure that
-comes back, or whose inputs were late, has kept its place.
+``Dispatcher`` holds the queued closures, in their order (``closure_order``), and knows what each
+living worker holds. It decides where closures run, and nothing about how they end; that is
+``closures``.
 
 **Ahead.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
 while more are queued than there are workers: as many as take ``target_ahead_s`` to run at the pace
@@ -42,7 +40,6 @@ nothing behind it. So from the second loss on there is no doubt which closure wa
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -50,6 +47,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
+from psync.closure_order import ClosureOrder
 from psync.closure_states import Closure, Event, move
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
@@ -151,11 +149,7 @@ class Dispatcher:
         self._max_ahead = max_ahead
         self._max_ahead_bytes = max_ahead_bytes
 
-        self._queued: dict[int, Closure] = {}  # by id, in no order
-        # The order. An id that is not queued any more is dropped when it comes to the head.
-        self._fresh: deque[int] = deque()  # of closures that were queued when scheduled
-        self._late: list[int] = []  # a heap: of those queued again, or late because of an input
-
+        self._queued = ClosureOrder()
         self._workers: dict[str, _Worker] = {}
         self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
@@ -171,28 +165,15 @@ class Dispatcher:
 
     def add(self, closure: Closure) -> None:
         """Queue a closure whose id is above all that were added before."""
-        self._queued[closure.id] = closure
-        self._fresh.append(closure.id)
+        self._queued.add(closure)
 
     def add_late(self, closure: Closure) -> None:
         """Queue a closure at its place, before those with higher ids."""
-        self._queued[closure.id] = closure
-        heapq.heappush(self._late, closure.id)
+        self._queued.add_late(closure)
 
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out."""
-        del self._queued[closure.id]
-
-    def _first(self) -> Closure:
-        """Return the queued closure with the lowest id; there is one."""
-        queued, fresh, late = self._queued, self._fresh, self._late
-        while fresh and fresh[0] not in queued:
-            fresh.popleft()
-        while late and late[0] not in queued:
-            heapq.heappop(late)
-        if late and (not fresh or late[0] < fresh[0]):
-            return queued[late[0]]
-        return queued[fresh[0]]
+        self._queued.discard(closure)
 
     # --- workers ---
 
@@ -380,10 +361,10 @@ class Dispatcher:
         """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
         queued, held, name = self._queued, record.held, record.name
         while most:
-            closure = self._first()
+            closure = queued.first()
             if (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
                 break
-            del queued[closure.id]
+            queued.discard(closure)
             move(closure, Event.DISPATCH)
             closure.worker = name
             closure.known_started = False

@@ -78,7 +78,7 @@ class GlobalSteps:
     def _raise_for(self, peer: Peer, message: RaiseStep, _: list[memoryview]) -> Awaitable[Reply]:
         self._ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
-            raise UsageError(f"{self._task}: {peer.task} may not raise a global step, only {CLOSER}")
+            raise UsageError(f"{self._task}: only {CLOSER} raises a global step, not {peer.task}")
         return self._raise_and_answer((peer.task, peer.incarnation), message)
 
     async def _raise_and_answer(self, client: tuple[str, int], message: RaiseStep) -> Reply:

@@ -9,41 +9,41 @@ connections: an entry names a set, or a group, in full when it is the first that
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 MAX_SETS = 32_768
 """Numbers of sets in one log; then they begin anew. A connection may define twice as many."""
 
-Members = tuple[tuple[int, ...], ...]
+OwnMember = tuple[int, int]
+"""(variable, index) of a shard."""
+
+Member = tuple[int, int, int]
+"""(ps, variable, index) of a shard."""
+
+M = TypeVar("M", OwnMember, Member)
 
 
 class LogNames:
     """What the reader of one log knows. Single owner."""
 
     def __init__(self) -> None:
-        self._sets: dict[tuple[str, Members], int] = {}
+        self._own: dict[tuple[OwnMember, ...], int] = {}
+        self._whole: dict[tuple[Member, ...], int] = {}
         self._groups: set[int] = set()
 
     def begin(self, groups: Iterable[int] = ()) -> None:
         """There is a new reader, that knows these synchronous groups and no sets."""
-        self._sets.clear()
+        self._own.clear()
+        self._whole.clear()
         self._groups = set(groups)
 
-    def of_set(self, keys: Members) -> tuple[int, list[tuple[int, ...]] | None]:
+    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
         """Return the number of a set of shards of this ps, and its members if it is new."""
-        return self._number("own", keys)
+        return _number(self._own, keys)
 
-    def of_whole(self, members: Members) -> tuple[int, list[tuple[int, ...]] | None]:
+    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
         """Return the number of a set of shards of several ps tasks, likewise."""
-        return self._number("whole", members)
-
-    def _number(self, kind: str, members: Members) -> tuple[int, list[tuple[int, ...]] | None]:
-        number = self._sets.get((kind, members))
-        if number is not None:
-            return number, None
-        if len(self._sets) >= MAX_SETS:
-            self._sets.clear()
-        number = self._sets[kind, members] = len(self._sets)
-        return number, list(members)
+        return _number(self._whole, members)
 
     def is_new(self, group: int) -> bool:
         """Return whether a group is named for the first time; from now on it is known."""
@@ -51,6 +51,16 @@ class LogNames:
             return False
         self._groups.add(group)
         return True
+
+
+def _number(sets: dict[tuple[M, ...], int], members: tuple[M, ...]) -> tuple[int, list[M] | None]:
+    number = sets.get(members)
+    if number is not None:
+        return number, None
+    if len(sets) >= MAX_SETS:
+        sets.clear()
+    number = sets[members] = len(sets)
+    return number, list(members)
 
 
 class NamesInFull(LogNames):
@@ -64,11 +74,11 @@ class NamesInFull(LogNames):
         super().__init__()
         self._names = names
 
-    def of_set(self, keys: Members) -> tuple[int, list[tuple[int, ...]] | None]:
+    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
         """Return the number of a set of shards of this ps, and its members."""
         return self._names.of_set(keys)[0], list(keys)
 
-    def of_whole(self, members: Members) -> tuple[int, list[tuple[int, ...]] | None]:
+    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
         """Return the number of a set of shards of several ps tasks, likewise."""
         return self._names.of_whole(members)[0], list(members)
 

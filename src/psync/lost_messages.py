@@ -9,12 +9,19 @@ message cuts the connection at that moment, on the side of who serves it:
     request     when the request is there whole                nothing            no
     reply       when the answer is known, instead of sending   nothing            yes
     in_flight   when the handler begins, which works on        nothing            not yet, but soon
+    late        when the request is there whole                nothing            not yet, but once
 
 ``PSYNC_TESTING_LOSS`` is JSON: for each kind of request (the name of its message, or "*" for all
 that are not named) how often which form is drawn, and how often each form happens at least
 (``min_each``), to the first requests of the kind; and the seed.
 
     {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.05, "min_each": 2}, "seed": 7}
+
+A *late* request is served when the file is there that "until" names: as if it had been on its way
+until then, or in the buffer of a kernel whose process was stopped. Its caller has long given it up,
+and sent it again. Nothing is late unless a share says so.
+
+    {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
 
 What was lost is written to the notes of the task, from which its next life goes on: so the minimum
 holds for all lives together, and a life does not lose what the one before it has lost. Without the
@@ -23,24 +30,33 @@ variable no connection knows of any of this.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import random
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from psync.errors import ConfigurationError, ConnectionLost
+from psync.errors import ConfigurationError, ConnectionLost, PsyncError
 from psync.exchanges import Reply
 from psync.serving import RequestServer
 from psync.testing_notes import Notes
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Frame, Kind
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "PSYNC_TESTING_LOSS"
 
 FORMS = ("request", "reply", "in_flight")
+LATE = "late"
 
 ANY = "*"
+
+LOOK_EVERY_S = 0.02
+"""For the file that late requests wait for."""
 
 
 class MessageLosses:
@@ -62,7 +78,10 @@ class MessageLosses:
         self.seen: Counter[str] = Counter()
         self.lost: Counter[tuple[str, str]] = Counter()
         self._notes = Notes() if notes is None else notes
-        self._rates = {name: _checked(name, of) for name, of in plan.items() if name != "seed"}
+        self._rates = {
+            name: _checked(name, of) for name, of in plan.items() if name not in ("seed", "until")
+        }
+        self._until = Path(str(plan.get("until", "")))
         for line, count in self._notes.earlier().items():
             match line.split():
                 case ["lost", kind, form]:
@@ -100,12 +119,19 @@ class MessageLosses:
             self._notes.add("lost", kind, form)
         return form
 
+    def may_be_served(self, kind: str) -> bool:
+        """Return whether a request that is late has come now; then this is noted."""
+        if not self._until.is_file():
+            return False
+        self._notes.add("served", kind, LATE)
+        return True
+
     def _draw(self, kind: str, rates: Mapping[str, float]) -> str | None:
         drawn = self._random.random()  # in any case: one draw for each request
         for form in FORMS:
             if self.lost[kind, form] < rates.get("min_each", 0):
                 return form
-        for form in FORMS:
+        for form in (*FORMS, LATE):
             drawn -= rates.get(form, 0.0)
             if drawn < 0:
                 return form
@@ -133,6 +159,10 @@ class LossyServer(RequestServer):
         if form == "request":
             self._cut(f"the request {kind} was lost")
             return
+        if form == LATE:
+            self._cut(f"the request {kind} is late")
+            self._serve_late(frame, kind)
+            return
         if form == "in_flight":
             self._cut(f"the reply to {kind} was lost while it was worked on")
         elif form == "reply" and frame.kind == Kind.REQUEST:
@@ -140,6 +170,15 @@ class LossyServer(RequestServer):
         super().serve(frame)
         if form == "reply" and frame.kind != Kind.REQUEST:  # nobody answers a notification
             self._cut(f"the connection was lost after {kind}")
+
+    def _serve_late(self, frame: Frame, kind: str) -> None:
+        if not self._losses.may_be_served(kind):
+            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._serve_late, frame, kind)
+            return
+        try:
+            super().serve(frame)
+        except PsyncError as exc:  # of a connection that is gone: nobody is to be told
+            logger.info("a late %s was refused: %s", kind, exc)
 
     def _answer(self, request_id: int, reply: Reply | None) -> None:
         if request_id in self._silent:
@@ -168,13 +207,13 @@ def _checked(name: str, rates: Any) -> Mapping[str, float]:
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and (value >= 0 and value == int(value) if key == "min_each" else 0 <= value <= 1)
-        and key in (*FORMS, "min_each")
+        and key in (*FORMS, LATE, "min_each")
         for key, value in rates.items()
     )
-    if not fits or sum(rates.get(form, 0) for form in FORMS) > 1:
+    if not fits or sum(rates.get(form, 0) for form in (*FORMS, LATE)) > 1:
         raise ConfigurationError(
-            f"{VARIABLE}: {name}: expected shares of {', '.join(FORMS)} that make at most 1, and a "
-            f"whole number min_each, got {rates!r}"
+            f"{VARIABLE}: {name}: expected shares of {', '.join((*FORMS, LATE))} that make at most "
+            f"1, and a whole number min_each, got {rates!r}"
         )
     checked: Mapping[str, float] = rates
     return checked

@@ -35,6 +35,10 @@ PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 10.0
 """A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
 
+AWAY_FOR_S = 0.3
+"""A ps with a backup that is gone for so long is lost: waiting longer costs more than a mistake. A
+launcher may hold the socket of a ps that has died: then nobody refuses."""
+
 REFUSED_FOR_S = 2.0
 """A ps that was there, and at whose address nobody has listened for this long, is lost: not
 "refused" once, which something between us and the ps may have said."""
@@ -141,11 +145,15 @@ class PsLink:
         nobody has listened yet, our patience is infinite, see ``lost_after_s``.
         """
         connect = self._endpoint.connect_retrying
-        if self.incarnation is not None and self.away_for_s < math.inf and not self.is_open:
+        loop = asyncio.get_running_loop()
+        while self.incarnation is not None and self.away_for_s < math.inf and not self.is_open:
+            began = loop.time()
             try:
                 async with asyncio.timeout(self.away_for_s):
                     return await connect(self.address, self.task, lane)
             except TimeoutError as exc:
+                if loop.time() - began > 2 * self.away_for_s:
+                    continue  # our own loop stood still: the answer may be unread
                 raise ConnectFailed(f"nobody answers within {self.away_for_s:g} s") from exc
         patience_s = self.lost_after_s
         if self.refused_for_s < patience_s < math.inf:
@@ -357,6 +365,10 @@ class PsLink:
         if self._keepalive is not None:
             self._keepalive.cancel()  # the next connection has one of its own
             self._keepalive = None
+
+    def give_up(self, message: str) -> None:
+        """The ps is there, but says itself that it has lost its shards."""
+        self._declare_lost(message)
 
     async def close(self) -> None:
         """Close the connections; calls under way fail. Cancellation: safe."""

@@ -40,9 +40,9 @@ from psync.ps_locks import PsLocks
 from psync.rpc import Handler, Peer, Reply
 from psync.staging import Staging
 from psync.step_norms import ShardSums, StepNorms
-from psync.sync_entries import FROM_CLOSER, closing_entry, staged_entry
 from psync.step_updates import Part, StepUpdate, averages_of
 from psync.store import ShardStore
+from psync.sync_entries import FROM_CLOSER, closing_entry, staged_entry
 from psync.sync_groups import Close
 from psync.tokens import Replica
 from psync.updates import ShardSet, memory_for, numbered_set, set_of
@@ -171,9 +171,7 @@ class PsSync(GroupTable):
         replica = (peer.task, peer.incarnation)
         return self._staging.stage(message.group, replica, message.push, message.local_step, part)
 
-    def part_of(
-        self, message: Contribute | CountPush, known: WholeSet, body: memoryview
-    ) -> Part:
+    def part_of(self, message: Contribute | CountPush, known: WholeSet, body: memoryview) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
         Raises:

@@ -40,6 +40,7 @@ from psync.errors import (
 )
 from psync.failpoints import Failpoints
 from psync.gate_service import GateService
+from psync.group_table import CLOSER
 from psync.image_service import (
     ImageService,
     pack_accumulators,
@@ -55,7 +56,6 @@ from psync.ps_image import Frozen, Thawed, freeze, settling
 from psync.ps_locks import PsLocks
 from psync.ps_pulls import PsPulls
 from psync.ps_report import describe_ps
-from psync.group_table import CLOSER
 from psync.ps_sync import PsSync
 from psync.ps_updates import PsUpdates
 from psync.replica_host import ReplicaHost

@@ -1,6 +1,7 @@
 """Backups of other ps tasks in the process of this one: fed, and made to serve when they must.
 
-Layer: L3. Imports: errors, blocks, ps_image, image_state, image_service, exchanges, rpc, wire.
+Layer: L3. Imports: errors, served_tasks, blocks, ps_image, image_state, image_service, exchanges,
+rpc, wire.
 
 A backup is a ps task that does not listen: it gets an image first, then every entry of the log of
 the one that it backs up, and does each as if it had come over a connection. When it is promoted
@@ -9,9 +10,11 @@ it listens, at an address of its own, and is a ps like any other.
     state      BeginBackup  FillBackup  LogEntries                    Promote
     filling    anew         taken       complete, if all is there     refused
     following  anew         -           queued, answered, done        does the rest; then serves
-    serving    FencedError  FencedError FencedError                   the same answer again
+    serving    anew         FencedError FencedError                   the same answer again
 
-``anew`` needs an epoch that is not older. What a newer coordinator finds ends.
+``anew`` needs an epoch that is not older, and for one that serves a newer one: the coordinator has
+gone back to a checkpoint since, and does not know that it serves. What a newer coordinator finds
+ends.
 
 Source: docs/design.md, section 20.
 """
@@ -31,6 +34,7 @@ from psync.image_service import unpack_answer
 from psync.image_state import ImageState
 from psync.ps_image import Thawed, thaw
 from psync.rpc import Handler, Peer, Reply
+from psync.served_tasks import Copy, Primary
 from psync.transport import Listener
 from psync.updates import NO_BYTES
 from psync.wire.codec import Message, decode
@@ -58,7 +62,14 @@ class BackupTask(Protocol):
     def is_torn(self) -> bool:
         """Whether an update failed half-way."""
 
-    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int) -> None:
+    @property
+    def floor(self) -> int:
+        """Incarnation of the coordinator that is served."""
+
+    def primary(self, address: str, epoch: int) -> Primary | None:
+        """Return what a newer coordinator has to know of it; None: it serves nobody."""
+
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
         """Hold what an image holds."""
 
     def handler(self, kind: type[Message]) -> Handler:
@@ -108,7 +119,35 @@ class _Backup:
         self._entries: deque[_Entry] = deque()
         self._pending_bytes = 0
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
+        self.filling = asyncio.Lock()  # a part that comes twice is written by one after the other
         self._doing: asyncio.Task[None] | None = None
+
+    async def fill(self, message: FillBackup, body: list[memoryview]) -> None:
+        """Take a part of the image; if it came before, nothing changes."""
+        if self.thawed is None:
+            raise UsageError(f"the image of {self.sender} is complete")
+        at = message.start
+        for data in body:
+            for _ in self.thawed.write(message.item, at, data):
+                await asyncio.sleep(0)
+            at += len(data)
+
+    @property
+    def coordinator(self) -> int:
+        """Incarnation of the newest coordinator that it has served, or serves."""
+        return max(self.order.coordinator, self.task.floor)
+
+    async def primary(self) -> Primary | None:
+        """Return what it serves; None: nothing. Waits for one that is about to serve."""
+        if self.address is None:
+            return None
+        try:
+            address = await asyncio.shield(cast("asyncio.Task[str]", self.address))
+        except PsyncError:
+            return None
+        # A coordinator that has attached it counts its orders anew.
+        is_first = self.order.coordinator == self.task.floor
+        return self.task.primary(address, self.epoch if is_first else 0)
 
     def complete(self) -> None:
         """All of the image is there."""
@@ -122,7 +161,7 @@ class _Backup:
         attach = AttachPs(
             order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
-        self.task.take_over(attach, thawed, order.timeline)
+        self.task.take_over(attach, thawed, order.timeline, order.life)
 
     def add(self, number: int, entry: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
         """Take the next entry."""
@@ -197,6 +236,7 @@ class ReplicaHost:
         self._make = make
         self._floor = floor
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
+        self._fenced = 0  # earlier coordinators have nothing to say here
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -222,18 +262,43 @@ class ReplicaHost:
             for ps, each in self._backups.items()
         ]
 
+    # What the next coordinator has to know.
+
+    @property
+    def newest(self) -> int:
+        """Incarnation of the newest coordinator that was heard of here; 0: none."""
+        known = (each.coordinator for each in self._backups.values())
+        return max(self._fenced, *known, 0)
+
+    def fence(self, coordinator: int) -> None:
+        """Make, and let serve, no backup of earlier coordinators."""
+        self._fenced = max(self._fenced, coordinator)
+
+    async def found(self) -> tuple[list[Primary], list[Copy]]:
+        """Return what serves here, and backups that do not. Cancellation: safe."""
+        backups = list(self._backups.items())
+        serving = [primary for _, each in backups if (primary := await each.primary()) is not None]
+        copies = [
+            (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
+        ]
+        return serving, copies
+
+    # They are fed.
+
     def _begin(self, peer: Peer, message: BeginBackup, body: list[memoryview]) -> Reply:
         sender = f"/job:ps/task:{message.ps}"
         if peer.task != sender:
             raise UsageError(f"{self._task}: {peer.task} is not {sender}")
-        if message.coordinator < self._floor():
-            raise FencedError(f"{self._task} serves a newer coordinator")
+        if message.coordinator < max(self._floor(), self.newest):
+            # No FencedError: it has not been replaced, and may be attached by the newer one yet.
+            raise UsageError(f"{self._task} serves a newer coordinator")
         if len(body) != 1:
             raise RemoteProtocolError(f"{self._task}: {len(body)} segments with a BeginBackup")
         known = self._backups.get(message.ps)
         if known is not None and known.order.coordinator <= message.coordinator:
             newer = known.order.coordinator < message.coordinator
-            if not newer and (known.address is not None or known.epoch > message.epoch):
+            oldest = known.epoch + (known.address is not None)
+            if not newer and message.epoch < oldest:
                 raise FencedError(f"{sender} has been replaced by its backup")
         where = f"image of {sender}"
         state = ImageState.from_bytes(bytes(body[0]), where)
@@ -257,13 +322,8 @@ class ReplicaHost:
 
     async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:
         known = self._known(peer, message.ps, message.epoch)
-        if known.thawed is None:
-            raise UsageError(f"the image of {known.sender} is complete")
-        at = message.start
-        for data in body:
-            for _ in known.thawed.write(message.item, at, data):
-                await asyncio.sleep(0)
-            at += len(data)
+        async with known.filling:
+            await known.fill(message, body)
         return Reply(Done())
 
     async def _log(self, peer: Peer, message: LogEntries, body: list[memoryview]) -> Reply:
@@ -293,7 +353,11 @@ class ReplicaHost:
             raise FencedError(f"{self._task}: {peer.task} is not the coordinator that it serves")
         if known.thawed is not None:
             raise UsageError(f"the backup of {known.sender} is not complete")
+        if message.coordinator < self._fenced:
+            raise FencedError(f"{self._task} serves a newer coordinator")
         if known.address is None:
+            if message.epoch < known.epoch:
+                raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
             known.epoch = message.epoch
             serving = asyncio.get_running_loop().create_task(self._serve(known, message.fences))
             known.address = serving
@@ -317,7 +381,7 @@ class ReplicaHost:
     def end_below(self, coordinator: int) -> None:
         """End what belongs to earlier coordinators."""
         for ps, known in list(self._backups.items()):
-            if known.order.coordinator < coordinator:
+            if known.coordinator < coordinator:
                 del self._backups[ps]
                 self._end(known)
 

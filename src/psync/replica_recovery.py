@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,22 +29,18 @@ from psync.endpoint import Endpoint
 from psync.errors import ParameterServerLost, PsyncError, RemoteProtocolError
 from psync.events import Events, FailoverEvent
 from psync.ps_client import PsClient
-from psync.ps_link import PsLink, always
+from psync.ps_link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always
 from psync.ps_recovery import PsRecovery, RecoveryOwner
 from psync.rpc import Peer
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
 logger = logging.getLogger(__name__)
 
-AWAY_FOR_S = 0.3
-"""A ps that is gone for so long is lost: it has a backup, so waiting longer costs more than a
-mistake. A launcher may hold the socket of a ps that has died: then nobody refuses."""
-
 PAUSE_S = 0.2
 """Between two attempts to make a backup."""
 
 CONNECT_S = 1.0
-"""How long the process of a backup may take to be there."""
+"""A process where nobody has listened for so long has ended, and the backups in it."""
 
 
 class ReplicaOwner(RecoveryOwner, Protocol):
@@ -115,8 +112,6 @@ class ReplicaRecovery:
 
     async def start(self) -> None:
         """Make the first backups; return when they are complete. Cancellation: safe."""
-        for link in self._links:
-            link.refused_for_s = link.away_for_s = AWAY_FOR_S
         self.resume()
         while not self.complete:
             await self.changed()
@@ -128,7 +123,14 @@ class ReplicaRecovery:
 
     def _note(self, ps: int, host: int | None, order: BackUp | None) -> None:
         self._hosts[ps], self._orders[ps] = host, order
+        self._be_patient(ps, order is None)
         self._changed.set()
+
+    def _be_patient(self, ps: int, is_alone: bool) -> None:
+        """Give up a ps that cannot be reached at once, or as late as one that has no backup."""
+        link = self._links[ps]
+        link.refused_for_s = REFUSED_FOR_S if is_alone else AWAY_FOR_S
+        link.away_for_s = math.inf if is_alone else AWAY_FOR_S
 
     # Backups are made, and made again.
 
@@ -158,6 +160,8 @@ class ReplicaRecovery:
                 self._note(ps, None, None)
                 logger.warning("%s goes on without its backup", link.task)
                 await self._alone(ps)
+            except ParameterServerLost as exc:
+                link.give_up(exc.message)  # the coordinator is told, if it does not know
             except PsyncError as exc:
                 logger.info("%s has no backup: %s", link.task, exc.message)
             except Exception:
@@ -207,6 +211,9 @@ class ReplicaRecovery:
             if home == self._home[ps] and order is not None and other != ps:
                 task = self._links[other].task  # it will be found out; this is sooner
                 self._lost[other] = ParameterServerLost(task, f"was in the process of {error.task}")
+        for other, where in enumerate(self._hosts):
+            if where == self._home[ps]:
+                self._be_patient(other, True)
         logger.warning("%s; its backup takes over", error.message)
         for link in self._links:
             link.hold()
@@ -224,8 +231,8 @@ class ReplicaRecovery:
                 await self._promote(ps)
                 served[ps] = self._processes[self._home[ps]][0]
                 self._lost.pop(ps, None)
-        except (PsyncError, TimeoutError) as exc:
-            logger.error("%s: its backup cannot take over: %s", self._links[ps].task, exc)
+        except Exception as exc:
+            logger.error("%s: its backup cannot take over: %r", self._links[ps].task, exc)
             self._task = None
             if not self._falls_back():
                 error = self._lost[ps]
@@ -253,23 +260,17 @@ class ReplicaRecovery:
 
         Raises:
             PsyncError: It does not.
-            TimeoutError: It is not there.
+            TimeoutError: It says nothing.
         """
         host, link = self._hosts[ps], self._links[ps]
         if host is None:
             raise ParameterServerLost(link.task, "is lost, and had no complete backup")
         dead = self._home[ps]
-        async with asyncio.timeout(CONNECT_S):
-            peer = await self._peer(host)
-        message = Promote(ps, next(self._epochs), self._endpoint.incarnation, self._owner.fences())
-        deadline = asyncio.get_running_loop().time() + link.lost_after_s
-        answer = (await peer.call(message, deadline=deadline)).message
-        if not isinstance(answer, Promoted):
-            raise RemoteProtocolError(f"{peer.task} promoted with {type(answer).__name__}")
+        address = await self._ask_to_serve(ps, host)
         self._home[ps] = host
         self._note(ps, None, None)
         link.revive()
-        link.address = answer.address
+        link.address = address
         self._owner.ps_moved(link)
         # Whose backup was in the process that died does not wait for it any more.
         for other, where in enumerate(self._hosts):
@@ -280,6 +281,21 @@ class ReplicaRecovery:
                 except ParameterServerLost:
                     logger.info("%s is lost, too", self._links[other].task)
         await self._owner.attach_ps(link)
+
+    async def _ask_to_serve(self, ps: int, host: int) -> str:
+        """Return where the backup of a ps serves; asked again as often as the answer is lost."""
+        message = Promote(ps, next(self._epochs), self._endpoint.incarnation, self._owner.fences())
+        patience_s = self._links[ps].lost_after_s
+        way = PsLink(self._endpoint, host, self._processes[host][1], patience_s)
+        way.refused_for_s = CONNECT_S
+        try:
+            async with asyncio.timeout(patience_s):
+                answer = (await way.call(always(message))).message
+        finally:
+            await way.close()
+        if not isinstance(answer, Promoted):
+            raise RemoteProtocolError(f"{way.task} promoted with {type(answer).__name__}")
+        return answer.address
 
     def _falls_back(self) -> bool:
         """Return whether all ps tasks go back to a checkpoint."""

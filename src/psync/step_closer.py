@@ -20,19 +20,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.all_ps import AllPs
 from psync.blocks import BlockPool
 from psync.cluster import task_name
+from psync.committer import Committer
 from psync.errors import ClosedError, FencedError, GradientError, PsyncError
+from psync.followed_steps import FollowedSteps
+from psync.group_table import CLOSER
 from psync.long_work import LongWork
 from psync.platform import Platform
-from psync.group_table import CLOSER
 from psync.ps_sync import PsSync
 from psync.rpc import Handler, Later, Peer, Received, Reply
-from psync.step_rounds import StepRounds
+from psync.step_rounds import ClosedStep, StepRounds
+from psync.step_takeover import go_on
+from psync.sync_config import SyncConfig
+from psync.sync_entries import counted_entry
 from psync.sync_steps import Action, Close, Contribution
 from psync.token_waits import PushKey, TokenWaits
 from psync.weak_rules import steps_without
@@ -245,7 +250,7 @@ class StepCloser:
         wanted: WholeSet | None,
     ) -> Later:
         if brought is not None:
-            part = self._sync.part_of(message.group, brought, body[0], message.rows)
+            part = self._sync.part_of(message, brought, body[0])
             self._sync.keep(peer, message, part)
         if message.spread:
             self._rounds.note_spread(message.group)

@@ -62,7 +62,8 @@ def counted_entry(
     """
 
     def build(names: LogNames) -> CountPush:
-        number, members, lengths, rows = -1, None, (), None
+        number, members, rows = -1, None, None
+        lengths: Sequence[int] = ()
         if part is not None and part.whole is not None:
             number, members = names.of_whole(part.whole.members)
             lengths = part.whole.lengths
@@ -121,7 +122,8 @@ def entries_of_image(
     state = SetSteps(
         [(group, dict(raw), steps.get(group, -1), raised(group)) for group, raw in groups.items()]
     )
-    entries: list[tuple[Client, Build, Sequence[memoryview]]] = [(FROM_CLOSER, _as_it_is(state), ())]
+    entries: list[tuple[Client, Build, Sequence[memoryview]]] = []
+    entries.append((FROM_CLOSER, _as_it_is(state), ()))
     came: dict[tuple[int, Replica, int], Part] = {}
     for group, replica, push, local_step, part in held:
         if part.whole is not None:

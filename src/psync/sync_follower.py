@@ -1,6 +1,7 @@
 """The backup of a ps does what its log says of synchronous steps.
 
-Layer: L3. Imports: followed_steps, sync_groups, rpc, updates, whole_sets, ps_sync, step_rounds, wire.
+Layer: L3. Imports: followed_steps, sync_groups, rpc, updates, whole_sets, ps_sync, step_rounds,
+wire.
 
 The one that is backed up has judged all of it. So parts are kept, pushes counted and steps closed
 without a question; what is left of a step is there when the backup is made to serve.

@@ -12,6 +12,9 @@ no setting: nobody who trains wants any of these off.
     staleness       a synchronous push counts however old its values are
     staged_commit   a synchronous push counts before all of its parts are there
     one_cut         each ps freezes when it likes, with no gate
+    timeline        who trained before a roll-back is served on after it
+    commit_marker   a checkpoint is marked as complete before its data are written
+    replica_ack     a ps answers before its backup has the update
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ VARIABLE = "PSYNC_TESTING_WITHOUT"
 
 NAMES = frozenset(
     {
-        "dedup", "fencing", "low_water", "staleness", "staged_commit", "one_cut",
+        "dedup", "fencing", "low_water", "staleness", "staged_commit", "one_cut", "timeline",
+        "commit_marker", "replica_ack",
     }
 )  # fmt: skip
 """Every safeguard that has a switch."""

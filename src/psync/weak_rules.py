@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.commit_log import CommitLog, LogState
@@ -23,9 +23,14 @@ CALLS_KEPT = 2
 
 
 class WeakLedger(Ledger):
-    """A ledger that lacks what ``without`` names."""
+    """A ledger that lacks what ``without`` names.
+
+    Attributes:
+        spared: By task, below which incarnation it is served although it was told of a roll-back.
+    """
 
     without: frozenset[str] = frozenset()
+    spared: Mapping[str, int] = {}
     _numbers = itertools.count(1)
 
     def begin(
@@ -40,8 +45,7 @@ class WeakLedger(Ledger):
         spread: Sequence[Sequence[int]] = (),
     ) -> Verdict:
         """Judge an update, or what it is made out to be."""
-        if "fencing" in self.without:
-            client = self._apart(client)
+        client = self._judged_as(client)
         if "dedup" in self.without:  # each message is the first of its kind
             sequence = acked_below = next(WeakLedger._numbers)
             closure = None
@@ -54,7 +58,9 @@ class WeakLedger(Ledger):
 
     def check_incarnation(self, task: str, incarnation: int) -> None:
         """Raise FencedError if ``incarnation`` of ``task`` is not served any more."""
-        if "fencing" not in self.without:
+        if "fencing" not in self.without and not self._floor <= incarnation < self.spared.get(
+            task, 0
+        ):
             super().check_incarnation(task, incarnation)
 
     def fence(self, task: str, incarnation: int) -> None:
@@ -64,9 +70,7 @@ class WeakLedger(Ledger):
 
     def acknowledge(self, client: Client, acked_below: int) -> None:
         """Forget the answers that a client has received."""
-        if "fencing" in self.without and "#" not in client[0]:
-            client = self._apart(client)
-        super().acknowledge(client, acked_below)
+        super().acknowledge(self._judged_as(client), acked_below)
 
     def is_settled(self, client: Client, sequence: int) -> bool:
         """Return whether a message will change nothing here any more; a cut asks."""
@@ -77,9 +81,14 @@ class WeakLedger(Ledger):
         if "low_water" not in self.without:
             super().final_below(closure)
 
-    def _apart(self, client: Client) -> Client:
-        """Every incarnation is a client of its own, which nobody replaces."""
-        return (f"{client[0]}#{client[1]}", client[1])
+    def _judged_as(self, client: Client) -> Client:
+        """Return what takes the place of a client.
+
+        An incarnation that would be refused is a client of its own, which nobody replaces.
+        """
+        task, incarnation = client
+        served_on = "fencing" in self.without or incarnation < self.spared.get(task, 0)
+        return (f"{task}#{incarnation}", incarnation) if served_on and "#" not in task else client
 
     def _forget_early(self) -> None:
         """A cache that is full forgets the oldest."""
@@ -120,9 +129,20 @@ def gate_without(without: frozenset[str], ledger: Ledger, exempt: str) -> Update
 
 def weaken(ledger: Ledger, without: frozenset[str]) -> None:
     """Let a ledger lack from now on what ``without`` names."""
-    if without & {"dedup", "fencing", "low_water"}:
+    if without & {"dedup", "fencing", "low_water", "timeline"}:
         ledger.__class__ = WeakLedger
         ledger.without = without  # type: ignore[attr-defined]
+
+
+def went_back(ledger: Ledger, fences: Iterable[tuple[str, int]]) -> None:
+    """Tell a ledger that it is that of an image, and who worked after the image was taken.
+
+    Args:
+        ledger: That is served from now on.
+        fences: Of each task, the lowest incarnation that works in the new timeline.
+    """
+    if isinstance(ledger, WeakLedger) and "timeline" in ledger.without:
+        ledger.spared = dict(fences)
 
 
 def steps_without(without: frozenset[str]) -> SyncSteps:
