@@ -323,23 +323,6 @@ async def test_only_variables_can_be_optimized() -> None:
         await optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"])  # type: ignore[list-item]
 
 
-async def test_another_number_of_gradients_than_variables_is_an_error() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(3))
-        with pytest.raises(GradientError, match="value_and_grad: expected 1 gradients, got 2"):
-            await optimizers.SGD(0.1).minimize(lambda a: (a, [a, a]), [v])
-
-
-@pytest.mark.parametrize("answer", [1.0, (1.0, None), (1.0, [], []), None])
-async def test_a_function_that_returns_no_gradients_is_an_error(answer: Any) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(3))
-        with pytest.raises(GradientError, match=r"expected it to return \(loss, gradients\), got"):
-            await optimizers.SGD(0.1).minimize(lambda a: answer, [v])
-
-
 # --- handles -----------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
 
 import psync
-from psync import cluster_coordinator, optimizer_handles
 from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.optimizer_registry import optimizers_here
 from psync.wire.ps_messages import AttachPs
 
 pytestmark = pytest.mark.virtual_time
@@ -27,15 +27,14 @@ pytestmark = pytest.mark.virtual_time
 
 def another_process() -> None:
     """What was made so far belongs to another process, as it does where a chief was killed."""
-    cluster_coordinator.PROCESS = optimizer_handles.PROCESS = os.urandom(8).hex()
-    optimizer_handles._numbers = itertools.count(1)
+    optimizers_here.process = os.urandom(8).hex()
+    optimizers_here._numbers = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def _own_process_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cluster_coordinator, optimizer_handles):
-        monkeypatch.setattr(module, "PROCESS", optimizer_handles.PROCESS)
-    monkeypatch.setattr(optimizer_handles, "_numbers", optimizer_handles._numbers)
+    for name in ("process", "_numbers"):
+        monkeypatch.setattr(optimizers_here, name, getattr(optimizers_here, name))
 
 
 @contextlib.asynccontextmanager

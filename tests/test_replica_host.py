@@ -61,7 +61,7 @@ async def test_it_is_the_coordinator_s_and_the_ps_s_own() -> None:
         for message in (
             FillBackup(0, 1, 0, 0),
             LogEntries(0, 1, 1, []),
-            BeginBackup(0, 5, 100, [], 1.0, 0, 1),
+            BeginBackup(0, 5, 100, [], 1.0, 0, 1, 100),
         ):
             with pytest.raises(UsageError, match="is not /job:ps/task:0"):
                 await link.call(lambda _, message=message: message, [b"x"])

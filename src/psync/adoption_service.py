@@ -99,6 +99,20 @@ class AdoptionService:
         self._former.drop()
         self._former.life = life
 
+    @property
+    def life(self) -> int:
+        """Of what is held here, see ``adoption``; 0: it has none."""
+        return self._former.life
+
+    def copied(self, life: int) -> None:
+        """What is held here from now on is a copy of something of this life."""
+        self._former.life = life
+
+    def lost(self) -> None:
+        """What was held here is held elsewhere, or lost: nobody may go on with what is left."""
+        self._former.drop()
+        self._former.life = 0
+
     async def close(self) -> None:
         """Wait for nothing more. Cancellation: safe."""
         if self._settling is not None:

@@ -229,9 +229,13 @@ class BackupSender:
             self.ship()
 
     async def _connect(self) -> Peer:
-        peer = await self._endpoint.connect_retrying(
-            self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
-        )
+        try:
+            peer = await self._endpoint.connect_retrying(
+                self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
+            )
+        except FencedError as exc:
+            # It serves a newer coordinator, which may attach this ps yet: none has replaced it.
+            raise ConnectFailed(f"{self.order.task}: {exc.message}") from exc
         if self._incarnation not in (None, peer.incarnation):
             peer.close()
             raise ConnectFailed(f"{self.order.task} was started again, and has no backup any more")

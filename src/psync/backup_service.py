@@ -1,7 +1,7 @@
 """The backup of a ps as that sees it: begun, replaced, given up at the coordinator's word.
 
-Layer: L3. Imports: errors, weak_rules, committer, backup_sender, ps_image, long_work,
-rpc, wire.
+Layer: L3. Imports: errors, cluster, commit_log, weak_rules, committer, backup_sender, ps_image,
+long_work, rpc, wire.
 
 One object serves one coordinator and timeline, with its store; a newer one gets another. Before the
 first ``BackUp`` nothing is queued, and nothing is slower.
@@ -24,6 +24,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from psync.backup_sender import BackupSender, Served
+from psync.cluster import parse_task_name
+from psync.commit_log import LogState
 from psync.committer import MAX_KEPT_BYTES, Build, Committer, Entry
 from psync.errors import (
     BusyError,
@@ -119,6 +121,21 @@ class BackupService:
             "state": log.state.value, "epoch": self._epoch, "entries": log.last,
             "taken": log.taken, "waiting": self.committer.waiting,
         }  # fmt: skip
+
+    def waits_for(self) -> tuple[int, int]:
+        """Return (process, epoch) of the backup without which nothing is done; (-1, 0): none.
+
+        Without such a one it was certainly not replaced: the coordinator lets no backup serve
+        before it has heard that it is complete, nor after it has said that there is none.
+        """
+        if (
+            self.committer is None
+            or self.committer.log.state is not LogState.PAIRED
+            or self._sender is None
+        ):
+            return -1, 0
+        order = self._sender.order
+        return parse_task_name(order.task)[1], order.epoch
 
     def describe(self) -> list[str]:
         """Say how it stands with the backup; for reports."""

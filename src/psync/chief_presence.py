@@ -66,6 +66,10 @@ class ChiefPresence:
         self.has_come = False  # whether one has ever been here
         self._connections = 0
         self._changed = asyncio.Event()
+        self.watch(endpoint)
+
+    def watch(self, endpoint: Endpoint) -> None:
+        """Count connections to another endpoint of this process, too."""
         endpoint.on_peer.append(self._note_peer)
 
     def _note_peer(self, peer: Peer) -> None:

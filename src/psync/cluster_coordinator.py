@@ -1,7 +1,7 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
 Layer: L4. Imports: errors, context, coordinator, datasets, distributed_datasets, environment,
-events, flapping, optimizer_handles, remote_value, strategy, task_reports, visits, wire,
+events, flapping, optimizer_registry, remote_value, strategy, task_reports, visits, wire,
 worker_changes.
 """
 
@@ -23,12 +23,7 @@ from psync.environment import platform_of, script_is_shared, watchdog_timeout
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.events import Event
 from psync.flapping import LIMIT, Flapping
-from psync.optimizer_handles import (
-    PROCESS,
-    any_synchronous,
-    note_learning_rate,
-    optimizers_here,
-)
+from psync.optimizer_registry import optimizers_here
 from psync.reattachment import OwnOptimizers
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
@@ -194,7 +189,7 @@ class ClusterCoordinator:
             self.strategy.cluster,
             self.strategy.declared,
             origin=self.strategy.origin,
-            program=PROCESS,
+            program=optimizers_here.process,
             main_by_name=script_is_shared.get(),
             ps_timeout_s=self._ps_timeout_s,
             closure_timeout_s=self._closure_timeout_s,
@@ -203,7 +198,9 @@ class ClusterCoordinator:
             max_losses=self._max_losses,
             max_flaps=self._max_flaps,
             replicate=self.strategy.ps_recovery == "replica",
-            attach=OwnOptimizers(optimizers_here, note_learning_rate) if self._attach else None,
+            attach=OwnOptimizers(optimizers_here.of_the_program, optimizers_here.note_learning_rate)
+            if self._attach
+            else None,
         )
         self._starting = True
         try:
@@ -350,7 +347,7 @@ class ClusterCoordinator:
 
         Source: ``ClusterCoordinator.join``; there, further errors are lost.
         """
-        await self._running("join").join(timeout, finish_steps=any_synchronous())
+        await self._running("join").join(timeout, finish_steps=optimizers_here.any_synchronous())
 
     def done(self) -> bool:
         """Return whether nothing is queued or running; never blocks, never raises an error

@@ -1,7 +1,8 @@
 """The coordinator's connections to every task, made again when they go.
 
-Layer: L3. Imports: errors, blocks, cluster, coordinator_enquiry, endpoint, environment, flapping,
-membership, platform, ps_client, ps_link, rpc, wire, worker_links.
+Layer: L3. Imports: errors, adoption, blocks, cluster, coordinator_enquiry, endpoint, environment,
+flapping, membership, platform, ps_client, ps_link, rpc, served_search, served_tasks, wire,
+worker_links.
 
 ``Membership`` decides what a connection made or lost means; this carries it out. One
 supervising coroutine per task: connect, attach, wait for the end, report, again; those of the
@@ -16,12 +17,14 @@ import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
+from psync.adoption import BACK
 from psync.blocks import BlockPool
 from psync.cluster import ClusterSpec, task_name
 from psync.coordinator_enquiry import absent, enquire
 from psync.endpoint import Endpoint
 from psync.environment import note_incarnation
 from psync.errors import (
+    AttachError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
@@ -35,6 +38,8 @@ from psync.platform import Platform
 from psync.ps_client import PsClient
 from psync.ps_link import PsLink
 from psync.rpc import Handler, Peer
+from psync.served_search import ServedSearch
+from psync.served_tasks import Place
 from psync.wire import ps_messages
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
@@ -75,6 +80,7 @@ class ClusterLinks:
         max_flaps: As for ``Flapping``.
         keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
             a synchronous step that is being closed gets to its end before others refuse it.
+        may_move: Whether a ps may be served elsewhere than at its own address.
     """
 
     def __init__(
@@ -89,15 +95,19 @@ class ClusterLinks:
         ps_timeout_s: float,
         max_flaps: int | None = LIMIT,
         keep: bool = False,
+        may_move: bool = False,
     ) -> None:
         self._keep = keep
+        self._may_move = may_move
         self._ps_0_attached = asyncio.Event()
         self._owner = owner
         self._origin = origin
         self._program = program
         self._ps_timeout_s = ps_timeout_s
         workers = _addresses(cluster, "worker")
-        self._ps = _addresses(cluster, "ps")
+        self._processes = _addresses(cluster, "ps")  # where each ps is at first, and grants
+        self._ps = dict(self._processes)  # where it is served
+        self.homes = list(range(len(self._ps)))  # in whose process
         self._platform = platform
         self.incarnation = 0  # until ps 0 has granted one
         self.pool = BlockPool()
@@ -109,6 +119,7 @@ class ClusterLinks:
         self.workers = WorkerLinks(
             self._endpoint, self.membership, self, workers, Flapping(max_flaps)
         )
+        self._search = ServedSearch(self._endpoint, self._processes, self.ask_again)
         self._supervisors: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
@@ -129,6 +140,8 @@ class ClusterLinks:
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         await self._ask_ps_0(timeout_s)
+        if self._keep:
+            await self._find_served(deadline, timeout_s)
         for index, link in enumerate(self.ps.links):
             link.on_lost = self._owner.ps_lost
             link.lost_after_s = math.inf  # one that was never here is late, not lost
@@ -145,9 +158,11 @@ class ClusterLinks:
                     await self._changed.wait()
                     if self._failure is not None:
                         raise self._failure
+                if self._keep:
+                    await self._search.end_former()
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
-            raise _did_not_come_up(timeout_s, missing) from exc
+            raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
         self._up = True
 
     async def close(self) -> None:
@@ -215,7 +230,7 @@ class ClusterLinks:
             if seen <= refused:
                 raise FencedError(f"{task} serves a newer coordinator than this one")
             logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
-            ps_0, at = next(iter(self._ps.items()))
+            ps_0, at = next(iter(self._processes.items()))
             self._bear(await enquire(self._platform, ps_0, at, previous=refused, seen=seen))
             for peer in self._endpoint.peers:
                 peer.abort(ConnectionLost("this coordinator has a new incarnation"))
@@ -224,6 +239,36 @@ class ClusterLinks:
         note_incarnation(incarnation)
         self.incarnation = self._endpoint.incarnation = incarnation
         self._fenced_ps.clear()
+
+    # What an earlier coordinator has left, and where.
+
+    async def _find_served(self, deadline: float, timeout_s: float) -> None:
+        """Find where each ps is served.
+
+        Raises:
+            AttachError: It cannot be told, or it is where this program cannot keep it.
+            ConnectFailed: Not all processes answer.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                found = await self._search.run()
+        except TimeoutError as exc:
+            raise _did_not_come_up(timeout_s, self._search.missing()) from exc
+        for link, place in zip(self.ps.links, found, strict=True):
+            self._place(link, place)
+
+    def _place(self, link: PsLink, place: Place) -> None:
+        if place.process == link.index and not place.address:
+            return
+        where = list(self._processes)[place.process]
+        if not self._may_move:
+            raise AttachError(
+                f"{link.task} has been replaced by its backup, in the process of {where}",
+                hint='go on with ParameterServerStrategy(..., ps_recovery="replica"); or ' + BACK,
+            )
+        logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
+        self.homes[link.index] = place.process
+        self._ps[link.task] = link.address = place.address
 
     # Supervision.
 

@@ -1,10 +1,9 @@
 """The handle that all optimizers share: slots, pushes, and what comes back of them.
 
-Layer: L4. Imports: errors, specs, adoption, context, gradient_arguments, gradient_clipping,
-indexed_slices,
-measure_client, merged_updates, optimizer_state, pulls, replica_context, rule_configs, rule_options,
-runtime, schedules, scopes, slot_client, staleness_bound, update_rules, variable_lists, variables,
-wire.
+Layer: L4. Imports: errors, specs, context, gradient_arguments, gradient_clipping, indexed_slices,
+measure_client, merged_updates, optimizer_registry, optimizer_state, replica_context, rule_configs,
+rule_options, runtime, schedules, scopes, slot_client, staleness_bound, update_rules,
+value_and_gradients, variable_lists, variables, wire.
 
 An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
 first push on a connection, keeps the slots beside their shards, and applies each push at
@@ -15,16 +14,12 @@ synchronous form is ``SyncReplicasOptimizer``.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from psync import merged_updates
-from psync.adoption import NewOptimizer
 from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.errors import ConfigurationError, UsageError
 from psync.gradient_arguments import (
     AnyVariable,
     Gradient,
@@ -35,30 +30,23 @@ from psync.gradient_arguments import (
 from psync.gradient_clipping import clipped_by_norm
 from psync.indexed_slices import IndexedSlices
 from psync.measure_client import trust_ratios
+from psync.optimizer_registry import optimizers_here
 from psync.optimizer_state import Iterations, PushResult
 from psync.optimizer_state import Slot as Slot
-from psync.pulls import pull
 from psync.replica_context import current_gang
 from psync.rule_configs import rule_from_config
 from psync.rule_options import RuleOptions
 from psync.runtime import Runtime
 from psync.schedules import Constant, Schedule, as_schedule
-from psync.schedules import from_config as schedule_from_config
 from psync.scopes import running_scopes
 from psync.slot_client import set_optimizer
 from psync.specs import Outcome
 from psync.staleness_bound import StalenessBound
 from psync.update_rules import UpdateRule
+from psync.value_and_gradients import ValueAndGrad, value_and_gradients
 from psync.variable_lists import listed, trainable_here
 from psync.variables import runtime_of
 from psync.wire.ps_messages import Pushed
-
-ValueAndGrad = Callable[..., tuple[Any, Any]]
-
-PROCESS = os.urandom(8).hex()
-"""Tells optimizers of this process from those that a worker made for itself."""
-_numbers = itertools.count(1)
-_interned: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = weakref.WeakValueDictionary()
 
 
 class Optimizer:
@@ -91,6 +79,8 @@ class Optimizer:
     """
 
     synchronous: ClassVar[bool] = False
+    number: int  # with ``origin``, what it is known by
+    origin: str  # the process that made it
 
     def __init__(
         self,
@@ -116,8 +106,6 @@ class Optimizer:
                 f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
                 hint="staleness_bound=psync.StalenessBound(2)",
             )
-        self.number = next(_numbers)
-        self.origin = PROCESS
         options = RuleOptions(
             weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
         )
@@ -127,7 +115,7 @@ class Optimizer:
         self._staleness_bound = staleness_bound
         self._arrived: tuple[AnyVariable, ...] = ()
         self._in_use = False  # from then on the ps tasks know the configuration, or soon will
-        _interned[(self.origin, self.number)] = self
+        optimizers_here.add_new(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True
@@ -391,21 +379,7 @@ class Optimizer:
             if var_list is None
             else listed(var_list)
         )
-        answer = value_and_grad(*await pull(variables))
-        try:
-            loss, grads = answer
-            grads = list(grads)
-        except (TypeError, ValueError):
-            raise GradientError(
-                "value_and_grad: expected it to return (loss, gradients), got "
-                f"{type(answer).__name__}",
-                hint="return loss, [gradient_of_w, gradient_of_b]",
-            ) from None
-        if len(grads) != len(variables):
-            raise GradientError(
-                f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
-            )
-        return loss, list(zip(grads, variables, strict=True))
+        return await value_and_gradients(value_and_grad, variables)
 
     def _trainable_variables(self, operation: str) -> list[AnyVariable]:
         return trainable_here(operation, self._arrived)
@@ -449,29 +423,6 @@ class Optimizer:
         return PushResult(outcome, step, max(0, step - known - 1))
 
 
-def optimizers_here() -> list[NewOptimizer]:
-    """Return the optimizers of this program through which it may push, by their numbers."""
-    own = [optimizer for optimizer in _interned.values() if optimizer.origin == PROCESS]
-    wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
-    return [
-        NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
-        for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
-        if id(optimizer) not in wrapped
-    ]
-
-
-def note_learning_rate(number: int, config: Mapping[str, Any]) -> None:
-    """The ps tasks go on with a learning rate that another program has set."""
-    optimizer = _interned.get((PROCESS, number))
-    if optimizer is not None:
-        optimizer._rule.learning_rate = schedule_from_config(config)
-
-
-def any_synchronous() -> bool:
-    """Return whether this process has an optimizer whose pushes are counted in steps."""
-    return any(optimizer.synchronous for optimizer in _interned.values())
-
-
 def _restore(
     cls: type[Optimizer],
     origin: str,
@@ -480,13 +431,13 @@ def _restore(
     variables: tuple[AnyVariable, ...],
 ) -> Optimizer:
     """Return this process's handle of an optimizer: one object, however often it arrives."""
-    optimizer = _interned.get((origin, number))
+    optimizer = optimizers_here.get(origin, number)
     if optimizer is None:
         optimizer = cls.__new__(cls)
         optimizer.number, optimizer.origin = number, origin
         optimizer._arrived, optimizer._in_use = (), True
         optimizer._set_state(state)
-        _interned[(origin, number)] = optimizer
+        optimizers_here.add(optimizer)
     if len(variables) > len(optimizer._arrived):  # more may have been declared since
         optimizer._arrived = variables
     return optimizer

@@ -61,6 +61,8 @@ from psync.ps_updates import PsUpdates
 from psync.replica_host import ReplicaHost
 from psync.row_pulls import RowPulls
 from psync.rpc import Handler, Peer, Reply
+from psync.served_service import ServedService
+from psync.served_tasks import Primary
 from psync.session_service import SessionService, check_shards
 from psync.shard_creation import ShardCreation
 from psync.step_closer import StepCloser
@@ -84,7 +86,7 @@ from psync.wire.ps_messages import (
     SetOptimizer,
     SetSlots,
 )
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, PsMoved, TakeImage
+from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
 from psync.wire.session_messages import CheckShards
 from psync.wire.sync_messages import ReportSchedule
 
@@ -107,10 +109,17 @@ class PsTask:
         index: Of this task among the ps tasks.
         address: Where to listen.
         stopped: Set when someone asked this task to end; default: an event of its own.
+        is_hosted: Whether it is a backup, in the process of another one.
     """
 
     def __init__(
-        self, platform: Platform, index: int, address: str, stopped: asyncio.Event | None = None
+        self,
+        platform: Platform,
+        index: int,
+        address: str,
+        stopped: asyncio.Event | None = None,
+        *,
+        is_hosted: bool = False,
     ) -> None:
         self.task = f"/job:ps/task:{index}"
         self.stopped = asyncio.Event() if stopped is None else stopped
@@ -123,7 +132,9 @@ class PsTask:
         self._attached: AttachPs | None = None  # what it has said
         self._is_deposed = False  # its backup serves in its place
         self._timeline = 0  # how often it has let this task go back to an image
-        self._grants = CoordinatorGrants()  # of ps 0
+        self._is_hosted = is_hosted
+        # Of ps 0's own process, wherever ps 0 is served: every chief knows that address.
+        self._grants = CoordinatorGrants() if index == 0 and not is_hosted else None
         self._store = ShardStore(self.task, self._pool)
         self._ledger = Ledger()
         self._log = ApplyLog(platform.apply_log, index)
@@ -228,7 +239,6 @@ class PsTask:
             **self._adoption.handlers(),
             GrantCoordinator: Handler(self._grant),
             ReportSchedule: Handler(self._report_schedule),
-            PsMoved: Handler(self._moved),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._rows.handlers(),
@@ -238,9 +248,20 @@ class PsTask:
             **self._host.handlers(),
             CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
             **(self._sessions.handlers() if self._index == 0 else {}),
+            **self._served_service(),
         }
 
+    def _served_service(self) -> dict[type[Message], Handler]:
+        if self._is_hosted:  # the process is asked at its own address
+            return {}
+        return ServedService(self.task, self, self._host).handlers()
+
     # Membership.
+
+    @property
+    def newest(self) -> int:
+        """Incarnation of the newest coordinator that was heard of in this process; 0: none."""
+        return max(self._coordinator, self._host.newest)
 
     def _admit(self, hello: Hello) -> Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
@@ -256,9 +277,10 @@ class PsTask:
 
     def _grant(self, peer: Peer, message: GrantCoordinator, _: list[memoryview]) -> Reply:
         _check_chief(peer)
-        granted = self._coordinator
-        if self._index == 0:
+        granted = self.newest
+        if self._grants is not None:
             clock = self._platform.new_incarnation()
+            self._grants.note(self.newest)
             granted = self._grants.grant(clock, message.previous, message.seen)
         return Reply(CoordinatorGranted(granted))
 
@@ -266,7 +288,7 @@ class PsTask:
         _check_chief(peer)
         if message.coordinator != peer.incarnation:
             raise UsageError(f"{peer.task} speaks for another coordinator than itself")
-        if message.coordinator < self._coordinator:
+        if message.coordinator < self.newest:
             raise FencedError(
                 f"{self.task} serves a newer coordinator than {peer.task} "
                 f"(incarnation {message.coordinator})"
@@ -277,14 +299,18 @@ class PsTask:
                 kept = "kept" if message.keep else "dropped"
                 logger.info("%s: a new coordinator takes over, variables are %s", self.task, kept)
             self._coordinator = message.coordinator
-            self._grants.note(message.coordinator)
             self._ledger.raise_floor(message.coordinator)  # also for what waits for its turn
             store = self._store
             self._begin(message)
             self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
             self._clocks.restart()
             self._sessions.attached(message.coordinator)
-            self._host.end_below(message.coordinator)
+            if not message.keep:  # else it may have to go on with what is here, see EndFormer
+                self._host.end_below(message.coordinator)
+        elif self._attached is not None and (
+            self._follower is not None or message.ps_addresses != self._attached.ps_addresses
+        ):
+            self._moved(message.ps_addresses)
         return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
@@ -443,7 +469,7 @@ class PsTask:
         attach = self._attached
         if attach is None or self._is_deposed:
             return None
-        return Served(self._index, attach, self._timeline)
+        return Served(self._index, attach, self._timeline, self._adoption.life)
 
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
@@ -456,6 +482,7 @@ class PsTask:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
         logger.warning("%s: has been replaced by its backup, and serves nobody any more", self.task)
         self._is_deposed = True
+        self._adoption.lost()
         for peer in self._endpoint.peers:
             if not peer.task.startswith("/job:ps/"):
                 peer.abort(ConnectionLost(f"{self.task} has been replaced by its backup"))
@@ -470,17 +497,19 @@ class PsTask:
         host, _, _ = self._address.rpartition(":")
         address = f"{host}:0" if host else f"{self._address}.{index}"
         # One that is damaged ends the process.
-        return PsTask(self._backup_platform(), index, address, self.stopped)
+        made = PsTask(self._backup_platform(), index, address, self.stopped, is_hosted=True)
+        self.chief.watch(made._endpoint)
+        return made
 
     def _backup_platform(self) -> Platform:
         """A test that lets a task die at some place means the one that serves."""
         failpoints = Failpoints(without=self._platform.failpoints.without)
         return dataclasses.replace(self._platform, failpoints=failpoints, apply_log="")
 
-    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int) -> None:
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
         """Hold what an image of another one holds; see ``replica_host.BackupTask``."""
         self._coordinator, self._attached, self._timeline = attach.coordinator, attach, timeline
-        self._grants.note(attach.coordinator)
+        self._adoption.copied(life)
         state = thawed.state
         self._serve(thawed.store, thawed.ledger, unpack_accumulators(state.accumulators))
         for number, raw in state.groups.items():
@@ -494,18 +523,31 @@ class PsTask:
         )
         self._replayed = self._follower.handlers()
 
+    def primary(self, address: str, epoch: int) -> Primary | None:
+        """Return what a newer coordinator has to know; see ``served_service.OwnTask``."""
+        if not self._coordinator or self._is_deposed:
+            return None
+        waits_for = self._backup.waits_for()
+        return Primary(self._index, address, self._coordinator, self._timeline, epoch, *waits_for)
+
+    def end_below(self, coordinator: int) -> None:
+        """Hold nothing, if it has been replaced; see ``served_service.OwnTask``."""
+        if 0 < self._coordinator < coordinator and not self._is_deposed:
+            self._depose()
+
     def handler(self, kind: type[Message]) -> Handler:
         """Return who does an entry; see ``replica_host.BackupTask``."""
         return self._replayed.get(kind) or self._endpoint.handlers[kind]
 
-    def _moved(self, peer: Peer, message: PsMoved, _: list[memoryview]) -> Reply:
-        self._check_coordinator(peer)
+    def _moved(self, addresses: Sequence[str]) -> None:
+        """Ps tasks are served elsewhere; if this was a backup, it goes on with the steps."""
+        assert self._attached is not None, "it is served"
+        self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
         if self._closer is not None:
-            self._closer.moved(message.addresses)
+            self._closer.moved(addresses)
             if self._follower is not None:
-                follower, self._follower = self._follower, None
-                self._closer.follow(follower.steps, follower.spread)
-        return Reply(Done())
+                self._closer.follow(self._follower.steps, self._follower.spread)
+        self._follower = None
 
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
@@ -574,7 +616,7 @@ class PsTask:
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         _check_chief(peer)
-        if peer.incarnation < self._coordinator:  # it has been replaced, and may not know
+        if peer.incarnation < self.newest:  # it has been replaced, and may not know
             raise FencedError(f"{self.task} serves a newer coordinator than {peer.task}")
         logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()

@@ -231,6 +231,8 @@ class ReplicaRecovery:
                 await self._promote(ps)
                 served[ps] = self._processes[self._home[ps]][0]
                 self._lost.pop(ps, None)
+                if not self._lost:
+                    await self._tell_ps0()
         except Exception as exc:
             logger.error("%s: its backup cannot take over: %r", self._links[ps].task, exc)
             self._task = None
@@ -281,6 +283,13 @@ class ReplicaRecovery:
                 except ParameterServerLost:
                     logger.info("%s is lost, too", self._links[other].task)
         await self._owner.attach_ps(link)
+
+    async def _tell_ps0(self) -> None:
+        """Let ps 0 know where all ps tasks are served: it closes the steps of all."""
+        try:
+            await self._owner.attach_ps(self._links[0])
+        except ParameterServerLost:
+            logger.info("%s is lost, too", self._links[0].task)  # and noted: see ``takes_over``
 
     async def _ask_to_serve(self, ps: int, host: int) -> str:
         """Return where the backup of a ps serves; asked again as often as the answer is lost."""

@@ -2,7 +2,7 @@
 
 Layer: L4. Imports: errors, context, global_step, gradient_arguments, moving_averages,
 optimizer_handles, optimizer_state, runtime, scopes, session_hooks, specs, sync_arguments,
-variables, wire.
+value_and_gradients, variables, wire.
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
@@ -20,7 +20,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.global_step import global_step_of
 from psync.gradient_arguments import AnyVariable, GradsAndVars
 from psync.moving_averages import ExponentialMovingAverage
-from psync.optimizer_handles import Optimizer, ValueAndGrad
+from psync.optimizer_handles import Optimizer
 from psync.optimizer_state import PushResult
 from psync.runtime import Runtime, current_runtime
 from psync.scopes import running_scopes
@@ -33,6 +33,7 @@ from psync.sync_arguments import (
     checked_step,
     checked_weight,
 )
+from psync.value_and_gradients import ValueAndGrad
 from psync.variables import Handle, Variable, runtime_of, scope_of
 from psync.wire.sync_messages import Contributed
 

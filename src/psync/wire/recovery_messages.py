@@ -202,6 +202,7 @@ class BeginBackup(Message):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that the image does not have
+    life: int  # of what is backed up, see ``adoption``
 
 
 @message(99)
@@ -254,14 +255,6 @@ class Promoted(Message):
     """It serves."""
 
     address: str
-
-
-@message(121)
-@dataclass(frozen=True, slots=True)
-class PsMoved(Message):
-    """Coordinator → ps 0: ps tasks are served elsewhere, and steps go on. Answered by Done."""
-
-    addresses: list[str]  # of all ps tasks
 
 
 # In logs alone: what a ps tells its backup of synchronous steps, beside what it was asked itself.
@@ -347,6 +340,34 @@ class CoordinatorGranted(Message):
     """See GrantCoordinator."""
 
     incarnation: int
+
+
+@message(6)
+@dataclass(frozen=True, slots=True)
+class AskServed(Message):
+    """Which ps tasks are served in this process? Answered by ServedHere.
+
+    From then on no backup of an earlier coordinator is made or begins to serve here.
+    """
+
+
+@message(7)
+@dataclass(frozen=True, slots=True)
+class ServedHere(Message):
+    """See AskServed, and ``served_tasks``."""
+
+    # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
+    primaries: list[tuple[int, str, int, int, int, int, int]]
+    copies: list[tuple[int, int, int]]  # (ps, coordinator, epoch) of backups that do not serve
+
+
+@message(14)
+@dataclass(frozen=True, slots=True)
+class EndFormer(Message):
+    """All ps tasks are attached: end what earlier coordinators have left in this process.
+
+    Answered by Done.
+    """
 
 
 @message(110)

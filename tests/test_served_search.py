@@ -1,0 +1,1 @@
+"""psync.served_search: where a chief that comes back finds the ps tasks."""
