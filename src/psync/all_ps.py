@@ -84,6 +84,7 @@ class AllPs:
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self.shares = shares or ShareNumbers(len(attach.ps_addresses), CLOSER)
         self._incarnation = attach.coordinator + timeline
+        self._own_parts: set[asyncio.Task[None]] = set()  # of ps 0, which take long
         self._addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon
 
@@ -243,7 +244,12 @@ class AllPs:
             if under_way is None:
                 done(None)
             else:
-                self._work.to_the_end(_say_how_it_ended(under_way, done))
+                # The work itself is carried to its end, but it may wait for a log before.
+                own_part = asyncio.get_running_loop().create_task(
+                    _say_how_it_ended(under_way, done)
+                )
+                self._own_parts.add(own_part)
+                own_part.add_done_callback(self._own_parts.discard)
 
     def _tell(
         self,
@@ -329,7 +335,7 @@ class AllPs:
         (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
         return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
 
-    async def raise_global_step(self, group: int, step: int) -> None:
+    async def raise_global_step(self, config: SyncConfig, group: int, step: int) -> None:
         """Add one to a group's global step, unless that was done for this step.
 
         Raises:
@@ -337,20 +343,16 @@ class AllPs:
 
         Cancellation: It may have been raised, or be raised later.
         """
-        ps, message = self._raising(group, step)
+        ps, message = _raising(config, group, step)
         if ps:
             await self._links().links[ps].call(always(message))
         else:
             await self._sync.global_steps.raise_one((CLOSER, self._incarnation), message)
 
-    def raise_at_once(self, group: int, step: int) -> bool:
+    def raise_at_once(self, config: SyncConfig, group: int, step: int) -> bool:
         """As ``raise_global_step``; False: nothing was done, since that takes longer."""
-        ps, message = self._raising(group, step)
+        ps, message = _raising(config, group, step)
         return not ps and self._sync.global_steps.raise_at_once(message)
-
-    def _raising(self, group: int, step: int) -> tuple[int, RaiseStep]:
-        ps, variable, index = self._sync.define(group, None).global_step
-        return ps, RaiseStep(group, step, variable, index)
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
@@ -416,6 +418,12 @@ async def _say_how_it_ended(
 
 async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
     sums += await measured
+
+
+def _raising(config: SyncConfig, group: int, step: int) -> tuple[int, RaiseStep]:
+    """Return whom to tell that a step is applied, and how."""
+    ps, variable, index = config.global_step
+    return ps, RaiseStep(group, step, variable, index)
 
 
 def _step_variable(config: SyncConfig) -> VariableSpec:

@@ -362,7 +362,7 @@ class PsSync(GroupTable):
         # Not as work under way: for that a copy waits, which may be before it in the log.
         task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
         self._in_log.add(task)
-        task.add_done_callback(self._in_log.discard)
+        task.add_done_callback(self._ended_in_log)
         return asyncio.shield(task)
 
     async def _when_unlocked(
@@ -377,6 +377,11 @@ class PsSync(GroupTable):
                 await under_way
         finally:
             self._over(known, claim)
+
+    def _ended_in_log(self, task: asyncio.Task[None]) -> None:
+        self._in_log.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if ps 0 has gone
 
     def _over(self, known: KnownGroup, claim: Claim) -> None:
         self.locks.end(claim)

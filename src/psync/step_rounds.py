@@ -23,6 +23,7 @@ from psync.all_ps import AllPs
 from psync.failpoints import Failpoints
 from psync.ps_sync import PsSync
 from psync.step_norms import Factors, ShardSums, StepNorms
+from psync.sync_config import SyncConfig
 from psync.sync_groups import Close
 from psync.whole_sets import Along, Share, Values
 from psync.wire.sync_messages import CloseStep, MeasureStep
@@ -147,7 +148,7 @@ class StepRounds:
         if failed is None:
             try:
                 self._failpoints.hit("ps0.step.applied")
-                raised = self._all_ps.raise_at_once(step.close.group, step.close.step)
+                raised = self._all_ps.raise_at_once(*self._what_to_raise(step))
             except Exception as exc:
                 failed = exc
         if failed is None and not raised:
@@ -157,10 +158,14 @@ class StepRounds:
         else:
             step.ended(values, failed)
 
+    def _what_to_raise(self, step: _Step) -> tuple[SyncConfig, int, int]:
+        group = step.close.group
+        return self._sync.define(group, None), group, step.close.step
+
     async def _raise(self, step: _Step, values: Values) -> None:
         failed: Exception | None = None
         try:
-            await self._all_ps.raise_global_step(step.close.group, step.close.step)
+            await self._all_ps.raise_global_step(*self._what_to_raise(step))
         except Exception as exc:
             failed = exc
         step.ended(values, failed)

@@ -24,7 +24,7 @@ from psync.store import Key, ShardStore, Work
 from psync.sums import Reduction, check_weight
 from psync.sync_config import SyncConfig
 from psync.update_rules import slot_dtype
-from psync.updates import ShardSet
+from psync.updates import NO_BYTES, ShardSet
 from psync.whole_sets import Along, WholeSet
 
 Gradient = np.ndarray | RowValues
@@ -59,7 +59,7 @@ class Part:
 
     known: ShardSet
     gradients: Sequence[Gradient]  # views of the buffer in which they came
-    body: memoryview  # that buffer, or all of it that came to ps 0
+    body: memoryview = NO_BYTES  # that buffer, or all of it that came to ps 0
     rows: Sequence[int] | None = None  # as in StagePush
     whole: WholeSet | None = None  # on ps 0: the set, if the push came whole
     along: Sequence[Along] = ()  # on ps 0: what of it belongs to others
