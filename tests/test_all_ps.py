@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -68,6 +68,24 @@ async def test_a_step_is_applied_everywhere() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))
         assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+
+
+async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        await closed(all_ps, close_step(cluster, 0))  # now there is a connection
+        connection = (await all_ps._links().links[1].peer("control")).connection
+        sent = [connection.bytes_sent]
+        close = all_ps._sync.close_step
+
+        def noting(message: CloseStep) -> Awaitable[None] | None:
+            sent.append(connection.bytes_sent)
+            return close(message)
+
+        monkeypatch.setattr(all_ps._sync, "close_step", noting)
+        await closed(all_ps, close_step(cluster, 1))
+        assert sent[1] > sent[0]
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])

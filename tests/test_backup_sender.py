@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 from backups import W, back_up, create, say, take_over
-from ps_cluster import PsCluster, assign, pull
+from ps_cluster import PsCluster, assign, heard, pull, until
 
+from psync.errors import DeadlineExceeded
 from psync.ps_task import PsTask
 from psync.wire.ps_messages import Fence
+from psync.wire.recovery_messages import BeginBackup, FillBackup
 
 
 async def test_over_connections_that_break_each_entry_is_done_once() -> None:
@@ -49,6 +52,37 @@ async def test_a_copy_of_many_blocks_is_made_while_updates_go_on() -> None:
         for _ in range(count + 1):
             before += 1
         assert value.tobytes() == before.tobytes()
+
+
+async def test_a_copy_goes_on_over_connections_that_break() -> None:
+    async with PsCluster(2, chunk=(1 << 18, 1 << 20)) as cluster:
+        cluster.places = iter([0])
+        values = np.arange(5 << 20, dtype=np.float32)
+        w = await cluster.create("w", values)
+        parts = heard(cluster.ps[1], FillBackup)
+        copying = asyncio.create_task(back_up(cluster))
+        for count in (1, 2, 4):
+            await until(lambda count=count: len(parts) >= count)
+            cluster.network.cut("ps1:1")
+        await copying
+        assert len({part.start for part in parts}) < len(parts)  # some came twice
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert value.tobytes() == values.tobytes()
+
+
+@pytest.mark.virtual_time
+async def test_a_copy_to_a_process_that_says_nothing_is_given_up() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        parts = heard(cluster.ps[1], BeginBackup)
+        copying = asyncio.create_task(back_up(cluster, 2))
+        await until(lambda: parts)
+        cluster.network.partition("ps1:1")
+        with pytest.raises(DeadlineExceeded):
+            await copying
+        cluster.network.heal("ps1:1")
 
 
 async def test_a_process_that_was_started_again_does_not_follow() -> None:

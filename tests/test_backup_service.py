@@ -9,7 +9,7 @@ import pytest
 from backups import W, alone, back_up, create, promote, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
-from psync.errors import ConfigurationError, FencedError, UsageError
+from psync.errors import ConfigurationError, FencedError, ParameterServerLost, UsageError
 from psync.shard_locks import assign_at_once
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.recovery_messages import BackUp
@@ -88,6 +88,8 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
         assert not pushing.done()
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)
+        with pytest.raises(ParameterServerLost, match="has been replaced by its backup"):
+            await back_up(cluster, 10)  # of nothing
 
 
 async def test_what_a_backup_does_not_follow_is_refused() -> None:

@@ -131,6 +131,23 @@ async def test_small_messages_of_one_turn_are_written_together() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_who_has_other_work_to_do_has_small_messages_written_at_once() -> None:
+    connection, transport, _ = up()
+    connection.send(message(10))
+    connection.send(message(20))
+    connection.flush()
+    assert sizes(transport) == [[30]]
+    connection.send(message(5))
+    await settle()
+    assert sizes(transport) == [[30], [5]]
+    connection.send(message(7))
+    connection.abort()
+    connection.flush()
+    assert sizes(transport) == [[30], [5]]
+    connection.connection_lost(None)
+
+
+@pytest.mark.virtual_time
 async def test_a_small_message_is_copied_and_a_large_one_is_not() -> None:
     connection, transport, _ = up()
     small, large = bytearray(1000), bytearray(100 * KIB)

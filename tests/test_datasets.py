@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import threading
-from collections import Counter
 
 import memory_cluster
 import numpy as np
@@ -160,19 +159,6 @@ async def test_an_error_of_dataset_code_is_the_steps_own():
         with pytest.raises(ValueError, match="bad record"):
             await coordinator.join()
         assert await values[0] == 1
-
-
-async def test_a_dropped_iterator_is_released_on_the_workers():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        dataset = coordinator.create_per_worker_dataset(lambda: [1, 2, 3])
-        iterator = iter(dataset)
-        assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 1
-        assert iterators_of(cluster) == [1]
-        del iterator
-        gc.collect()
-        assert await coordinator.schedule(lambda: 0) == 0  # what was said before has arrived
-        await asyncio.sleep(0.01)
-        assert iterators_of(cluster) == [0]
 
 
 async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
@@ -394,21 +380,6 @@ async def test_a_dataset_without_iterators_is_iterated_over_by_steps():
 # --- positions --------------------------------------------------------------------------------
 
 
-async def test_the_position_is_what_steps_were_handed():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
-        assert await iterator.positions() == {0: 0, 1: 0}
-
-        async def step(batches):
-            await asyncio.sleep(0.001)
-            return psync.get_worker_index(), next(batches)
-
-        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(10)]
-        await coordinator.join()
-        counts = Counter(worker for worker, _ in await coordinator.fetch(values))
-        assert await iterator.positions() == {0: counts[0], 1: counts[1]}
-
-
 async def test_an_iterator_goes_on_from_the_positions_of_another_one():
     async with coordinating(num_workers=1) as (_, coordinator):
         per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
@@ -435,19 +406,6 @@ async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator()
         assert await iterator.positions() == {0: 5}
         await cluster.start("worker-0")
         assert await coordinator.schedule(take, args=(iterator,)) == 5
-
-
-@pytest.mark.virtual_time
-async def test_a_worker_that_is_lost_while_it_is_asked_is_where_it_began():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
-        await coordinator.schedule(take, args=(iterator,))
-        cluster.network.partition("chief-0", "worker-0")
-        asked = asyncio.create_task(iterator.positions())
-        await asyncio.sleep(1)
-        assert not asked.done()
-        cluster.network.cut("worker-0")
-        assert await asked == {0: 0}
 
 
 @pytest.mark.parametrize(

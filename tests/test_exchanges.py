@@ -94,6 +94,19 @@ class TestOverAConnection:
             assert isinstance(got[1], GradientError)
             assert handler.given_up == []
 
+    async def test_the_answer_leaves_as_soon_as_it_is_given(self, slowly: bool) -> None:
+        handler = Waiting(slowly=slowly)
+        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+            got: list[Any] = []
+            pair.peer.ask(AskStatistics(), (), got.append)
+            await settle()
+            connection = pair.back.connection
+            before = connection.bytes_sent
+            handler.waiters[0].give(Reply(Statistics({"n": 1})))
+            assert connection.bytes_sent > before
+            await settle()
+            assert len(got) == 1
+
     async def test_it_is_given_up_with_the_connection(self, slowly: bool) -> None:
         handler = Waiting(slowly=slowly)
         async with connected(server={AskStatistics: Handler(handler)}) as pair:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.accumulators import ConditionalAccumulator
+from psync.dense_accumulators import ConditionalAccumulator
 from psync.hosted_accumulators import (
     HostedAccumulator,
     definition_of,

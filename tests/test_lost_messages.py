@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, 
 
 from psync.endpoint import Endpoint
 from psync.errors import ConfigurationError, ConnectionLost
-from psync.lost_messages import FORMS, VARIABLE, LossyServer, MessageLosses
+from psync.lost_messages import FORMS, LOOK_EVERY_S, VARIABLE, LossyServer, MessageLosses
 from psync.platform import Platform
 from psync.rpc import Handler, Peer, Reply
 from psync.serving import RequestServer
@@ -108,6 +109,45 @@ async def test_a_notification_is_lost_with_its_connection(
         assert len(heard) == served
 
 
+@each_place
+async def test_late_requests_are_served_in_their_order_when_it_is_time(
+    place: str, tmp_path: Path
+) -> None:
+    numbers: list[int] = []
+    go = tmp_path / "go"
+    notes = Notes(str(tmp_path), "ps-0")
+
+    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        assert peer.is_closed
+        numbers.append(message.sequence)
+        if message.sequence == 2:
+            raise ConfigurationError("nobody hears of it")
+        return Reply(Done())
+
+    network, address = places(tmp_path)[place]()
+    losses = MessageLosses({"Push": {"late": 1}, "until": str(go)}, notes)
+    ps = Endpoint(Platform(network, SECRET, losses=losses), PS, 1, {Push: Handler(served)})
+    worker = new_endpoint(network, WORKER)
+    try:
+        listener = await ps.listen(address)
+        for number in (1, 2, 3):
+            peer = await worker.connect(listener.address, PS)
+            with pytest.raises(ConnectionLost):
+                await peer.call(dataclasses.replace(push(), sequence=number))
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+        assert numbers == []
+        go.touch()
+        while len(numbers) < 3:  # noqa: ASYNC110 - a file has no event
+            await asyncio.sleep(0.001)
+    finally:
+        await worker.close()
+        await ps.close()
+    assert numbers == [1, 2, 3]
+    counts = notes_in(tmp_path)["ps-0"]
+    assert counts["lost Push late"] == counts["served Push late"] == 3
+    notes.close()
+
+
 async def test_kinds_that_are_not_named_come_through(tmp_path: Path) -> None:
     served = Served()
     async with losing("memory", tmp_path, {"Assign": {"request": 1}}, {Push: Handler(served)}) as p:
@@ -170,6 +210,17 @@ def test_a_later_life_of_the_task_goes_on_where_the_earlier_one_was(tmp_path: Pa
     notes.close()
 
 
+def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "lose"
+    losses = MessageLosses({"Push": {"reply": 1}, "while": str(file)})
+    assert losses.draw("Push") is None
+    file.touch()
+    assert losses.draw("Push") == "reply"
+    file.unlink()
+    assert losses.draw("Push") is None
+    assert losses.lost == {("Push", "reply"): 1}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -179,6 +230,7 @@ def test_a_later_life_of_the_task_goes_on_where_the_earlier_one_was(tmp_path: Pa
         ('{"Push": 1}', "Push: expected shares"),
         ('{"Push": {"request": 0.6, "reply": 0.6}}', "make at most 1"),
         ('{"Push": {"min_each": 0.5}}', "min_each"),
+        ('{"Push": {"request": 0.6, "late": 0.6}}', "make at most 1"),
         ('{"Push": {"response": 0.5}}', "expected shares"),
     ],
 )

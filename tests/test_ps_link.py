@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from psync.errors import (
     ParameterServerLost,
     TransportError,
 )
-from psync.ps_link import knows_set
+from psync.ps_link import always, knows_set
 from psync.ps_task import PsTask
 from psync.rpc import Handler, Peer
 from psync.wire.codec import Message
@@ -49,6 +50,58 @@ class TestLost:
             assert caught.value.task == "/job:ps/task:0"
             assert 15 <= loop.time() - began < 25
             assert len(told) == 1
+
+    async def test_a_loop_that_stood_still_takes_nobody_for_lost(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            await link.call(always(AskStatistics()))
+            link.away_for_s = 0.05
+            endpoint, blocked = link._endpoint, []
+            connect = endpoint.connect
+
+            async def connect_late(*where: str) -> Peer:
+                if not blocked:
+                    blocked.append(where)
+                    time.sleep(0.15)  # noqa: ASYNC251  a step of the program, say
+                return await connect(*where)
+
+            endpoint.connect = connect_late  # type: ignore[method-assign]
+            cluster.network.cut("ps0:1")
+            await link.call(always(AskStatistics()))
+            assert blocked
+
+    @pytest.mark.virtual_time
+    async def test_who_connects_where_a_ps_was_does_not_keep_others_from_where_it_is(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client(CHIEF).links[0]
+            await link.call(always(AskStatistics()))
+            cluster.network.partition("ps0:1")
+            cluster.network.cut("ps0:1")
+            waiting = asyncio.create_task(link.call(always(AskStatistics())))
+            await asyncio.sleep(1)
+            moved = PsTask(cluster.platform(), 0, "elsewhere:1")
+            await moved.start()
+            link.revive()
+            link.address = "elsewhere:1"
+            began = asyncio.get_running_loop().time()
+            await link.call(always(AskStatistics()), urgent=True)
+            assert asyncio.get_running_loop().time() - began < 0.1
+            await waiting
+            await moved.close()
+            cluster.network.heal("ps0:1")
+
+    @pytest.mark.virtual_time
+    async def test_a_call_fails_though_who_was_told_looks_for_the_ps_elsewhere(self) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            await link.call(always(AskStatistics()))
+            link.on_lost = lambda _: link.revive()
+            cluster.network.refuse("ps0:1")
+            cluster.network.cut("ps0:1")
+            with pytest.raises(ParameterServerLost):
+                await link.call(always(AskStatistics()))
+            cluster.network.admit("ps0:1")
+            await link.call(always(AskStatistics()))
 
     @pytest.mark.virtual_time
     async def test_a_call_that_was_connecting_when_a_recovery_began_waits_for_its_end(self) -> None:

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import memory_cluster
 import numpy as np
 import pytest
+from chief_lives import another_process, life_of, own_process_again
 from image_store import keep_images
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
 
 import psync
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.optimizer_registry import optimizers_here
 from psync.wire.ps_messages import AttachPs
 
 pytestmark = pytest.mark.virtual_time
 
 
-def another_process() -> None:
-    """What was made so far belongs to another process, as it does where a chief was killed."""
-    optimizers_here.process = os.urandom(8).hex()
-    optimizers_here._numbers = itertools.count(1)
-
-
 @pytest.fixture(autouse=True)
-def _own_process_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("process", "_numbers"):
-        monkeypatch.setattr(optimizers_here, name, getattr(optimizers_here, name))
+def _own_process_again() -> Iterator[None]:
+    with own_process_again():
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -42,9 +34,8 @@ async def life(
     cluster: MemoryCluster, *, attach: bool = True, partitioner: Any = None, **options: Any
 ) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
     """A chief, from its start to its end: to the other tasks an end is an end."""
-    another_process()
     strategy = cluster.strategy(partitioner or psync.FixedShardsPartitioner(2))
-    async with psync.ClusterCoordinator(strategy, attach=attach, **options) as coordinator:
+    async with life_of(strategy, attach=attach, **options) as coordinator:
         yield strategy, coordinator
 
 

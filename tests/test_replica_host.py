@@ -51,6 +51,17 @@ async def test_to_promote_again_changes_nothing() -> None:
         assert await promote(cluster) == await promote(cluster)
 
 
+async def test_a_newer_order_replaces_even_one_that_serves_and_an_older_word_none() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        first = await promote(cluster, 5)
+        await back_up(cluster, 6)  # the coordinator has not heard that it serves
+        with pytest.raises(FencedError, match="there is a newer backup"):
+            await promote(cluster, 5)
+        assert await promote(cluster, 7) != first
+
+
 async def test_it_is_the_coordinator_s_and_the_ps_s_own() -> None:
     async with PsCluster(2) as cluster:
         await create(cluster)

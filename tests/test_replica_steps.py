@@ -35,9 +35,10 @@ class Training:
         self.size = size
         with coordinator.strategy.scope():
             self.v = psync.Variable(np.zeros((2, size), np.float32), name="v")
-            if step_ps:  # one on each ps, in turn
-                psync.Variable(np.zeros(1, np.float32), name="on ps 0")
-            self.global_step = psync.get_or_create_global_step()
+            self.global_step = psync.get_or_create_global_step()  # on ps 0
+            if step_ps:
+                for name in ("on ps 0", "on ps 1"):  # in turn
+                    self.global_step = psync.Variable(np.zeros((), np.int64), name=name)
         options = {"replicas_to_aggregate": 2, "reduction": "sum", **options}
         self.optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), **options)
         self.results: list[Any] = []

@@ -13,7 +13,7 @@ from psync.gradient_clipping import sum_of_squares
 from psync.moment_rules import Adam
 from psync.row_store import PIECE_BYTES, RowValues
 from psync.scatter_ops import SCATTER_OPS, combine
-from psync.shards import Work
+from psync.shard_work import Work
 from psync.specs import ShardSpec
 from psync.store import ShardStore
 from psync.update_rules import SGD, UpdateRule

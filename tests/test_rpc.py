@@ -143,6 +143,17 @@ async def test_one_message_is_dealt_with_before_the_next_one_is_looked_at() -> N
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_request_is_written_at_once_if_no_other_is_to_share_its_turn(at_once: bool) -> None:
+    async with connected(server={AskStatistics: Handler(done)}) as pair:
+        before = pair.peer.connection.bytes_sent
+        call = asyncio.create_task(pair.peer.call(AskStatistics(), at_once=at_once))
+        await asyncio.sleep(0)
+        assert (pair.peer.connection.bytes_sent > before) is at_once
+        assert (await call).message == Done()
+
+
+@pytest.mark.virtual_time
 async def test_a_request_above_the_limits_is_not_sent() -> None:
     limits = Limits(header_bytes=2000, segment_bytes=100)
     async with connected(server={Push: Handler(done)}, limits=limits) as pair:

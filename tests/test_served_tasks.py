@@ -75,5 +75,6 @@ def test_all_doubts_are_told_at_once() -> None:
         places([found(paired(0, 2, 5)), found(paired(1, 2, 6)), NOTHING])
     assert "task:0 may have" in told.value.message
     assert "task:1 may have" in told.value.message
+    assert told.value.message.endswith("nobody serves /job:ps/task:2")
     assert told.value.hint is not None
     assert "attach=False" in told.value.hint

@@ -1,4 +1,4 @@
-"""The table and the work on its shards; what changes values is tested in test_store.py."""
+"""The table of shards; what changes values is tested in test_store.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from psync.errors import (
 from psync.moment_rules import Adam
 from psync.rule_options import RuleOptions
 from psync.schedules import Constant
-from psync.shards import Key, Shard, ShardTable, Work, started
+from psync.shard_work import started
+from psync.shards import Key, ShardTable
 from psync.specs import ShardSpec
 from psync.update_rules import ACCUMULATOR, SGD
 
@@ -38,65 +39,17 @@ def table() -> ShardTable:
     return made
 
 
-def begun(table: ShardTable, done: list[object]) -> tuple[Shard, Work]:
-    """Work that notes each block in ``done``, and its end as None."""
-    shard = table._idle(KEY)
-    return shard, started(shard, done.append, lambda: done.append(None))
-
-
-class TestWork:
-    def test_does_a_block_per_step_and_the_last_one_with_its_end(self, table: ShardTable) -> None:
-        done: list[object] = []
-        shard, work = begun(table, done)
-        assert (done, shard.busy) == ([], True)
-        next(work)
-        assert done == [0]
-        next(work)
-        assert (done, shard.busy, shard.version) == ([0, 1], True, 0)
-        with pytest.raises(StopIteration):
-            next(work)
-        assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
-
-    @pytest.mark.parametrize("before", [0, 1, 2])
-    @pytest.mark.parametrize("close", [True, False], ids=["closed", "dropped"])
-    def test_that_is_abandoned_is_finished(
-        self, table: ShardTable, before: int, close: bool
-    ) -> None:
-        done: list[object] = []
-        shard, work = begun(table, done)
-        for _ in range(before):
-            next(work)
-        if close:
-            work.close()
-        del work
-        assert (done, shard.busy, shard.version) == ([0, 1, 2, None], False, 1)
-
-    def test_that_fails_leaves_the_shard_busy(self, table: ShardTable) -> None:
-        shard = table._idle(KEY)
-
-        def fail(i: int) -> None:
-            raise MemoryError
-
-        work = started(shard, fail, pytest.fail)
-        with pytest.raises(MemoryError):
-            next(work)
-        assert (shard.busy, shard.version) == (True, 0)
+class TestTable:
+    def test_a_shard_that_is_worked_on_is_not_read(self, table: ShardTable) -> None:
+        work = started(table.shards()[KEY], lambda i: None, lambda: None)
         for call in (table.read, table._idle):
             with pytest.raises(
                 BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
             ):
                 call(KEY)
+        work.close()
+        assert table.read(KEY)
 
-    def test_on_an_empty_shard_is_its_end(self, table: ShardTable) -> None:
-        table.create(spec_of(0, variable_id=1))
-        shard = table._idle((1, 0))
-        ends: list[object] = []
-        work = started(shard, pytest.fail, lambda: ends.append(None))
-        assert list(work) == []
-        assert (ends, shard.version) == ([None], 1)
-
-
-class TestTable:
     def test_knows_what_was_created(self, table: ShardTable) -> None:
         assert table.keys() == [KEY]
         assert table.spec(KEY) == spec_of()

@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+import psync
+from psync import optimizers
 from psync.errors import ConfigurationError, GradientError
-from psync.sync_arguments import NOWHERE, checked_config, checked_count, checked_weight
+from psync.sync_arguments import (
+    NOWHERE,
+    check_wrapped,
+    checked_config,
+    checked_count,
+    checked_weight,
+)
 from psync.sync_config import SyncConfig
 
 GOOD: dict[str, Any] = {
@@ -111,3 +119,14 @@ def test_a_weight_is_a_number_within_what_can_be_summed() -> None:
     for unusable in ("2", None, float("inf"), True):
         with pytest.raises(ConfigurationError, match="apply_gradients: weight: expected a "):
             checked_weight(unusable)
+
+
+def test_what_waits_for_others_itself_is_not_wrapped() -> None:
+    with pytest.raises(ConfigurationError, match="'inner' is synchronous already"):
+        check_wrapped("sync", psync.SyncReplicasOptimizer(optimizers.SGD(1), 2, name="inner"))
+    bounded = optimizers.SGD(0.1, name="bounded", staleness_bound=psync.StalenessBound(1))
+    with pytest.raises(ConfigurationError, match="'bounded' has a staleness bound"):
+        check_wrapped("sync", bounded)
+    with pytest.raises(ConfigurationError, match=r"sync: expected one of psync\.optimizers as opt"):
+        check_wrapped("sync", "sgd")
+    check_wrapped("sync", optimizers.SGD(1))

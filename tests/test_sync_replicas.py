@@ -26,8 +26,6 @@ from psync.errors import (
     NotEnoughReplicas,
     UsageError,
 )
-from psync.wire.session_messages import AwaitEnd, EndTraining
-from tests.ps_cluster import heard, until
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -519,14 +517,6 @@ def test_wrong_arguments_are_refused(name: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_waits_for_others_itself_is_not_wrapped() -> None:
-    with pytest.raises(ConfigurationError, match="'inner' is synchronous already"):
-        SyncReplicasOptimizer(SyncReplicasOptimizer(sgd(), 2, name="inner"), 2)
-    bounded = optimizers.SGD(0.1, name="bounded", staleness_bound=psync.StalenessBound(1))
-    with pytest.raises(ConfigurationError, match="'bounded' has a staleness bound"):
-        SyncReplicasOptimizer(bounded, 2)
-
-
 def fours_in_halves(shape: tuple[int, ...], dtype: object) -> list[int]:
     return [2] if shape == (4,) else [1] * len(shape)
 
@@ -645,43 +635,6 @@ async def test_the_program_is_no_replica() -> None:
             "and would wait for others\n"
             "hint: do it in a function given to schedule, or in a training session"
         )
-
-
-async def test_the_global_step_stays_the_same() -> None:
-    async with model(1) as m:
-        with m.strategy.scope():
-            other = psync.Variable(0, name="other", trainable=False)
-        optimizer = SyncReplicasOptimizer(sgd(), 1, name="sync")
-        await m.run(m.pushing(optimizer), 1.0)
-        v = m.v
-
-        async def step() -> None:
-            await optimizer.apply_gradients([(np.ones(2, np.float32), v)], other)
-
-        with pytest.raises(ConfigurationError) as caught:
-            await in_step(m.coordinator, step)
-        assert caught.value.message == (
-            'sync: expected the global step "global_step", as before, got "other"'
-        )
-
-
-async def test_averages_that_follow_another_step_are_refused() -> None:
-    async with model(1) as m:
-        with m.strategy.scope():
-            other = psync.Variable(0, name="other", trainable=False)
-        average = psync.ExponentialMovingAverage(0.9, num_updates=other)
-        optimizer = SyncReplicasOptimizer(sgd(), 1, variable_averages=average,
-                                          variables_to_average=[m.v])  # fmt: skip
-        with pytest.raises(ConfigurationError, match='averages follows "other", and not the glob'):
-            await m.run(m.pushing(optimizer), 1.0)
-
-
-async def test_averages_of_one_variable_that_is_no_list() -> None:
-    average = psync.ExponentialMovingAverage(0.9)
-    with strategy_of().scope():
-        v = psync.Variable(np.zeros(2, np.float32), name="v")
-    with pytest.raises(UsageError, match='expected a list of variables, got variable "v"'):
-        SyncReplicasOptimizer(sgd(), 1, None, average, v)  # type: ignore[arg-type]
 
 
 # --- the other methods -------------------------------------------------------------------------
@@ -844,21 +797,6 @@ async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> 
     hook = SyncReplicasOptimizer(sgd(), 1, name="sync").make_session_run_hook(True, 3)
     with pytest.raises(UsageError, match="sync: 3 initial tokens for an unknown global step"):
         await hook.after_create_session(None)
-
-
-async def test_the_chiefs_queue_runner_waits_for_the_end() -> None:
-    async with coordinating(1, 1) as (cluster, coordinator):
-        m = Model(coordinator.strategy, coordinator)
-        optimizer = SyncReplicasOptimizer(sgd(), 1)
-        await m.run(m.pushing(optimizer), 1.0)
-        asked = heard(cluster.tasks["ps-0"], AwaitEnd)  # type: ignore[arg-type]
-        running = asyncio.create_task(optimizer.get_chief_queue_runner().run())
-        await until(lambda: asked)
-        assert not running.done()
-        runtime = m.strategy.runtime
-        assert runtime is not None
-        await runtime.ps.links[0].call(lambda peer: EndTraining("enough", False))
-        await running
 
 
 # --- what the tests share ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from psync.weak_rules import (
     commit_log_without,
     steps_without,
     weaken,
+    went_back,
 )
 
 WORKER = "/job:worker/task:0"
@@ -62,6 +63,33 @@ def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
     weak.acknowledge((WORKER, 2), 2)
     assert isinstance(begin(weak, 2, 2, acked=2), Fresh)
     assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
+
+
+def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
+    whole, weak = ledger_without(), ledger_without("timeline")
+    for ledger in (whole, weak):
+        begin(ledger, 2, 1, closure=4)
+        went_back(ledger, [(WORKER, 4)])
+        ledger.fence(WORKER, 4)
+        begin(ledger, 4, 1, closure=6)
+    with pytest.raises(FencedError):
+        begin(whole, 3, 1, closure=5)
+    assert isinstance(begin(weak, 3, 1, closure=5), Fresh), "of after the image"
+    assert isinstance(begin(weak, 3, 1, closure=5), Duplicate), "messages are still known"
+    assert isinstance(begin(weak, 2, 7, closure=4), AlreadyApplied), "and so are calls"
+    weak.acknowledge((WORKER, 3), 2)
+    weak.fence(WORKER, 6)
+    with pytest.raises(FencedError):
+        begin(weak, 4, 2, closure=8)
+
+
+def test_without_the_timeline_an_earlier_coordinator_s_workers_are_refused() -> None:
+    ledger = Ledger(floor=10)
+    weaken(ledger, frozenset({"timeline"}))
+    went_back(ledger, [(WORKER, 13)])
+    with pytest.raises(FencedError):
+        begin(ledger, 9, 1)
+    assert isinstance(begin(ledger, 12, 1), Fresh)
 
 
 def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:

@@ -136,14 +136,14 @@ async def test_results_of_many_sizes_arrive_whole_and_in_place():
 
 async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again(caplog):
     async with coordinating(num_workers=1) as (cluster, coordinator):
-        session = session_of(cluster)
-        report = session._report
+        results = session_of(cluster)._results
+        add = results.add
 
-        def breaks(closure_id, outcome):
-            session._report = report
+        def breaks(closure_id, end):
+            results.add = add
             raise ZeroDivisionError("a bug")
 
-        session._report = breaks
+        results.add = breaks
         assert await coordinator.schedule(lambda: 5) == 5
         assert "worker 0 cannot go on" in caplog.text
         assert coordinator.statistics()["closures"].put_back == 1

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     from psync import partitioners as partitioners
     from psync import schedules as schedules
     from psync import testing as testing
+    from psync.accumulator_handles import GradientResult as GradientResult
     from psync.checkpoint import Checkpoint as Checkpoint
     from psync.checkpoint_manager import CheckpointManager as CheckpointManager
     from psync.checkpoint_manager import latest_checkpoint as latest_checkpoint
     from psync.checkpoint_objects import SavedState as SavedState
+    from psync.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
     from psync.cluster import ClusterSpec as ClusterSpec
     from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from psync.cluster_roles import id_in_cluster as id_in_cluster
     from psync.cluster_roles import is_chief as is_chief
     from psync.cluster_roles import worker_count as worker_count
     from psync.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
-    from psync.conditional_accumulators import GradientResult as GradientResult
     from psync.conditional_accumulators import (
         SparseConditionalAccumulator as SparseConditionalAccumulator,
     )
@@ -130,7 +131,6 @@ if TYPE_CHECKING:
     from psync.staleness_bound import StalenessBound as StalenessBound
     from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
     from psync.strategy_extended import StrategyExtended as StrategyExtended
-    from psync.sync_replicas import ChiefQueueRunner as ChiefQueueRunner
     from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.tasks import run as run
     from psync.tasks import serve as serve
@@ -157,15 +157,15 @@ _MODULES = (
     "testing",
 )
 _HOMES = {
+    "accumulator_handles": ("GradientResult",),
     "checkpoint": ("Checkpoint",),
     "checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
     "checkpoint_objects": ("SavedState",),
+    "chief_queue_runner": ("ChiefQueueRunner",),
     "cluster": ("ClusterSpec",),
     "cluster_coordinator": ("ClusterCoordinator",),
     "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
-    "conditional_accumulators": (
-        "ConditionalAccumulator", "GradientResult", "SparseConditionalAccumulator",
-    ),
+    "conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "context": ("get_worker_index", "wait"),
     "dataset_functions": ("InputContext", "ValueContext"),
     "datasets": ("PerWorkerDataset", "PerWorkerIterator"),
@@ -217,7 +217,7 @@ _HOMES = {
     "staleness_bound": ("StalenessBound",),
     "strategy": ("ParameterServerStrategy",),
     "strategy_extended": ("StrategyExtended",),
-    "sync_replicas": ("ChiefQueueRunner", "SyncReplicasOptimizer"),
+    "sync_replicas": ("SyncReplicasOptimizer",),
     "tasks": ("run", "serve"),
     "trainer": ("History", "Trainer"),
     "training_sessions": ("MonitoredTrainingSession",),

@@ -1,6 +1,6 @@
 """What a ps has applied, in order, written down for tests.
 
-Layer: L3. Imports: errors, row_store, shards, specs, store, updates, wire.tensors.
+Layer: L3. Imports: errors, row_store, shard_work, shards, specs, store, updates, wire.tensors.
 
 ``PSYNC_TESTING_APPLY_LOG=DIRECTORY`` lets each ps append to ``ps-0.PID.applies`` there every
 call that changes its store, with all operands; before the answer leaves. So whatever was answered
@@ -33,7 +33,8 @@ import numpy as np
 
 from psync.errors import ConfigurationError
 from psync.row_store import RowValues
-from psync.shards import Optimizer, Shard
+from psync.shard_work import Shard
+from psync.shards import Optimizer
 from psync.specs import ShardSpec, dtype_name
 from psync.store import ShardStore
 from psync.updates import Update

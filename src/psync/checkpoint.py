@@ -1,8 +1,8 @@
 """Saving and restoring what is trained.
 
 Layer: L4. Imports: errors, checkpoint_arrays, checkpoint_files, checkpoint_layout,
-checkpoint_objects, checkpoint_values, checkpoint_writer, cluster_coordinator, context, coordinator,
-image_state, optimizer_state, scopes, variables.
+checkpoint_objects, checkpoint_values, checkpoint_writer, weak_writer, cluster_coordinator, context,
+coordinator, failpoints, image_state, optimizer_state, scopes, variables.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
@@ -49,10 +49,12 @@ from psync.errors import (
     RemoteError,
     TransportError,
 )
+from psync.failpoints import Failpoints
 from psync.image_state import ImageState
 from psync.optimizer_state import restore_learning_rate, updates_of
 from psync.scopes import running_scopes
 from psync.variables import runtime_of
+from psync.weak_writer import Expected, writer_without
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ class Checkpoint:
                 raise error
             states.update(_states_of_optimizers(cut.images, contents))
             path = await _written(
-                directory, number, contents, states, coordinator._failpoints.hit,
+                directory, number, contents, states, coordinator._failpoints,
                 lambda writer: write_cut(
                     cut, contents, writer, streamed=streamed_by_environ(os.environ)
                 ),
@@ -204,7 +206,7 @@ class Checkpoint:
         for name, optimizer in contents.optimizers.items():
             states[name] = int(await optimizer.iterations.read())
         return await _written(
-            directory, number, contents, states, lambda place: None,
+            directory, number, contents, states, Failpoints(),
             lambda writer: write_by_reading(contents, writer),
         )  # fmt: skip
 
@@ -324,7 +326,7 @@ async def _written(
     number: int | None,
     contents: Contents,
     states: dict[str, Any],
-    reached: Callable[[str], None],
+    failpoints: Failpoints,
     write: Callable[[Writer], Awaitable[None]],
 ) -> Path:
     """Write a checkpoint, or leave nothing of it."""
@@ -332,11 +334,12 @@ async def _written(
         number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
     name = f"{PREFIX}-{number:08d}"
+    shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
+    begin = writer_without(failpoints.without, Expected(number, shapes, states))
     try:
-        await in_thread(lambda: begun.append(Writer(directory, name, reached)))
+        await in_thread(lambda: begun.append(begin(directory, name, failpoints.hit)))
         writer = begun[0]
         await write(writer)
-        shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
         return await in_thread(writer.commit, number, shapes, states)
     except BaseException:
         for writer in begun:

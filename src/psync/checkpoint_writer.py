@@ -117,6 +117,7 @@ class Writer:
             size: In bytes, as its writer says.
             slices: What lies in it of tensors, with their names.
         """
+        self.reached("checkpoint.file.written")
         self._sizes[name] = size
         self._slices += slices
 

@@ -1,14 +1,13 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
-Layer: L4. Imports: errors, context, coordinator, datasets, distributed_datasets, environment,
-events, flapping, optimizer_registry, remote_value, strategy, task_reports, visits, wire,
-worker_changes.
+Layer: L4. Imports: errors, context, coordinator, coordinator_options, datasets, environment,
+events, flapping, optimizer_registry, reattachment, remote_value, strategy, task_reports, visits,
+worker_changes, worker_iterators.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
@@ -17,20 +16,20 @@ from typing import Any, Self
 from psync.closures import MAX_LOSSES
 from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
-from psync.datasets import PerWorkerDataset, PerWorkerIterator, capture_dataset
-from psync.distributed_datasets import DistributedDataset
-from psync.environment import platform_of, script_is_shared, watchdog_timeout
+from psync.coordinator_options import checked_options
+from psync.datasets import PerWorkerDataset
+from psync.environment import platform_of, script_is_shared
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.events import Event
-from psync.flapping import LIMIT, Flapping
+from psync.flapping import LIMIT
 from psync.optimizer_registry import optimizers_here
 from psync.reattachment import OwnOptimizers
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
 from psync.task_reports import add_description
 from psync.visits import Visits
-from psync.wire.worker_messages import AskPosition, IteratorPosition, ReleaseIterators
 from psync.worker_changes import add_worker, remove_worker
+from psync.worker_iterators import WorkerIterators
 
 _of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
@@ -111,33 +110,21 @@ class ClusterCoordinator:
                 "this process is the evaluator, which takes no part in training",
                 hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
             )
-        num_workers = strategy.cluster.num_tasks("worker")
-        if min_workers is not None and not 1 <= min_workers <= num_workers:
-            raise ConfigurationError(f"min_workers: expected 1 to {num_workers}, got {min_workers}")
-        if closure_timeout is not None and not closure_timeout > 0:
-            raise ConfigurationError(
-                f"closure_timeout: expected seconds above 0, got {closure_timeout}"
-            )
-        if attach and strategy.ps_recovery == "replica":
-            raise ConfigurationError(
-                'attach=True does not go with ps_recovery="replica"',
-                hint='restore a checkpoint instead, or use ps_recovery="checkpoint"',
-            )
+        self._options = checked_options(
+            strategy.cluster.num_tasks("worker"),
+            min_workers=min_workers,
+            connect_timeout=connect_timeout,
+            ps_timeout=ps_timeout,
+            closure_timeout=closure_timeout,
+            max_losses=max_losses,
+            max_flaps=max_flaps,
+            watchdog_timeout=watchdog_timeout,
+            on_stall=on_stall,
+            insecure=insecure,
+            attach=attach,
+        )
         self.strategy = strategy
-        self._min_workers = num_workers if min_workers is None else min_workers
-        self._connect_timeout_s = connect_timeout
-        self._ps_timeout_s = ps_timeout
-        if max_losses < 1:
-            raise ConfigurationError(f"max_losses: expected at least 1, got {max_losses}")
-        self._attach = attach
-        self._closure_timeout_s = closure_timeout
-        self._watchdog_timeout_s = _watchdog_timeout(watchdog_timeout)
-        self._on_stall = on_stall
         self._undescribe: Callable[[], None] = lambda: None
-        self._max_losses = max_losses
-        self._max_flaps = max_flaps
-        Flapping(max_flaps)  # is it a limit?
-        self._insecure = insecure
         self._coordinator: Coordinator | None = None  # None before start and after close
         self._starting = False
 
@@ -181,8 +168,9 @@ class ClusterCoordinator:
                 "the coordinator of this strategy was closed, its variables are gone",
                 hint="make a new strategy",
             )
+        options = self._options
         platform = platform_of(
-            self.strategy.cluster_resolver, self._own_address(), insecure=self._insecure
+            self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
         )
         coordinator = Coordinator(
             platform,
@@ -191,20 +179,20 @@ class ClusterCoordinator:
             origin=self.strategy.origin,
             program=optimizers_here.process,
             main_by_name=script_is_shared.get(),
-            ps_timeout_s=self._ps_timeout_s,
-            closure_timeout_s=self._closure_timeout_s,
-            watchdog_timeout_s=self._watchdog_timeout_s,
-            on_stall=self._on_stall,
-            max_losses=self._max_losses,
-            max_flaps=self._max_flaps,
+            ps_timeout_s=options.ps_timeout_s,
+            closure_timeout_s=options.closure_timeout_s,
+            watchdog_timeout_s=options.watchdog_timeout_s,
+            on_stall=options.on_stall,
+            max_losses=options.max_losses,
+            max_flaps=options.max_flaps,
             replicate=self.strategy.ps_recovery == "replica",
             attach=OwnOptimizers(optimizers_here.of_the_program, optimizers_here.note_learning_rate)
-            if self._attach
+            if options.attach
             else None,
         )
         self._starting = True
         try:
-            await coordinator.start(self._min_workers, self._connect_timeout_s)
+            await coordinator.start(options.min_workers, options.connect_timeout_s)
         except BaseException:
             await coordinator.close()
             raise
@@ -394,14 +382,8 @@ class ClusterCoordinator:
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
-        coordinator = self._running("create_per_worker_dataset")
-        captured, function = capture_dataset(dataset_fn, coordinator.functions)
-        num_workers = len(coordinator.links.workers.names())
-        if isinstance(dataset_fn, DistributedDataset):
-            num_workers = dataset_fn.num_workers
-        return PerWorkerDataset(
-            captured, function, num_workers, self._release_iterator, self._positions
-        )
+        iterators = WorkerIterators(self._running, lambda: self._coordinator)
+        return iterators.dataset(dataset_fn)
 
     def distribute_once(
         self,
@@ -436,16 +418,17 @@ class ClusterCoordinator:
         """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
 
         It is so when ``start`` returns, and again some time after a ps was lost, if that is started
-        again or another process has room for its share.
+        again or another process has room for its share. Where the program goes on with what
+        another one has left (``attach=True``), backups are made when it has declared all that it
+        wants of that: at the latest now.
 
         Raises:
+            AttachError: As for ``start``.
             ClosedError: The coordinator is not running.
 
         Cancellation: Safe.
         """
-        replicas = self._running("backed_up").replicas
-        while replicas is not None and not replicas.complete:
-            await replicas.changed()
+        await self._running("backed_up").backed_up()
 
     def events(self) -> AsyncIterator[Event]:
         """Return the events of this coordinator, from the first on, as they come.
@@ -466,24 +449,6 @@ class ClusterCoordinator:
     async def ps_statistics(self) -> list[dict[str, Any]]:
         """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
         return await self._running("ps_statistics").links.ps_statistics()
-
-    async def _positions(self, iterator: PerWorkerIterator) -> dict[int, int]:
-        coordinator = self._running("positions")
-        answers = await coordinator.ask_workers(AskPosition(iterator.uid))
-        positions = {}
-        workers = coordinator.links.workers.names()[: iterator.num_pipelines]
-        for place, worker in enumerate(workers):
-            positions[place] = iterator.starts.get(place, 0)
-            answer = answers.get(worker)
-            if isinstance(answer, IteratorPosition) and answer.position >= 0:
-                positions[place] = answer.position
-        return positions
-
-    def _release_iterator(self, uid: str) -> None:
-        # The garbage collector may call this, in any thread and in the middle of anything.
-        coordinator = self._coordinator
-        if coordinator is not None:
-            coordinator.call_soon(lambda: coordinator.broadcast(ReleaseIterators([uid])))
 
     def _own_address(self) -> str:
         cluster = self.strategy.cluster
@@ -514,11 +479,3 @@ def coordinator_of(origin: str) -> Coordinator | None:
     """
     known = _of_origin.get(origin)
     return None if known is None else known._coordinator
-
-
-def _watchdog_timeout(given: float | None) -> float | None:
-    if given is None:
-        return watchdog_timeout()
-    if not 0 <= given < math.inf:
-        raise ConfigurationError(f"watchdog_timeout: expected seconds, 0 or above, got {given}")
-    return given or None

@@ -1,181 +1,35 @@
 """Accumulators on ps tasks as users see them: gradients go in, their mean comes out.
 
-Layer: L4. Imports: errors, specs, blocks, cluster, accumulators, sparse_accumulators, context,
-accumulator_client, hosted_accumulators, runtime, scopes, wire.
+Layer: L4. Imports: accumulator_handles, dense_accumulators, hosted_accumulators,
+sparse_accumulators.
 
 Who writes a synchronous optimizer of their own, or studies staleness, says here by hand what
-``SyncReplicasOptimizer`` does by itself. A handle holds no gradient: it travels to workers, and
-stands for one accumulator on one ps everywhere.
+``SyncReplicasOptimizer`` does by itself.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 import numpy as np
 
-from psync.accumulator_client import Place
-from psync.accumulators import ConditionalAccumulator as DenseRule
-from psync.blocks import bytes_of
-from psync.cluster import device_name
-from psync.context import forbid_in_dataset, forbid_in_step
-from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
-from psync.hosted_accumulators import definition_of, other_parameters, rule_of
-from psync.rpc import Received
-from psync.runtime import Runtime
-from psync.scopes import Scope, current_scope, runtime_here
+from psync.accumulator_handles import (
+    AccumulatorHandle,
+    GradientResult,
+    declared,
+    open_scope,
+    unique_name,
+)
+from psync.dense_accumulators import ConditionalAccumulator as DenseRule
+from psync.hosted_accumulators import definition_of
 from psync.sparse_accumulators import Slices, SparseGradient
 from psync.sparse_accumulators import SparseConditionalAccumulator as SparseRule
-from psync.specs import Outcome, dtype_of
-from psync.wire.accumulator_messages import DefineAccumulator, GradientApplied, GradientTaken
-from psync.wire.tensors import to_bytes_view
 
 Shape = Sequence[int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientResult:
-    """What became of a gradient."""
-
-    outcome: Outcome  # STALE: not added. DUPLICATE: another run of the closure has added it
-    count: int  # gradients that the accumulator holds now: 0 if this one completed a take
-    step: int  # of the accumulator now
-
-
-class _Handle:
-    """What both kinds share."""
-
-    origin: str
-    place: Place
-    _rule: DenseRule | SparseRule  # holds nothing: it knows what fits
-    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_intern, (type(self), self.origin, self.place))
-
-    def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
-            f"on ps {self.place.ps}>"
-        )
-
-    @property
-    def name(self) -> str:
-        """Name, unique among the accumulators of the strategy; ``shared_name`` if one was given."""
-        return self.place.definition.name
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of gradients and results."""
-        return dtype_of(self.place.definition.dtype)
-
-    @property
-    def shape(self) -> tuple[int | None, ...] | None:
-        """As it was declared: None where a dimension, or all of it, is not known."""
-        shape = self.place.definition.shape
-        return None if shape is None else tuple(shape)
-
-    @property
-    def device(self) -> str:
-        """The ps that holds it, in TensorFlow's long form."""
-        return device_name("ps", self.place.ps)
-
-    async def num_accumulated(self) -> int:
-        """Return the number of gradients that the next take would get.
-
-        Raises:
-            UsageError: Neither in a step nor within a running coordinator.
-            ParameterServerLost: Its ps is gone.
-
-        Cancellation: Safe.
-        """
-        runtime = self._runtime("num_accumulated")
-        return (await runtime.accumulators.state(self.place)).count
-
-    async def step(self) -> int:
-        """Return the step: the takes so far, unless ``set_global_step`` said otherwise.
-
-        Raises and cancellation as ``num_accumulated``.
-        """
-        runtime = self._runtime("step")
-        return (await runtime.accumulators.state(self.place)).step
-
-    async def set_global_step(self, new_global_step: int) -> None:
-        """Set the step, to a smaller one too; gradients held and takes that wait stay.
-
-        Args:
-            new_global_step: Gradients of earlier local steps are stale from now on.
-
-        Raises:
-            ConfigurationError: It is no integer.
-            UsageError, ParameterServerLost: As ``num_accumulated``.
-
-        Cancellation: Once begun, it ends in the background.
-
-        Source: ``tf.compat.v1.ConditionalAccumulatorBase.set_global_step``.
-        """
-        step = self._rule.as_step(new_global_step)
-        runtime = self._runtime("set_global_step")
-        closure, ordinal = runtime.begin_update(self._named("set_global_step"))
-        await runtime.accumulators.set_step(self.place, step, closure=closure, ordinal=ordinal)
-
-    async def _apply(
-        self,
-        arrays: Sequence[np.ndarray],
-        dense_shape: Sequence[int] | None,
-        local_step: object,
-        weight: object,
-    ) -> GradientResult:
-        """Send a gradient: values, or indices and values."""
-        step, factor = self._rule.as_call(local_step, weight)
-        runtime = self._runtime("apply_grad")
-        closure, ordinal = runtime.begin_update(self._named("apply_grad"))
-        answer: GradientApplied = await runtime.accumulators.apply(
-            self.place, [to_bytes_view(array) for array in arrays], arrays[-1].shape, dense_shape,
-            local_step=step, weight=factor, closure=closure, ordinal=ordinal,
-        )  # fmt: skip
-        return GradientResult(Outcome(answer.outcome), answer.count, answer.step)
-
-    async def _take(self, num_required: object) -> tuple[GradientTaken, list[np.ndarray]]:
-        """Return what was taken, its last array as values."""
-        required = self._rule.as_required(num_required)
-        runtime = self._runtime("take_grad")
-        runtime.check_open(self._named("take_grad"))
-        return self._arrays(await runtime.accumulators.take(self.place, required))
-
-    def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:
-        message = cast(GradientTaken, received.message)
-        dtypes = [self.dtype] if message.dense_shape is None else [dtype_of("int64"), self.dtype]
-        segments: Sequence[Any] = received.segments or [b""] * len(dtypes)
-        try:
-            arrays = [
-                bytes_of(segment).view(dtype)
-                for segment, dtype in zip(segments, dtypes, strict=True)
-            ]
-            arrays[-1] = arrays[-1].reshape(message.shape)
-        except ValueError as exc:
-            raise RemoteProtocolError(f"ps {self.place.ps} sent no gradient: {exc}") from exc
-        return message, arrays
-
-    def _runtime(self, method: str) -> Runtime:
-        operation = self._named(method)
-        runtime = runtime_here(operation, None if self._scope is None else self._scope())
-        if runtime.origin != self.origin:
-            raise UsageError(
-                f"{operation}: the accumulator belongs to another program or strategy",
-                hint="declare it in main(), on the coordinator, and let the step capture it",
-            )
-        return runtime
-
-    def _named(self, method: str) -> str:
-        return f'{method} of accumulator "{self.name}"'
-
-
-class ConditionalAccumulator(_Handle):
+class ConditionalAccumulator(AccumulatorHandle):
     """An accumulator of gradients of one variable, on a ps.
 
     Declared in ``strategy.scope()``, which spreads accumulators over the ps tasks one after the
@@ -222,13 +76,13 @@ class ConditionalAccumulator(_Handle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        scope = _open_scope(cls, shared_name, name)
-        chosen = shared_name or _unique(scope, name)
+        scope = open_scope(cls, shared_name, name)
+        chosen = shared_name or unique_name(scope, name)
         rule = DenseRule(
             dtype, shape, name=chosen, reduction_type=reduction_type,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cast(Self, _declared(cls, scope, definition_of(rule)))
+        return cast(Self, declared(cls, scope, definition_of(rule)))
 
     async def apply_grad(
         self, grad: Any, local_step: int = 0, weight: float = 1.0
@@ -288,7 +142,7 @@ class ConditionalAccumulator(_Handle):
         return values
 
 
-class SparseConditionalAccumulator(_Handle):
+class SparseConditionalAccumulator(AccumulatorHandle):
     """An accumulator of sparse gradients of one variable, on a ps: rows, each with its index.
 
     The mean of a row is over the gradients that contained it, unless ``divisor="total"``; rows
@@ -326,13 +180,13 @@ class SparseConditionalAccumulator(_Handle):
         forbid_nonfinite: bool = False,
         max_staleness: int = 0,
     ) -> Self:
-        scope = _open_scope(cls, shared_name, name)
-        chosen = shared_name or _unique(scope, name)
+        scope = open_scope(cls, shared_name, name)
+        chosen = shared_name or unique_name(scope, name)
         rule = SparseRule(
             dtype, shape, name=chosen, reduction_type=reduction_type, divisor=divisor,
             forbid_nonfinite=forbid_nonfinite, max_staleness=max_staleness,
         )  # fmt: skip
-        return cast(Self, _declared(cls, scope, definition_of(rule)))
+        return cast(Self, declared(cls, scope, definition_of(rule)))
 
     async def apply_grad(
         self,
@@ -385,60 +239,3 @@ class SparseConditionalAccumulator(_Handle):
         """Do ``take_indexed_slices_grad``, and return (indices, values, dense_shape)."""
         taken = await self.take_indexed_slices_grad(num_required)
         return taken.indices, taken.values, taken.dense_shape
-
-
-_interned: weakref.WeakValueDictionary[tuple[str, str], _Handle] = weakref.WeakValueDictionary()
-
-
-def _intern(cls: type[_Handle], origin: str, place: Place) -> _Handle:
-    """Return this process's handle of an accumulator: one object, however often it arrives."""
-    key = (origin, place.definition.name)
-    handle = _interned.get(key)
-    if handle is None:
-        handle = object.__new__(cls)
-        handle.origin, handle.place = origin, place
-        handle._rule = cast(DenseRule | SparseRule, rule_of(place.definition))
-        handle._scope = None
-        _interned[key] = handle
-    return handle
-
-
-def _open_scope(cls: type[_Handle], shared_name: object, name: object) -> Scope:
-    """Return where an accumulator is being declared."""
-    for argument, given in (("shared_name", shared_name), ("name", name)):
-        if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
-            raise ConfigurationError(
-                f"{cls.__name__}: expected a text as {argument}, got {given!r}"
-            )
-    operation = f'declaring accumulator "{shared_name or name}"'
-    forbid_in_step(
-        operation,
-        instead="declare it in `with strategy.scope():` on the coordinator, and use it in the step",
-    )
-    forbid_in_dataset(operation)
-    scope = current_scope()
-    if scope is None:
-        raise UsageError(
-            f"{operation} outside a strategy's scope",
-            hint="declare it in `with strategy.scope():`",
-        )
-    return scope
-
-
-def _unique(scope: Scope, name: str) -> str:
-    """Return a name that is not taken."""
-    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
-    return next(each for each in names if each not in scope.accumulators)
-
-
-def _declared(cls: type[_Handle], scope: Scope, definition: DefineAccumulator) -> _Handle:
-    """Return the handle of an accumulator, which is the first of its name or equal to that."""
-    known: _Handle | None = scope.accumulators.get(definition.name)
-    if known is not None:
-        if known.place.definition != definition:
-            raise other_parameters(known.place.definition, definition)
-        return known
-    place = Place(definition, scope.accumulator_placement.place(0))
-    handle = scope.accumulators[definition.name] = _intern(cls, scope.origin, place)
-    handle._scope = weakref.ref(scope)
-    return handle

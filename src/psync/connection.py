@@ -125,7 +125,7 @@ class Connection(asyncio.BufferedProtocol):
                 frame = self.wire.next_frame()
         except Exception as exc:
             self.fail(exc)
-        self._flush()
+        self.flush()
 
     def eof_received(self) -> bool:
         """Close: half-open connections have no use here."""
@@ -171,15 +171,27 @@ class Connection(asyncio.BufferedProtocol):
             self._small.append(buffers[0] if len(buffers) == 1 else b"".join(buffers))
             self._small_bytes += nbytes
             if self._small_bytes > SMALL_BODY_BYTES:
-                self._flush()
+                self.flush()
             elif not self._flush_due:
                 self._flush_due = True
-                self._loop.call_soon(self._flush)
+                self._loop.call_soon(self.flush)
         elif self._writable and not self._waiting:
-            self._flush()
+            self.flush()
             self._write(buffers)
         else:
             self._waiting.append(buffers)
+
+    def flush(self) -> None:
+        """Write small messages now, and not at the end of this turn of the loop.
+
+        For whoever goes on with work that takes long, while the peer could begin with its own.
+        """
+        self._flush_due = False
+        if self._small:
+            small = self._small
+            self._small, self._small_bytes = [], 0
+            if not self._closing:
+                self._write([small[0] if len(small) == 1 else b"".join(small)])
 
     def withdraw(self, buffers: list[Buffer]) -> bool:
         """Take back a message given to ``send``; return False if that is too late."""
@@ -211,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._closing or self._transport is None:
             self._closing = True
             return
-        self._flush()
+        self.flush()
         for buffers in self._waiting:
             self._write(buffers)
         self._closing = True
@@ -248,14 +260,6 @@ class Connection(asyncio.BufferedProtocol):
         if not self._transport.is_closing():
             self.bytes_sent += sum(map(len, buffers))
             self._transport.writelines(buffers)
-
-    def _flush(self) -> None:
-        self._flush_due = False
-        if self._small:
-            small = self._small
-            self._small, self._small_bytes = [], 0
-            if not self._closing:
-                self._write([small[0] if len(small) == 1 else b"".join(small)])
 
     # Handshake.
 

@@ -144,7 +144,7 @@ class Coordinator:
         self.links = ClusterLinks(
             platform, cluster, self, handlers,
             origin=origin, program=program, ps_timeout_s=ps_timeout_s, max_flaps=max_flaps,
-            keep=attach is not None,
+            keep=attach is not None, may_move=replicate,
         )  # fmt: skip
         self._creation = Creation(declared, self.links.ps)
         self.events = Events()
@@ -177,20 +177,15 @@ class Coordinator:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
         if self.replicas is not None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self.replicas.start()
-            except TimeoutError as exc:
-                where = "; ".join(self.replicas.describe())
-                raise ConnectFailed(
-                    f"no backups of all ps tasks within {timeout_s:g} s: {where}"
-                ) from exc
+            self.replicas.served_in(self.links.homes)
         if self._attach is not None:
             self._creation.reattachment = await reattach(
                 self.links.ps, self.links.incarnation, self._attach
             )
             self.attached = self._creation.reattachment is not None
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
+        if self.replicas is not None:
+            await self._first_backups(self.replicas, timeout_s)
         self._reporting = self._reporter.start()
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
@@ -200,6 +195,28 @@ class Coordinator:
             self._watchdog = self._loop.create_task(
                 watchdog.watch(self._watchdog_timeout_s, self._progress, self._stalled)
             )
+
+    async def _first_backups(self, replicas: ReplicaRecovery, timeout_s: float) -> None:
+        """Make backups; where something goes on, once all of it is adopted, in the background."""
+        if self.attached:
+            self._creation.on_adopted = replicas.resume
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replicas.start()
+        except TimeoutError as exc:
+            where = "; ".join(replicas.describe())
+            raise ConnectFailed(
+                f"no backups of all ps tasks within {timeout_s:g} s: {where}"
+            ) from exc
+
+    async def backed_up(self) -> None:
+        """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
+        if self.replicas is not None:
+            if self._creation.reattachment is not None:
+                await self._creation.ensure(last=True)
+            while not self.replicas.complete:
+                await self.replicas.changed()
 
     async def close(self) -> None:
         """Cancel what is not final and close all connections.

@@ -12,7 +12,7 @@ one element is sent. Creating is idempotent, so a lost connection repeats it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,10 +39,12 @@ class Creation:
     Attributes:
         reattachment: What earlier programs have left there, and is adopted instead of being
             created; None: nothing.
+        on_adopted: Called when nothing is left to be adopted.
     """
 
     def __init__(self, declared: list[Declaration], ps: PsClient) -> None:
         self.reattachment: Reattachment | None = None
+        self.on_adopted: Callable[[], None] = lambda: None
         self._declared = declared
         self._ps = ps
         self._lock = asyncio.Lock()
@@ -94,6 +96,7 @@ class Creation:
         missing = await self.reattachment.adopt([each.spec for each in batch], last=last)
         if last:
             self.reattachment = None
+            self.on_adopted()
         return [each for each in batch if each.spec.name in missing]
 
     async def _create_all(self, batch: list[Declaration]) -> None:

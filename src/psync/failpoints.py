@@ -42,6 +42,7 @@ NAMES = frozenset(
         "coordinator.dispatch",  # closures are about to be sent
         "coordinator.result",  # results came in, nothing is settled
         "checkpoint.ps.write",  # a ps is about to write its file of a checkpoint
+        "checkpoint.file.written",  # a ps's file of a checkpoint, which does not say so yet
         "checkpoint.before_commit",  # a checkpoint's files are written, COMMIT is not
         "checkpoint.before_rename",  # it is complete but for its name
     }

@@ -1,6 +1,6 @@
 """What a ps has held for earlier programs and keeps, until the present one adopts or drops it.
 
-Layer: L1. Imports: errors, blocks, shards, store, adoption.
+Layer: L1. Imports: errors, blocks, shard_work, shards, store, adoption.
 
 Shards and optimizers move as they are, with their blocks, slots and steps: nothing is copied. A
 shard may be adopted before the optimizers whose slots lie beside it; these slots wait.
@@ -13,7 +13,8 @@ import dataclasses
 from psync.adoption import HeldOptimizer, HeldShard, Holding, Identity, Orders, Place
 from psync.blocks import BlockArray
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.shards import Optimizer, Shard
+from psync.shard_work import Shard
+from psync.shards import Optimizer
 from psync.store import ShardStore
 
 

@@ -1,7 +1,7 @@
 """Gradients applied to the shards that one ps holds: at once, as a mean, measured, accumulated.
 
 Layer: L1. Imports: errors, blocks, sums, gradient_clipping, update_rules, layerwise_rules, means,
-gradient_accumulation, shards, shard_updates, row_store.
+gradient_accumulation, shard_work, shards, shard_updates, row_store.
 
 Nothing changes before it is clear that all of it fits. Work is done block by block: see ``shards``.
 """
@@ -20,7 +20,8 @@ from psync.layerwise_rules import LayerwiseRule, Sums
 from psync.means import MeanGradient
 from psync.row_store import RowTable
 from psync.shard_updates import ShardUpdate
-from psync.shards import Key, Shard, Work, started
+from psync.shard_work import Shard, Work, started
+from psync.shards import Key
 from psync.sums import Reduction
 from psync.update_rules import Part, Scratch, UpdateRule
 

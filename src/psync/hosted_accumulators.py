@@ -1,7 +1,7 @@
 """One accumulator on a ps: its rule, its lock, who wants what of it; and its messages.
 
-Layer: L3. Imports: errors, specs, blocks, sums, accumulators, sparse_accumulators, long_work, rpc,
-ledger, updates, wire.
+Layer: L3. Imports: errors, specs, blocks, sums, accumulators, dense_accumulators,
+sparse_accumulators, long_work, rpc, ledger, updates, wire.
 
 ``AccumulatorService`` says when what happens to it.
 """
@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from psync.accumulators import ArrayAccumulator, ConditionalAccumulator, Take
+from psync.accumulators import ArrayAccumulator, Take
 from psync.blocks import bytes_of
+from psync.dense_accumulators import ConditionalAccumulator
 from psync.errors import ConfigurationError, GradientError, RemoteProtocolError
 from psync.ledger import Client
 from psync.long_work import INLINE_BYTES

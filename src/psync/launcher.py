@@ -1,6 +1,6 @@
 """``psync run``: all tasks of a cluster on this machine, from one command.
 
-Layer: L5. Imports: errors, access, processes, task_output.
+Layer: L5. Imports: errors, access, processes, task_output, task_process.
 
 The launcher starts every task at once and then only watches. Tasks that die are started again; what
 follows from that is for the chief to decide. The run ends when the chief does, and is not to be
@@ -22,15 +22,9 @@ from typing import Self
 
 from psync.access import load_secret, mint_secret
 from psync.errors import ConfigurationError
-from psync.processes import (
-    SERVE_COMMAND,
-    Output,
-    ProcessGroup,
-    RestartPolicy,
-    TaskProcess,
-    describe_exit,
-)
+from psync.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
 from psync.task_output import also_release_blocked_output, write_stderr
+from psync.task_process import TaskProcess, describe_exit
 
 SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
 ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word

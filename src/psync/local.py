@@ -1,7 +1,7 @@
 """A whole cluster on this machine, for first contact, notebooks and tests.
 
-Layer: L4. Imports: errors, access, certificates, cluster, platform, processes, resolvers, tasks,
-testing, tls_config, tls_network, transport.
+Layer: L4. Imports: errors, access, certificates, cluster, platform, processes, resolvers,
+task_process, tasks, testing, tls_config, tls_network, transport.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from psync.access import Secret, mint_secret
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, UsageError
 from psync.platform import Platform
-from psync.processes import ProcessGroup, RestartPolicy, TaskProcess, describe_exit
+from psync.processes import ProcessGroup, RestartPolicy
 from psync.ps_task import PsTask
 from psync.resolvers import SimpleClusterResolver
+from psync.task_process import TaskProcess, describe_exit
 from psync.tasks import make_task
 from psync.testing import MemoryNetwork, VirtualClockLoop
 from psync.tls_config import TLS_VARIABLES, load_tls

@@ -17,11 +17,13 @@ that are not named) how often which form is drawn, and how often each form happe
 
     {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.05, "min_each": 2}, "seed": 7}
 
-A *late* request is served when the file is there that "until" names: as if it had been on its way
-until then, or in the buffer of a kernel whose process was stopped. Its caller has long given it up,
-and sent it again. Nothing is late unless a share says so.
+A *late* request is served when the file is there that "until" names, in the order in which they
+came: as if it had been on its way until then, or in the buffer of a kernel whose process was
+stopped. Its caller has long given it up, and sent it again. Nothing is late unless a share says so.
 
     {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
+
+With "while" nothing is lost unless the file is there that it names.
 
 What was lost is written to the notes of the task, from which its next life goes on: so the minimum
 holds for all lives together, and a life does not lose what the one before it has lost. Without the
@@ -31,11 +33,12 @@ variable no connection knows of any of this.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import random
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +82,13 @@ class MessageLosses:
         self.lost: Counter[tuple[str, str]] = Counter()
         self._notes = Notes() if notes is None else notes
         self._rates = {
-            name: _checked(name, of) for name, of in plan.items() if name not in ("seed", "until")
+            name: _checked(name, of)
+            for name, of in plan.items()
+            if name not in ("seed", "until", "while")
         }
         self._until = Path(str(plan.get("until", "")))
+        self._while = Path(str(plan["while"])) if "while" in plan else None
+        self._late: deque[tuple[str, Callable[[], None]]] = deque()
         for line, count in self._notes.earlier().items():
             match line.split():
                 case ["lost", kind, form]:
@@ -108,7 +115,7 @@ class MessageLosses:
     def draw(self, kind: str) -> str | None:
         """Return the form in which a request of this kind is lost, or None: it is not."""
         rates = self._rates.get(kind) or self._rates.get(ANY)
-        if rates is None:
+        if rates is None or (self._while is not None and not self._while.is_file()):
             return None
         if kind not in self.seen:
             self._notes.add("met", kind)
@@ -119,12 +126,21 @@ class MessageLosses:
             self._notes.add("lost", kind, form)
         return form
 
-    def may_be_served(self, kind: str) -> bool:
-        """Return whether a request that is late has come now; then this is noted."""
+    def when_it_is_time(self, kind: str, serve: Callable[[], None]) -> None:
+        """Serve a late request once the file is there, after those that came before it."""
+        self._late.append((kind, serve))
+        if len(self._late) == 1:
+            self._look()
+
+    def _look(self) -> None:
         if not self._until.is_file():
-            return False
-        self._notes.add("served", kind, LATE)
-        return True
+            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+            return
+        while self._late:
+            kind, serve = self._late[0]
+            self._notes.add("served", kind, LATE)
+            serve()
+            self._late.popleft()
 
     def _draw(self, kind: str, rates: Mapping[str, float]) -> str | None:
         drawn = self._random.random()  # in any case: one draw for each request
@@ -161,7 +177,7 @@ class LossyServer(RequestServer):
             return
         if form == LATE:
             self._cut(f"the request {kind} is late")
-            self._serve_late(frame, kind)
+            self._losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
             return
         if form == "in_flight":
             self._cut(f"the reply to {kind} was lost while it was worked on")
@@ -171,14 +187,11 @@ class LossyServer(RequestServer):
         if form == "reply" and frame.kind != Kind.REQUEST:  # nobody answers a notification
             self._cut(f"the connection was lost after {kind}")
 
-    def _serve_late(self, frame: Frame, kind: str) -> None:
-        if not self._losses.may_be_served(kind):
-            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._serve_late, frame, kind)
-            return
+    def _serve_late(self, frame: Frame) -> None:
         try:
             super().serve(frame)
         except PsyncError as exc:  # of a connection that is gone: nobody is to be told
-            logger.info("a late %s was refused: %s", kind, exc)
+            logger.info("a late %s was refused: %s", type(frame.token).__name__, exc)
 
     def _answer(self, request_id: int, reply: Reply | None) -> None:
         if request_id in self._silent:

@@ -1,6 +1,6 @@
 """Start and supervise the tasks of a cluster as real processes on this machine.
 
-Layer: L4. Imports: errors, task_output.
+Layer: L4. Imports: errors, lifeline, task_output, task_process.
 
 Used by ``psync run``, where the launcher is a process of its own, and by a local cluster, whose
 launcher is the chief. What both need, and why it is so:
@@ -10,14 +10,12 @@ launcher is the chief. What both need, and why it is so:
   is up; one that is started again finds its old address, and the connections that wait there.
 * **Nothing is left behind.** Each task leads a session of its own, so Ctrl-C in a terminal reaches
   the launcher alone, which then stops the tasks in order; what a task has started is ended with
-  it. The *lifeline* covers the launcher's own death: a pipe whose only write end the launcher
-  holds, and whose other end every task reads.
+  it. The *lifeline* covers the launcher's own death: see ``lifeline``.
 * **Output keeps its lines**, each with its task's name. They are written on the loop: if nobody
   reads our output any more, the tasks' pipes fill up, and not our memory.
 
 Processes are started with ``subprocess`` and not through the loop: uvloop hands its children copies
-of descriptors that they should not have, and forks, which takes long where the chief is large. One
-thread for each process waits for its end.
+of descriptors that they should not have, and forks, which takes long where the chief is large.
 """
 
 from __future__ import annotations
@@ -30,20 +28,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.task_output import LineForwarder, Sink, write_stderr, write_stdout
+from psync.lifeline import GRACE_S
+from psync.task_output import Sink, write_stderr, write_stdout
+from psync.task_process import TaskProcess
 
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
-SWEEP_S = 1.0  # for what a task left behind; multiprocessing's resource tracker needs a few ms
-DRAIN_S = 1.0  # for output after the exit, should a stranger hold the pipe open
-POLL_S = 0.02
-READ_BYTES = 64 * 1024  # what a pipe of Linux holds
 BACKLOG = 1024  # all peers connect at once, and to tasks that are not up yet
 
 SERVE_COMMAND = (sys.executable, "-m", "psync", "serve")
@@ -75,158 +68,6 @@ class RestartPolicy:
             return False
         self._restarts.append(now)
         return True
-
-
-def describe_exit(code: int) -> str:
-    """Say how a process ended; a negative code is the signal that killed it."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"was killed by signal {-code}"
-
-
-def watch_lifeline(fd: int, *, grace_s: float = GRACE_S) -> None:
-    """End this process when its launcher has gone, in whatever way that happened.
-
-    A daemon thread reads the lifeline. At its end this process and all it has started get SIGTERM;
-    if it is there ``grace_s`` seconds later, they are killed.
-
-    Args:
-        fd: Read end of the pipe, ``PSYNC_LIFELINE_FD``. Nobody else may use it from now on.
-        grace_s: Seconds between SIGTERM and the end.
-    """
-    os.set_inheritable(fd, False)
-    threading.Thread(
-        target=_end_with_launcher, args=(fd, grace_s), name="psync-lifeline", daemon=True
-    ).start()
-
-
-def _end_with_launcher(fd: int, grace_s: float) -> None:
-    while os.read(fd, 1):  # nobody writes to it; its end is the message
-        continue
-    leads = os.getpgrp() == os.getpid()  # else others are in the group, which we did not start
-    signal_all = os.killpg if leads else os.kill
-    signal_all(os.getpid(), signal.SIGTERM)
-    time.sleep(grace_s)
-    signal_all(os.getpid(), signal.SIGKILL)
-
-
-class TaskProcess:
-    """One process of a task. Made by `ProcessGroup.start_task`.
-
-    Attributes:
-        job: The job of its task.
-        name: Name of its task, as in ``worker-0``.
-        pid: Process id, also that of its session and process group.
-    """
-
-    def __init__(
-        self, job: str, name: str, popen: subprocess.Popen[bytes], group: ProcessGroup
-    ) -> None:
-        self.job = job
-        self.name = name
-        self.pid = popen.pid
-        self._popen = popen
-        self._group = group
-        self._loop = asyncio.get_running_loop()
-        self._exited: asyncio.Future[int] = self._loop.create_future()
-        self._drained: asyncio.Future[None] = self._loop.create_future()  # both pipes at their end
-        self._pipes: dict[IO[bytes], LineForwarder] = {}  # those that are open
-        for pipe, sink in ((popen.stdout, group.out), (popen.stderr, group.err)):
-            if pipe is not None:
-                self._pipes[pipe] = LineForwarder(f"[{name}] ", sink)
-                self._loop.add_reader(pipe, self._read, pipe)
-        if not self._pipes:
-            self._drained.set_result(None)
-        threading.Thread(target=self._reap, name=f"psync-wait-{name}", daemon=True).start()
-
-    def __repr__(self) -> str:
-        state = "is running" if self.returncode is None else describe_exit(self.returncode)
-        return f"<TaskProcess {self.name}: process {self.pid} {state}>"
-
-    @property
-    def returncode(self) -> int | None:
-        """None while it runs, then its exit code, or minus the signal that killed it."""
-        return self._exited.result() if self._exited.done() else None
-
-    async def wait(self) -> int:
-        """Wait until the process has ended and its output is forwarded; return its exit code.
-
-        If what the process has started holds its output open, that is waited for 1 s at most.
-
-        Cancellation: Safe; the process runs on.
-        """
-        await asyncio.wait([self._exited])
-        await asyncio.wait([self._drained], timeout=DRAIN_S)
-        return self._exited.result()
-
-    async def stop(self, grace_s: float = GRACE_S) -> int:
-        """Ask the process to end (SIGTERM), kill it after ``grace_s`` seconds, wait for it.
-
-        Cancellation: Kills it at once.
-        """
-        self.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait([self._exited], timeout=grace_s)
-        finally:
-            self.kill()
-        return await self.wait()
-
-    def send_signal(self, signum: int) -> None:
-        """Send a signal to the process alone; nothing happens if it has ended."""
-        self._popen.send_signal(signum)
-
-    def kill(self) -> None:
-        """Kill the process and all it has started; nothing happens if it has ended."""
-        if self.returncode is None:
-            _signal_group(self.pid, signal.SIGKILL)
-
-    def _read(self, pipe: IO[bytes]) -> None:
-        if data := os.read(pipe.fileno(), READ_BYTES):
-            self._pipes[pipe].feed(data)
-        else:
-            self._let_go(pipe)
-
-    def _let_go(self, pipe: IO[bytes]) -> None:
-        self._loop.remove_reader(pipe)
-        self._pipes.pop(pipe).close()
-        pipe.close()
-        if not self._pipes:
-            self._drained.set_result(None)
-
-    def _reap(self) -> None:
-        code = self._popen.wait()
-        with contextlib.suppress(RuntimeError):  # the loop was closed, and the process left alone
-            self._loop.call_soon_threadsafe(self._on_exit, code)
-
-    def _on_exit(self, code: int) -> None:
-        self._exited.set_result(code)
-        self._group.own(self._clean_up())
-
-    async def _clean_up(self) -> None:
-        """End what the process has left behind, then let go of its pipes."""
-        # The process id is free now. While its group has members nobody else gets it, and ids are
-        # handed out in turn, so the moment before the first signal is no danger either.
-        for signum in (signal.SIGTERM, signal.SIGKILL):
-            if not _signal_group(self.pid, signum):
-                break
-            deadline = self._loop.time() + SWEEP_S
-            while self._loop.time() < deadline and _signal_group(self.pid, 0):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_S)  # an empty process group has no event
-        await asyncio.wait([self._drained], timeout=DRAIN_S)
-        for pipe in list(self._pipes):
-            self._let_go(pipe)
-
-
-def _signal_group(pgid: int, signum: int) -> bool:
-    """Signal a process group; False if nobody is in it."""
-    try:
-        os.killpg(pgid, signum)
-    except (ProcessLookupError, PermissionError):  # the latter on macOS: only zombies are left
-        return False
-    return True
 
 
 class ProcessGroup:

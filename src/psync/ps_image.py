@@ -1,6 +1,6 @@
 """The image of a ps: what it holds at a cut, frozen in place, and taken up again.
 
-Layer: L1. Imports: errors, specs, schedules, blocks, row_blocks, shards, store, ledger,
+Layer: L1. Imports: errors, specs, schedules, blocks, row_blocks, shard_work, shards, store, ledger,
 ledger_image, image_state.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
@@ -26,7 +26,8 @@ from psync.ledger import Ledger
 from psync.ledger_image import ledger_of, state_of
 from psync.row_blocks import RowBlocks
 from psync.schedules import Config
-from psync.shards import Key, Shard
+from psync.shard_work import Shard
+from psync.shards import Key
 from psync.specs import dtype_name, dtype_of
 from psync.store import ShardStore
 

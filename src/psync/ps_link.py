@@ -75,6 +75,7 @@ class PsLink:
             "bulk": asyncio.Lock(),
             "lock": asyncio.Lock(),
         }
+        self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
         self._next_sequence = 1
         self._outstanding: dict[int, None] = {}  # in order
         self._keepalive: asyncio.Task[None] | None = None
@@ -114,7 +115,7 @@ class PsLink:
                     return peer
                 life = self._life
                 try:
-                    peer = await self._connect(lane)
+                    peer = await self._connect_here(lane)
                 except ConnectFailed as exc:
                     if life != self._life:
                         continue  # it was looked for where it is not any more
@@ -137,6 +138,17 @@ class PsLink:
             if self._keepalive is None:
                 self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
             return peer
+
+    async def _connect_here(self, lane: str) -> Peer:
+        """Connect, unless the ps is looked for elsewhere meanwhile, see ``revive``."""
+        try:
+            async with asyncio.timeout(None) as attempt:
+                self._attempts[lane] = attempt
+                return await self._connect(lane)
+        except TimeoutError as exc:
+            raise ConnectFailed(f"{self.task} is not looked for there any more") from exc
+        finally:
+            del self._attempts[lane]
 
     async def _connect(self, lane: str) -> Peer:
         """Connect, with patience for a ps that is slow or far, and less for one that has ended.
@@ -182,6 +194,7 @@ class PsLink:
         set_ids: Iterable[int] = (),
         locked: bool = False,
         urgent: bool = False,
+        at_once: bool = False,
     ) -> Received:
         """Send a request that may be repeated, over and over until it is answered.
 
@@ -195,6 +208,7 @@ class PsLink:
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
+            at_once: As for ``Peer.call``.
 
         Raises:
             ParameterServerLost: See ``peer``, also for its other errors.
@@ -222,7 +236,7 @@ class PsLink:
                     continue  # likewise, and the ps is there, but empty
             try:
                 message = build(peer)
-                received = await peer.call(message, segments, into=into)
+                received = await peer.call(message, segments, into=into, at_once=at_once)
             except ConnectionLost as exc:
                 losses += 1
                 check(message)  # or it would cost the next connections, too
@@ -252,6 +266,8 @@ class PsLink:
     ) -> None:
         """As ``call``, without a coroutine while there is a connection and it lasts.
 
+        The request is on its way when this returns: whoever asks goes on with work of its own.
+
         Args:
             build: As for ``call``.
             segments: As for ``call``.
@@ -279,6 +295,7 @@ class PsLink:
         self.num_calls += 1
         try:
             peer.ask(build(peer), segments, answered)
+            peer.flush()
         except PsyncError as exc:
             then(exc)
 
@@ -359,6 +376,8 @@ class PsLink:
         for peer in self._peers.values():
             peer.abort(ConnectionLost(f"{self.task} is being recovered"))
         self._peers.clear()
+        for attempt in self._attempts.values():
+            attempt.reschedule(asyncio.get_running_loop().time())
         self.lost = None
         self.incarnation = None
         self._life += 1
@@ -387,15 +406,16 @@ class PsLink:
             raise self.lost.with_traceback(None)  # it is raised many times
 
     def _declare_lost(self, message: str) -> ParameterServerLost:
-        if self.lost is None:
-            self.lost = ParameterServerLost(
-                self.task, message, hint="its shards are gone: restart the program"
-            )
-            for peer in self._peers.values():
-                peer.abort(ConnectionLost(self.lost.message))
-            if self.on_lost is not None:
-                self.on_lost(self.lost)
-        return self.lost
+        if self.lost is not None:
+            return self.lost
+        error = self.lost = ParameterServerLost(
+            self.task, message, hint="its shards are gone: restart the program"
+        )
+        for peer in self._peers.values():
+            peer.abort(ConnectionLost(error.message))
+        if self.on_lost is not None:
+            self.on_lost(error)  # which may revive it at once
+        return error
 
     async def _keep_alive(self) -> None:
         """Find a ps that is stopped: its kernel still answers, its loop does not."""

@@ -119,18 +119,7 @@ class _Backup:
         self._entries: deque[_Entry] = deque()
         self._pending_bytes = 0
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
-        self.filling = asyncio.Lock()  # a part that comes twice is written by one after the other
         self._doing: asyncio.Task[None] | None = None
-
-    async def fill(self, message: FillBackup, body: list[memoryview]) -> None:
-        """Take a part of the image; if it came before, nothing changes."""
-        if self.thawed is None:
-            raise UsageError(f"the image of {self.sender} is complete")
-        at = message.start
-        for data in body:
-            for _ in self.thawed.write(message.item, at, data):
-                await asyncio.sleep(0)
-            at += len(data)
 
     @property
     def coordinator(self) -> int:
@@ -322,8 +311,13 @@ class ReplicaHost:
 
     async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:
         known = self._known(peer, message.ps, message.epoch)
-        async with known.filling:
-            await known.fill(message, body)
+        if known.thawed is None:
+            raise UsageError(f"the image of {known.sender} is complete")
+        at = message.start
+        for data in body:
+            for _ in known.thawed.write(message.item, at, data):
+                await asyncio.sleep(0)
+            at += len(data)
         return Reply(Done())
 
     async def _log(self, peer: Peer, message: LogEntries, body: list[memoryview]) -> Reply:

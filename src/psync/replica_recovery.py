@@ -110,6 +110,10 @@ class ReplicaRecovery:
             for link, home, host in zip(self._links, self._home, self._hosts, strict=True)
         ]
 
+    def served_in(self, homes: Sequence[int]) -> None:
+        """Say in whose process each ps is served; before anything is done with them."""
+        self._home = list(homes)
+
     async def start(self) -> None:
         """Make the first backups; return when they are complete. Cancellation: safe."""
         self.resume()
@@ -160,8 +164,10 @@ class ReplicaRecovery:
                 self._note(ps, None, None)
                 logger.warning("%s goes on without its backup", link.task)
                 await self._alone(ps)
+                continue
             except ParameterServerLost as exc:
-                link.give_up(exc.message)  # the coordinator is told, if it does not know
+                if not link.is_held:  # it says so itself; else it was found out here
+                    link.give_up(exc.message)
             except PsyncError as exc:
                 logger.info("%s has no backup: %s", link.task, exc.message)
             except Exception:
@@ -267,14 +273,21 @@ class ReplicaRecovery:
         host, link = self._hosts[ps], self._links[ps]
         if host is None:
             raise ParameterServerLost(link.task, "is lost, and had no complete backup")
-        dead = self._home[ps]
+        await self._without(self._home[ps])
         address = await self._ask_to_serve(ps, host)
         self._home[ps] = host
         self._note(ps, None, None)
         link.revive()
         link.address = address
         self._owner.ps_moved(link)
-        # Whose backup was in the process that died does not wait for it any more.
+        await self._owner.attach_ps(link)
+
+    async def _without(self, dead: int) -> None:
+        """Whose backup was in the process that died does not wait for it any more.
+
+        So it is before anybody is promoted: if this coordinator dies then, the next one knows of
+        all others that they were not replaced.
+        """
         for other, where in enumerate(self._hosts):
             if where == dead and self._home[other] != dead and other not in self._lost:
                 self._note(other, None, None)
@@ -282,7 +295,6 @@ class ReplicaRecovery:
                     await self._alone(other, urgent=True)
                 except ParameterServerLost:
                     logger.info("%s is lost, too", self._links[other].task)
-        await self._owner.attach_ps(link)
 
     async def _tell_ps0(self) -> None:
         """Let ps 0 know where all ps tasks are served: it closes the steps of all."""

@@ -1,6 +1,7 @@
 """What can be done to rows of the shards that one ps holds: checked before anything changes.
 
-Layer: L1. Imports: errors, row_sets, sums, scatter_ops, update_rules, blocks, row_blocks, shards.
+Layer: L1. Imports: errors, row_sets, sums, scatter_ops, update_rules, blocks, row_blocks,
+shard_work, shards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from psync.errors import GradientError
 from psync.row_blocks import RowBlocks
 from psync.row_sets import ascending
 from psync.scatter_ops import check_scatter
-from psync.shards import Key, Shard, ShardTable
+from psync.shard_work import Shard
+from psync.shards import Key, ShardTable
 from psync.sums import INDEX_COST
 from psync.update_rules import slot_dtype
 

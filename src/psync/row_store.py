@@ -1,7 +1,7 @@
 """Some rows of the shards that one ps holds: how they are read, changed and optimized.
 
 Layer: L1. Imports: errors, sums, scatter_ops, gradient_clipping, update_rules, blocks, row_blocks,
-shards, row_checks.
+shard_work, shards, row_checks.
 
 What is done to rows costs what these rows are, whatever the size of the shard: parameter rows and
 those of the slots are gathered, changed as if they were all there is, and scattered back. So an
@@ -27,7 +27,8 @@ from psync.gradient_clipping import PIECE, scaled, sum_of_squares
 from psync.row_blocks import RowBlocks
 from psync.row_checks import RowChecks
 from psync.scatter_ops import combine
-from psync.shards import Key, Shard, Work
+from psync.shard_work import Shard, Work
+from psync.shards import Key
 from psync.sums import Pieces, Reduction, SparseSum, cuts
 from psync.update_rules import Scratch
 

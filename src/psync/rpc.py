@@ -112,6 +112,7 @@ class Peer:
         *,
         into: Into | None = None,
         deadline: float | None = None,
+        at_once: bool = False,
     ) -> Received:
         """Send a request and wait for its reply.
 
@@ -123,6 +124,7 @@ class Peer:
             into: Says where the reply's body belongs, given its message and the lengths of
                 its segments. The reply's ``segments`` are then empty.
             deadline: Loop time (seconds) at which to give up; None: never.
+            at_once: Whether it is written now, since nothing else will be said in this turn.
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
@@ -140,6 +142,8 @@ class Peer:
         if deadline is not None:
             call.timer = self._loop.call_at(deadline, self._expire, call, message)
         self.connection.send(buffers)
+        if at_once:
+            self.connection.flush()
         try:
             return await future
         finally:
@@ -171,6 +175,10 @@ class Peer:
         buffers = self.encode(_REQUEST, request_id, message, segments)
         self._calls[request_id] = Call(Then(then), None)
         self.connection.send(buffers)
+
+    def flush(self) -> None:
+        """Let what was said so far be on its way: this task has other things to do first."""
+        self.connection.flush()
 
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.

@@ -72,7 +72,7 @@ def places(found: Sequence[Found]) -> list[Place]:
     Raises:
         AttachError: The newest of what there is may not be the newest that there was.
     """
-    result, doubts = [], []
+    result, doubts, unserved = [], [], []
     for ps in range(len(found)):
         serving = [
             (primary.rank, process, primary)
@@ -82,6 +82,7 @@ def places(found: Sequence[Found]) -> list[Place]:
         ]
         if not serving:
             result.append(Place(ps, ""))
+            unserved.append(f"nobody serves /job:ps/task:{ps}")
             continue
         _, process, newest = max(serving, key=lambda each: each[:2])
         if newest.host >= 0 and not _is_there(newest, found):
@@ -91,7 +92,9 @@ def places(found: Sequence[Found]) -> list[Place]:
             )
         result.append(Place(process, newest.address))
     if doubts:
-        raise AttachError(f"cannot attach to living variables: {'; '.join(doubts)}", hint=BACK)
+        raise AttachError(
+            f"cannot attach to living variables: {'; '.join(doubts + unserved)}", hint=BACK
+        )
     return result
 
 

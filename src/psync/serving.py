@@ -133,6 +133,7 @@ class RequestServer:
 
     def _answer_later(self, request_id: int, later: Later) -> None:
         """Answer when that is given; the bytes that came are the business of who gives it."""
+        has_to_wait = later.outcome is None
 
         def deliver(outcome: Reply | Exception) -> None:
             if self._serving.get(request_id) is later:
@@ -141,6 +142,8 @@ class RequestServer:
                 self._failed(request_id, outcome)
             else:
                 self._answer(request_id, outcome)
+            if has_to_wait:  # long enough, while others of this turn are still to be answered
+                self._connection.flush()
 
         if self._peer.is_closed:
             later.give_up()

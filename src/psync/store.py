@@ -1,6 +1,6 @@
 """What one ps holds and how it changes: shards, their slots, and the state of optimizers.
 
-Layer: L1. Imports: errors, specs, blocks, sums, means, shards, gradient_store.
+Layer: L1. Imports: errors, specs, blocks, sums, means, shard_work, shards, gradient_store.
 
 The store decides nothing about time and peers. It reads, assigns and applies, each on one
 shard, and refuses before anything has changed whatever does not fit.
@@ -23,7 +23,8 @@ from psync.blocks import BlockPool, PoolStatistics, bytes_of
 from psync.errors import GradientError, PartitionError, UsageError
 from psync.gradient_store import GradientTable
 from psync.means import move_average
-from psync.shards import Key, Work, described, started
+from psync.shard_work import Work, started
+from psync.shards import Key, described
 from psync.sums import sum_dtype
 
 __all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]

@@ -1,6 +1,6 @@
 """What users give to a synchronous optimizer, checked.
 
-Layer: L4. Imports: errors, schedules, sums, sync_config, variables.
+Layer: L4. Imports: errors, optimizer_handles, schedules, sums, sync_config, variables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError
+from psync.optimizer_handles import Optimizer
 from psync.schedules import as_number
 from psync.sums import check_weight
 from psync.sync_config import SyncConfig
@@ -21,6 +22,29 @@ STEP_DTYPE = "int64"
 
 NOWHERE = (0, -1, 0)
 """Stands for the global step in a configuration until the first push names it."""
+
+
+def check_wrapped(name: object, opt: object) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        ConfigurationError: It is no optimizer, or one that waits for others itself.
+    """
+    if not isinstance(opt, Optimizer):
+        raise ConfigurationError(
+            f"{name}: expected one of psync.optimizers as opt, got {type(opt).__name__}"
+        )
+    if opt.synchronous:
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} is synchronous already",
+            hint="wrap one of psync.optimizers",
+        )
+    if opt._staleness_bound is not None:
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} has a staleness bound, which is of no use here: "
+            "gradients of an earlier step are never applied",
+            hint="leave out staleness_bound",
+        )
 
 
 def checked_config(

@@ -208,6 +208,7 @@ class SyncClient:
                 segments,
                 into=into,
                 set_ids=[-each.set_id for each in (along, next_set) if each],
+                at_once=True,  # this task has nothing else to say before it is answered
             )
         finally:
             known.outstanding.pop(number)

@@ -1,8 +1,8 @@
 """Synchronous training: gradients of several replicas are averaged, then applied once.
 
-Layer: L4. Imports: errors, context, global_step, gradient_arguments, moving_averages,
-optimizer_handles, optimizer_state, runtime, scopes, session_hooks, specs, sync_arguments,
-value_and_gradients, variables, wire.
+Layer: L4. Imports: errors, chief_queue_runner, context, global_step, gradient_arguments,
+group_config, moving_averages, optimizer_handles, optimizer_state, runtime, scopes, session_hooks,
+specs, sync_arguments, value_and_gradients, variables, wire.
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
@@ -11,14 +11,15 @@ step at which its replica may go on. How, is in docs/design.md, section 9.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+from psync.chief_queue_runner import ChiefQueueRunner
 from psync.context import current_closure, forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
 from psync.global_step import global_step_of
 from psync.gradient_arguments import AnyVariable, GradsAndVars
+from psync.group_config import GroupConfig
 from psync.moving_averages import ExponentialMovingAverage
 from psync.optimizer_handles import Optimizer
 from psync.optimizer_state import PushResult
@@ -27,6 +28,7 @@ from psync.scopes import running_scopes
 from psync.session_hooks import SyncReplicasHook
 from psync.specs import Outcome
 from psync.sync_arguments import (
+    check_wrapped,
     checked_config,
     checked_count,
     checked_flag,
@@ -34,7 +36,7 @@ from psync.sync_arguments import (
     checked_weight,
 )
 from psync.value_and_gradients import ValueAndGrad
-from psync.variables import Handle, Variable, runtime_of, scope_of
+from psync.variables import Variable, runtime_of, scope_of
 from psync.wire.sync_messages import Contributed
 
 
@@ -133,7 +135,7 @@ class SyncReplicasOptimizer(Optimizer):
         sparse_divisor: str = "per_index",
         pull_ahead: bool = False,
     ) -> None:
-        _check_wrapped(name, opt)
+        check_wrapped(name, opt)
         config = checked_config(
             name,
             opt._config,
@@ -150,63 +152,27 @@ class SyncReplicasOptimizer(Optimizer):
         super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
         self._in_use = opt._in_use = True  # what it does was written into ``config``
         self._opt = opt
-        self._sync = config
+        self._group = GroupConfig(config)
         self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
-        self._averaged_by: Variable | None = None  # whose value the averages' decay follows
-        self._begin()
-        self._add_averages(variable_averages, variables_to_average)
-
-    def _begin(self) -> None:
-        self._global_step: Variable | None = None  # that of the last push; None before the first
-        self._wire_config: dict[str, Any] = {}  # what ps tasks are told, once it is known
-
-    def _add_averages(
-        self,
-        averages: ExponentialMovingAverage | None,
-        variables: Iterable[AnyVariable] | None,
-    ) -> None:
-        if averages is None:
-            if variables is not None:
-                raise ConfigurationError(
-                    f"{self._name}: variables_to_average without variable_averages",
-                    hint="variable_averages=psync.ExponentialMovingAverage(0.999)",
-                )
-            return
-        if not isinstance(averages, ExponentialMovingAverage):
-            raise ConfigurationError(
-                f"{self._name}: expected an ExponentialMovingAverage as variable_averages, got "
-                f"{type(averages).__name__}"
-            )
-        single = isinstance(variables, Handle)  # apply says what is wrong with that
-        chosen = variables if variables is None or single else list(variables)
-        averages.apply(chosen)
-        follows = averages.num_updates
-        self._averaged_by = follows if isinstance(follows, Variable) else None
-        self._sync = dataclasses.replace(
-            self._sync,
-            decay=averages.decay,
-            num_updates=follows is not False,
-            averages=averages.pairs(chosen),
-        )
+        self._group.add_averages(variable_averages, variables_to_average)
 
     def _state(self) -> dict[str, Any]:
         return {
             **super()._state(),
             "opt": self._opt,
-            "sync": self._sync,
-            "averaged_by": self._averaged_by,
+            "sync": self._group.sync,
+            "averaged_by": self._group.averaged_by,
             "pull_ahead": self._pull_ahead,
         }
 
     def _set_state(self, state: dict[str, Any]) -> None:
         super()._set_state(state)
-        self._opt, self._sync = state["opt"], state["sync"]
-        self._averaged_by = state["averaged_by"]
+        self._opt = state["opt"]
+        self._group = GroupConfig(state["sync"], state["averaged_by"])
         self._pull_ahead = state["pull_ahead"]
-        self._begin()
 
     def __repr__(self) -> str:
-        config = self._sync
+        config = self._group.sync
         return (
             f"<SyncReplicasOptimizer {self._name!r} {config.replicas_to_aggregate} of "
             f"{config.total_num_replicas}, {self._opt!r}>"
@@ -214,7 +180,7 @@ class SyncReplicasOptimizer(Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as plain data, that of the wrapped optimizer in "optimizer"."""
-        config = self._sync.to_config()
+        config = self._group.sync.to_config()
         del config["global_step"]  # of the program, not of the optimizer
         return config
 
@@ -224,9 +190,9 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
         """
-        runtime = current_runtime()
-        if runtime is None and self._global_step is not None:
-            scope = scope_of(self._global_step)
+        runtime, global_step = current_runtime(), self._group.global_step
+        if runtime is None and global_step is not None:
+            scope = scope_of(global_step)
             runtime = None if scope is None else scope.runtime
         return None if runtime is None else runtime.sync.token(self.number)
 
@@ -295,7 +261,7 @@ class SyncReplicasOptimizer(Optimizer):
                 hint="do it in a function given to schedule, or in a training session",
             )
         self._check_origin(runtime)
-        config = self._configured(step)
+        config = self._group.of_step(step)
         closure, ordinal = runtime.begin_update("push")
         answer = await runtime.sync.contribute(
             runtime.ps.plan(tuple(variable.spec for variable in variables)),
@@ -373,33 +339,11 @@ class SyncReplicasOptimizer(Optimizer):
         await self.apply_gradients(pairs, global_step)
         return losses[-1]
 
-    def _configured(self, global_step: Variable) -> dict[str, Any]:
-        """Return what ps tasks are told; the global step becomes part of it with the first push."""
-        if global_step is self._global_step:
-            return self._wire_config
-        before = self._global_step
-        if before is not None and before.origin == global_step.origin:
-            raise ConfigurationError(
-                f'{self._name}: expected the global step "{before.name}", as before, got '
-                f'"{global_step.name}"'
-            )
-        follows = self._averaged_by
-        if follows is not None and follows is not global_step:
-            raise ConfigurationError(
-                f'{self._name}: the decay of its moving averages follows "{follows.name}", and not '
-                f'the global step "{global_step.name}"',
-                hint="ExponentialMovingAverage(…, num_updates=True)",
-            )
-        (shard,) = global_step.spec.shards
-        sync = dataclasses.replace(self._sync, global_step=(shard.ps, *shard.key))
-        self._wire_config, self._global_step = sync.to_config(), global_step
-        return self._wire_config
-
     def _local_step_of_push(self, runtime: Runtime) -> int:
         """Return the step of the values that a push's gradients come from; -1: the first."""
         pulled = runtime.pulled.lowest(self.number)
         runtime.pulled.forget(self.number)
-        if pulled is not None and not self._sync.tensorflow_compat:
+        if pulled is not None and not self._group.sync.tensorflow_compat:
             return pulled
         token = runtime.sync.token(self.number)
         return -1 if token is None else token
@@ -426,7 +370,7 @@ class SyncReplicasOptimizer(Optimizer):
         step = checked_step("init_tokens", global_step)
         runtime = await runtime_of("init_tokens", step)
         self._check_origin(runtime)
-        return await runtime.sync.init_tokens(self.number, self._configured(step), count)
+        return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
 
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
         """Return what puts the initial tokens when it is awaited; see ``init_tokens``.
@@ -471,7 +415,7 @@ class SyncReplicasOptimizer(Optimizer):
         """Put other numbers of tokens than ps 0 would put by itself."""
         if num_tokens == -1:
             return
-        step = self._global_step
+        step = self._group.global_step
         for scope in running_scopes() if step is None else ():
             step = global_step_of(scope)
         if step is None:
@@ -482,63 +426,18 @@ class SyncReplicasOptimizer(Optimizer):
         await self.init_tokens(step, num_tokens)
 
     def _applied(self, operation: str) -> Variable:
-        if self._global_step is None:
+        if self._group.global_step is None:
             raise ConfigurationError(
                 f"{operation} before apply_gradients of {self._name} was called in this process",
                 hint="ps 0 puts the tokens and closes the steps by itself; to put other numbers "
                 "of tokens first: `await optimizer.init_tokens(global_step, num_tokens)`",
             )
-        return self._global_step
+        return self._group.global_step
 
     def _checked_tokens(self, num_tokens: int) -> int:
         count = checked_count(self._name, "num_tokens", num_tokens)
-        self._sync.initial_tokens(count)
+        self._group.sync.initial_tokens(count)
         return count
-
-
-class ChiefQueueRunner:
-    """What a TensorFlow program starts on the chief to close steps. Here ps 0 does that.
-
-    Args:
-        global_step: Of the training.
-    """
-
-    def __init__(self, global_step: Variable) -> None:
-        self._global_step = global_step
-
-    async def run(self) -> None:
-        """Return when training has ended, or this task's connections are closed.
-
-        Raises:
-            ParameterServerLost: ps 0 is gone.
-
-        Cancellation: Safe.
-        """
-        runtime = await runtime_of("the chief's queue runner", self._global_step)
-        await runtime.sync.wait_ended()
-
-
-def _check_wrapped(name: object, opt: object) -> None:
-    """Refuse what cannot be wrapped.
-
-    Raises:
-        ConfigurationError: It is no optimizer, or one that waits for others itself.
-    """
-    if not isinstance(opt, Optimizer):
-        raise ConfigurationError(
-            f"{name}: expected one of psync.optimizers as opt, got {type(opt).__name__}"
-        )
-    if isinstance(opt, SyncReplicasOptimizer):
-        raise ConfigurationError(
-            f"{name}: opt {opt.get_name()!r} is synchronous already",
-            hint="wrap one of psync.optimizers",
-        )
-    if opt._staleness_bound is not None:
-        raise ConfigurationError(
-            f"{name}: opt {opt.get_name()!r} has a staleness bound, which is of no use here: "
-            "gradients of an earlier step are never applied",
-            hint="leave out staleness_bound",
-        )
 
 
 def _result(answer: Contributed) -> PushResult:

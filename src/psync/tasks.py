@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
-Layer: L4. Imports: errors, chief_presence, cluster, endpoint, environment, platform, process_loop,
-processes, ps_task, resolvers, task_output, task_reports, wire, worker_task.
+Layer: L4. Imports: errors, chief_presence, cluster, endpoint, environment, lifeline, platform,
+process_loop, ps_task, resolvers, task_output, task_reports, wire, worker_task.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
+from psync.lifeline import watch_lifeline
 from psync.platform import Platform
 from psync.process_loop import asked_first, end_of_run, run_loop
-from psync.processes import watch_lifeline
 from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
 from psync.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.task_reports import described_by

@@ -1,7 +1,7 @@
 """What a worker does for one coordinator: runs closures, one after the other.
 
-Layer: L3. Imports: errors, closure_inputs, context, failures, gang_member, iterators, payloads,
-platform, rpc, runtime, stacks, step_thread, wire.
+Layer: L3. Imports: errors, closure_inputs, closure_results, context, gang_member, iterators,
+payloads, platform, rpc, runtime, stacks, step_thread, wire.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
     worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
@@ -23,15 +23,15 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from psync.closure_inputs import ClosureInputs, HeldClosure, LoadedStep
+from psync.closure_results import CANCELLED, ClosureEnd, ResultsToSend, failed
 from psync.context import ClosureContext, enter_closure
 from psync.errors import ClosureCancelled, EndOfData, TransportError
-from psync.failures import describe_exception
 from psync.gang_member import GangMember
 from psync.iterators import IteratorTable
-from psync.payloads import EMPTY, Payload, check_size, pack
+from psync.payloads import check_size, pack
 from psync.platform import Platform
 from psync.rpc import Peer, Received
 from psync.runtime import Runtime
@@ -44,7 +44,6 @@ from psync.wire.worker_messages import (
     AskPosition,
     AttachWorker,
     CancelClosures,
-    ClosureResults,
     GiveBack,
     GivenBack,
     IteratorPosition,
@@ -68,17 +67,6 @@ CLOSE_TIMEOUT_S = 3.0
 
 class _CoordinatorGone(Exception):
     """A connection of the session is gone, and so the session is over."""
-
-
-class _Outcome(NamedTuple):
-    """How a closure ended, as it is reported."""
-
-    kind: str  # "ok", "error", "end_of_data" or "cancelled"
-    payload: Payload = EMPTY  # of the value, or of the exception
-    error: tuple[str, str, str] | None = None  # type name, message, traceback
-
-
-_CANCELLED = _Outcome("cancelled")
 
 
 class Session:
@@ -119,11 +107,7 @@ class Session:
         self._queue: deque[HeldClosure] = deque()
         self._running: HeldClosure | None = None
         self._wake = asyncio.Event()
-        self._results: list[tuple[int, str, int, tuple[str, str, str] | None]] = []
-        self._result_segments: list[Any] = []
-        self._result_bytes = 0
-        self._seconds: list[float] = []  # of the closures in ``_results`` that succeeded
-        self._updates: list[tuple[int, int]] = []  # of these: (id, calls) where there are any
+        self._results = ResultsToSend(control, bulk)
         self._loop = asyncio.get_running_loop()
         self._now = 0.0  # loop time when the last step ended
         self._last_turn = 0.0  # loop time when other callbacks had their turn
@@ -184,19 +168,19 @@ class Session:
         while not self._ended and (self._running is not None or self._queue):
             self._idle.clear()
             await self._idle.wait()
-        self._flush()
+        self._results.flush()
 
     def cancel_closures(self, message: CancelClosures) -> None:
         """Stop closures; those that have not started end at once."""
         for closure in self._take_queued(message.closures):
-            self._report(closure.id, _CANCELLED)
+            self._results.add(closure.id, CANCELLED)
         running = self._running
         if running is not None and running.id in message.closures:
             assert running.context is not None, "a running closure has a context"
             if not running.context.cancelled:
                 running.context.cancel()
                 self._runner.cancel()
-        self._flush()
+        self._results.flush()
 
     def release_iterators(self, message: ReleaseIterators) -> None:
         """Close iterators that nobody refers to any more."""
@@ -283,7 +267,7 @@ class Session:
     async def _run_queued(self) -> None:
         while not self._ended:
             if not self._queue or (self._leaving and self._queue[0].replica is None):
-                self._flush()
+                self._results.flush()
                 self._idle.set()
                 self._wake.clear()
                 await self._wake.wait()
@@ -294,8 +278,8 @@ class Session:
                 await self._run_one(self._running)
             finally:
                 self._running = None
-            if self._result_bytes > SMALL_BODY_BYTES:
-                self._flush()
+            if self._results.is_large:
+                self._results.flush()
                 if self.bulk.connection is not None:
                     await self.bulk.connection.wait_writable()
             if self._now - self._last_turn > TURN_S:
@@ -303,7 +287,7 @@ class Session:
 
     async def _turn(self) -> None:
         """Let results leave and requests arrive."""
-        self._flush()
+        self._results.flush()
         await asyncio.sleep(0)
         self._last_turn = self._loop.time()
 
@@ -322,7 +306,7 @@ class Session:
             )  # fmt: skip
         began = closure.began = self._loop.time()
         try:
-            outcome = await self._outcome(closure, context)
+            end = await self._end(closure, context)
         finally:
             context.close()
         await self._drain_pushes()
@@ -330,14 +314,13 @@ class Session:
             self._uncancel()
         self._running = None  # from here on there is nothing to cancel
         self._now = self._loop.time()
-        if outcome.kind == "ok":
-            self._seconds.append(self._now - began)
-            if calls := context.next_ordinal() - context.dropped:  # its number: those before it
-                self._updates.append((closure.id, calls))
-        self._report(closure.id, outcome)
+        if end.kind == "ok":
+            calls = context.next_ordinal() - context.dropped  # its number: those before it
+            self._results.note_success(closure.id, self._now - began, calls)
+        self._results.add(closure.id, end)
 
-    async def _outcome(self, closure: HeldClosure, context: ClosureContext) -> _Outcome:
-        """Run a closure to its end; whatever user code raises is an outcome."""
+    async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
+        """Run a closure to its end; whatever user code raises is one."""
         name = "the step"
         try:
             step = await self._inputs.step(closure.key)
@@ -349,7 +332,7 @@ class Session:
             value = await self._call(step, args, kwargs, context)
             self._failpoints.hit("worker.closure.end")
             if context.cancelled:  # it did not let itself be stopped
-                return _CANCELLED
+                return CANCELLED
             payload = pack(
                 value,
                 subject=f'the result of step "{name}"',
@@ -362,7 +345,7 @@ class Session:
             if self._ended:
                 raise
             if context.cancelled:
-                return _CANCELLED
+                return CANCELLED
             return self._failed("error", ClosureCancelled(f'step "{name}" cancelled itself'))
         except (_CoordinatorGone, KeyboardInterrupt):
             raise
@@ -371,10 +354,10 @@ class Session:
                 raise  # this coroutine itself is thrown away
             return self._failed("error", exc)
         except EndOfData as exc:
-            return _CANCELLED if context.cancelled else self._failed("end_of_data", exc)
+            return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
         except BaseException as exc:
-            return _CANCELLED if context.cancelled else self._failed("error", exc)
-        return _Outcome("ok", payload)
+            return CANCELLED if context.cancelled else self._failed("error", exc)
+        return ClosureEnd("ok", payload)
 
     async def _call(
         self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
@@ -430,35 +413,5 @@ class Session:
         except TransportError as exc:
             raise _CoordinatorGone from exc
 
-    def _failed(self, kind: str, exc: BaseException) -> _Outcome:
-        described = describe_exception(exc, main_by_name=self._main_by_name)
-        return _Outcome(
-            kind,
-            described.payload or EMPTY,
-            (described.type_name, described.message, described.traceback_text),
-        )
-
-    def _report(self, closure_id: int, outcome: _Outcome) -> None:
-        """Gather a result; it leaves with the next turn of the loop at the latest."""
-        if not self._results:
-            self._loop.call_soon(self._flush)
-        segments = outcome.payload.segments
-        self._results.append((closure_id, outcome.kind, len(segments), outcome.error))
-        if segments:
-            self._result_segments += segments
-            self._result_bytes += outcome.payload.nbytes
-        if outcome.error is not None:  # texts add up in the header, whose size is limited
-            self._flush()
-
-    def _flush(self) -> None:
-        """Send the results that have gathered."""
-        if not self._results:
-            return
-        mean = sum(self._seconds) / len(self._seconds) if self._seconds else 0.0
-        lane = self.bulk if self._result_bytes > SMALL_BODY_BYTES else self.control
-        lane.notify(
-            ClosureResults(self._results, mean, self._updates or None), self._result_segments
-        )
-        self._updates = []
-        self._results, self._result_segments, self._seconds = [], [], []
-        self._result_bytes = 0
+    def _failed(self, kind: str, exc: BaseException) -> ClosureEnd:
+        return failed(kind, exc, main_by_name=self._main_by_name)

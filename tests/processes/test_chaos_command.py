@@ -40,6 +40,36 @@ def test_without_dedup_updates_are_counted_twice_and_the_run_says_how_to_repeat_
     assert "again: " in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("scene", "without", "seen", "fault"),
+    [
+        (
+            "torn", "commit_marker", "the chief died while it saved, and went on from ckpt-",
+            "FAULT: rows: closure 0 was counted 0 times, expected 1",
+        ),
+        (
+            "late", "timeline", "late updates came to ps 0",
+            " was counted 1 times on ps 0 and 0 times on ps 1",
+        ),
+        (
+            "alone", "replica_ack", "when its backup did not hear of it any more",
+            " was counted 0 times on ps 0 and 1 times on ps 1",
+        ),
+    ],
+)  # fmt: skip
+def test_a_scene_is_seen_to_end_badly_only_without_the_safeguard_that_it_is_about(
+    scene: str, without: str, seen: str, fault: str, tmp_path: Path
+) -> None:
+    ended = chaos(tmp_path / "with", "--scene", scene)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert seen in ended.stdout
+    assert "nothing was found" in ended.stdout
+    ended = chaos(tmp_path / "without", "--scene", scene, "--without", without)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert seen in ended.stdout
+    assert fault in ended.stdout
+
+
 def test_fewer_deaths_than_were_asked_for_are_a_fault(tmp_path: Path) -> None:
     options = ("--minutes", "0.01", "--recovery", "none", "--no-losses", "--failpoints", "none")
     ended = chaos(tmp_path, *options, "--at-least", "worker=100")

@@ -189,18 +189,25 @@ def _types_of(annotation: Any) -> frozenset[type] | None:
 def _row_check(checks: Sequence[Check]) -> Check:
     """Return the predicate for a list whose items have a check each.
 
-    Rows of the same types as one that fitted fit too, unless there is something to open.
+    Rows of the same types as one that fitted fit too, but for what must be opened.
     """
-    known: set[tuple[type, ...]] = set()
+    known: dict[tuple[type, ...], tuple[tuple[int, Check], ...]] = {}  # types → what to open
 
     def fits(row: list[Any]) -> bool:
         kinds = tuple(map(type, row))
-        if kinds in known:
+        to_open = known.get(kinds)
+        if to_open is not None:
+            for index, check in to_open:
+                if not check(row[index]):
+                    return False
             return True
         if len(row) != len(checks) or not all(map(_apply, checks, row)):
             return False
-        if list not in kinds and dict not in kinds:
-            known.add(kinds)
+        known[kinds] = tuple(
+            (index, check)
+            for index, (kind, check) in enumerate(zip(kinds, checks, strict=True))
+            if kind is list or kind is dict
+        )
         return True
 
     return fits

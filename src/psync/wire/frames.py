@@ -258,8 +258,7 @@ class FrameDecoder:
     def _begin_body(self, frame: Frame, body_len: int) -> Frame | None:
         """Take from scratch what is there of the body; return the frame if that was all."""
         targets = self._sink(frame)
-        there = min(self._end - self._start, body_len)
-        body = self._scratch[self._start : self._start + there]
+        start, there = self._start, min(self._end - self._start, body_len)
         self._start += there
         self._frame = frame
         if targets is None:
@@ -269,6 +268,13 @@ class FrameDecoder:
             raise LocalProtocolError(
                 f"{sum(map(len, targets))} bytes of memory given for a body of {body_len}"
             )
+        if there == body_len:  # as most small ones are: nothing is still to come
+            for target in targets:
+                end = start + len(target)
+                target[:] = self._scratch[start:end]
+                start = end
+            return self._body_done()
+        body = self._scratch[start : start + there]
         self._targets, self._target, self._filled = targets, 0, 0
         while there:
             target = targets[self._target]
@@ -278,7 +284,7 @@ class FrameDecoder:
             there -= count
             self._advance(count)
         self._advance(0)  # past empty targets at the front
-        return None if self._targets else self._body_done()
+        return None
 
     def _compact(self, need: int) -> None:
         """Move what is unread to the front of a scratch buffer of at least ``need`` bytes."""

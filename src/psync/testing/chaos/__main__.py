@@ -21,6 +21,7 @@ from psync.testing.chaos import one_run
 from psync.testing.chaos.killer import KillPlan
 from psync.testing.chaos.one_run import LOSSES, Result, RunPlan
 from psync.testing.chaos.program import Settings
+from psync.testing.chaos.scenes import SCENES
 from psync.testing.chaos.summary import deaths_of, summary
 
 WORKER_POINTS = {
@@ -60,6 +61,10 @@ DRAWN, NONE = "drawn", "none"
 @click.option(
     "--failpoints", default=DRAWN, help="As in PSYNC_FAILPOINTS; none; or drawn from the seed."
 )
+@click.option(
+    "--scene", type=click.Choice(["", *SCENES]), default="",
+    help="One fault by a script, instead of kills and losses by chance: see docs/testing.md.",
+)  # fmt: skip
 @click.option("--without", default="", help="As in PSYNC_TESTING_WITHOUT.")
 @click.option(
     "--at-least", default="", help="Fewer deaths than these are a fault: worker=50,ps=20,chief=5."
@@ -73,7 +78,7 @@ DRAWN, NONE = "drawn", "none"
 def main(
     seed: int, minutes: float, mode: str, recovery: str, attach: bool, num_ps: int,
     num_workers: int, pause: float, jobs: str, signals: str, losses: bool, cuts: float,
-    failpoints: str, without: str, at_least: str, log_level: str, out: str,
+    failpoints: str, scene: str, without: str, at_least: str, log_level: str, out: str,
 ) -> None:  # fmt: skip
     """Train on real processes while these are killed, stopped and cut off; then look what is left.
 
@@ -83,6 +88,8 @@ def main(
     again = shlex.join([sys.executable, "-m", "psync.testing.chaos", *sys.argv[1:]])
     left = out or tempfile.mkdtemp(prefix="psync-chaos-")
     modes = ["async", "sync"] if mode == "both" else [mode]
+    if scene and (attach or recovery != "checkpoint" or modes != ["async"]):
+        raise click.UsageError("--scene: it brings a mode and a way of recovery of its own")
     if recovery == "replica" and (attach or modes != ["async"]):
         raise click.UsageError("--recovery replica: only with --mode async, and without --attach")
     kills = KillPlan()
@@ -107,7 +114,7 @@ def main(
             LOSSES if losses and recovery != "replica" else None,
             "" if points == NONE else points, without, cuts, log_level,
         )  # fmt: skip
-        result = asyncio.run(one_run.run(plan))
+        result = asyncio.run(one_run.run(one_run.staged(plan, scene) if scene else plan))
         print(summary(result, again), flush=True)
         results.append(result)
     missing = _missing(results, _shares(at_least))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import numpy as np
 from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
+from psync.testing.chaos.scenes import SCENES, NotPlayed, Stage
 from psync.testing.chaos.victims import Victim, victims_of
 from psync.testing.chaos_proxy import ChaosProxy
 from psync.testing_notes import notes_in
@@ -53,6 +55,17 @@ class RunPlan:
     without: str = ""
     cuts_pause_s: float = 0.0  # mean seconds between two faults of a proxy; 0: there are no proxies
     log_level: str = "warning"
+    scene: str = ""  # of ``scenes``, which is played instead of what the killer does
+
+
+def staged(plan: RunPlan, name: str) -> RunPlan:
+    """Return the plan with all that a scene needs."""
+    scene = SCENES[name]
+    settings = dataclasses.replace(plan.settings, **scene.settings)
+    losses = scene.losses_in(Path(settings.directory))
+    return dataclasses.replace(
+        plan, scene=name, settings=settings, losses=losses, failpoints=scene.failpoints
+    )
 
 
 @dataclass
@@ -88,7 +101,11 @@ async def run(plan: RunPlan) -> Result:
             killer = Killer(launcher.pid, directory, tasks, plan.kills, rng)
             result.kills = killer.kills
             result.proxies = proxies
-            await _unless_it_ends(launcher, _chaos(killer, proxies, plan))
+            if plan.scene:
+                stage = Stage(launcher.pid, directory, result.kills)
+                await _unless_it_ends(launcher, _play(plan.scene, stage, result))
+            else:
+                await _unless_it_ends(launcher, _chaos(killer, proxies, plan))
             result.passed_over = killer.passed_over
             await asyncio.to_thread((directory / program.STOP).touch)
             async with asyncio.timeout(END_S):
@@ -109,6 +126,14 @@ async def run(plan: RunPlan) -> Result:
 
 class _Over(Exception):
     """The run has ended before its time."""
+
+
+async def _play(name: str, stage: Stage, result: Result) -> None:
+    """Play a scene; the run goes on to its end in any case."""
+    try:
+        result.checked.append(await SCENES[name].play(stage))
+    except NotPlayed as exc:
+        result.faults.append(f"scene {name}: {exc}")
 
 
 @contextlib.asynccontextmanager

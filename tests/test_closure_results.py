@@ -1,0 +1,84 @@
+"""Results gather for one turn of the loop, and leave together by the connection that suits them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.closure_results import CANCELLED, ClosureEnd, ResultsToSend, failed
+from psync.payloads import pack
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.worker_messages import ClosureResults
+
+
+class Lane:
+    """Takes messages in place of a connection."""
+
+    def __init__(self) -> None:
+        self.told: list[ClosureResults] = []
+        self.segments: list[Sequence[Any]] = []
+
+    def notify(self, message: Message, segments: Sequence[Any] = ()) -> None:
+        assert isinstance(message, ClosureResults)
+        self.told.append(message)
+        self.segments.append(segments)
+
+
+def results_of() -> tuple[ResultsToSend, Lane, Lane]:
+    control, bulk = Lane(), Lane()
+    return ResultsToSend(control, bulk), control, bulk  # type: ignore[arg-type]
+
+
+def value(content: object) -> ClosureEnd:
+    return ClosureEnd(
+        "ok", pack(content, subject="it", receiver="the coordinator", main_by_name=False)
+    )
+
+
+async def test_results_of_one_turn_leave_in_one_message_with_their_mean() -> None:
+    results, control, bulk = results_of()
+    for closure_id, seconds, calls in ((3, 1.0, 0), (4, 2.0, 2)):
+        results.note_success(closure_id, seconds, calls)
+        results.add(closure_id, value(closure_id))
+    results.add(5, CANCELLED)
+    assert (len(results), control.told) == (3, [])
+    await asyncio.sleep(0)
+    (message,) = control.told
+    assert [result[:2] for result in message.results] == [(3, "ok"), (4, "ok"), (5, "cancelled")]
+    assert sum(result[2] for result in message.results) == len(control.segments[0])
+    assert (message.mean_seconds, message.updates) == (1.5, [(4, 2)])
+    assert (len(results), bulk.told) == (0, [])
+
+
+async def test_what_was_told_is_not_told_again() -> None:
+    results, control, _ = results_of()
+    results.flush()
+    results.note_success(1, 1.0, 1)
+    results.add(1, value(1))
+    results.flush()
+    results.add(2, CANCELLED)
+    results.flush()
+    await asyncio.sleep(0)
+    first, second = control.told
+    assert (first.mean_seconds, first.updates) == (1.0, [(1, 1)])
+    assert (second.mean_seconds, second.updates) == (0.0, None)
+
+
+async def test_large_results_leave_by_the_bulk_connection() -> None:
+    results, control, bulk = results_of()
+    results.add(1, value(np.zeros(SMALL_BODY_BYTES + 1, np.uint8)))
+    assert results.is_large
+    results.flush()
+    assert (len(bulk.told), control.told, results.is_large) == (1, [], False)
+
+
+async def test_an_error_leaves_at_once_with_its_text_and_its_exception() -> None:
+    results, control, _ = results_of()
+    results.add(1, failed("error", ValueError("wrong"), main_by_name=False))
+    ((_, kind, count, error),) = control.told[0].results
+    assert (kind, error and error[:2]) == ("error", ("ValueError", "wrong"))
+    assert count == len(control.segments[0]) > 0
