@@ -1,4 +1,4 @@
-"""Synchronous steps with backups: whichever ps dies, each push counts once, everywhere or nowhere."""
+"""Synchronous steps with backups: whichever ps dies, a push counts once, everywhere or nowhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory_cluster import event_of
-from test_replica_recovery import ReplicaCluster, replicated
+from replica_cluster import ReplicaCluster, replicated
 
 import psync
 from psync.events import FailoverEvent
