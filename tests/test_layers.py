@@ -65,8 +65,8 @@ LAYERS = {
         "image_service", "adoption_service", "replica_host", "served_service", "ps_report",
         "ps_task", "step_thread", "gang_member", "closure_inputs", "closure_results",
         "worker_session", "worker_leave", "worker_task", "remote_value", "closure_messages",
-        "closure_timeout", "watchdog", "closure_service", "gang_merges", "gang_runner", "joins",
-        "worker_links", "cluster_links", "schedule_reporter", "events", "ps_recovery",
+        "closure_timeout", "watchdog", "closure_service", "gang_merges", "gang_run", "gang_runner",
+        "joins", "worker_links", "cluster_links", "schedule_reporter", "events", "ps_recovery",
         "replica_recovery", "coordinator", "session_links",
     ],
     "L4 user API": [
@@ -83,7 +83,7 @@ LAYERS = {
         "training_progress", "evaluation", "trainer", "task_output", "lifeline", "task_process",
         "processes", "testing.deadlock", "testing.segments", "testing.loop_base", "testing.clock",
         "testing.memory_transport", "testing.link", "testing.network", "testing.chaos_proxy",
-        "testing", "process_loop", "tasks", "local", "__init__",
+        "testing", "process_loop", "own_task", "shut_down", "tasks", "local", "__init__",
     ],
     "L5 edge": [
         "launcher", "bench.draws", "bench.digits", "bench.modes", "bench.training", "bench.checks",

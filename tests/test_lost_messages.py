@@ -15,7 +15,7 @@ from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, 
 
 from psync.endpoint import Endpoint
 from psync.errors import ConfigurationError, ConnectionLost
-from psync.lost_messages import FORMS, LOOK_EVERY_S, VARIABLE, LossyServer, MessageLosses
+from psync.lost_messages import FORMS, LOOK_EVERY_S, SLOW_S, VARIABLE, LossyServer, MessageLosses
 from psync.platform import Platform
 from psync.rpc import Handler, Peer, Reply
 from psync.serving import RequestServer
@@ -148,6 +148,24 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
     notes.close()
 
 
+async def test_a_slow_request_is_served_after_one_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        numbers.append(message.sequence)
+        return Reply(Done())
+
+    slowness = iter([0.02, 0.01])
+    monkeypatch.setattr(MessageLosses, "slowness", lambda _: next(slowness))
+    async with losing("memory", tmp_path, {"Push": {"slow": 1}}, {Push: Handler(served)}) as peer:
+        await asyncio.gather(
+            *(peer.call(dataclasses.replace(push(), sequence=number)) for number in (1, 2))
+        )
+    assert numbers == [2, 1]
+
+
 async def test_kinds_that_are_not_named_come_through(tmp_path: Path) -> None:
     served = Served()
     async with losing("memory", tmp_path, {"Assign": {"request": 1}}, {Push: Handler(served)}) as p:
@@ -186,6 +204,14 @@ def test_the_same_seed_loses_the_same() -> None:
     counts = Counter(first)
     assert all(20 < counts[form] < 90 for form in FORMS)
     assert counts[None] > 700
+
+
+def test_how_slow_a_request_is_comes_from_the_seed() -> None:
+    first, second = (MessageLosses({"Push": {"slow": 1}, "seed": 5}) for _ in range(2))
+    drawn_s = [(first.draw("Push"), first.slowness()) for _ in range(9)]
+    assert drawn_s == [(second.draw("Push"), second.slowness()) for _ in range(9)]
+    assert {form for form, _ in drawn_s} == {"slow"}
+    assert all(0 <= seconds <= SLOW_S for _, seconds in drawn_s)
 
 
 def test_rare_kinds_get_their_minimum_of_each_form() -> None:

@@ -16,8 +16,10 @@ import psync
 from psync import Outcome, SyncReplicasOptimizer, optimizers
 from psync.blocks import BlockPool
 from psync.ps_client import PsClient
+from psync.ps_link import always
 from psync.pulled_ahead import PulledAhead, Values
 from psync.specs import VariableSpec
+from psync.wire.messages import AskStatistics
 from psync.wire.ps_messages import Pull
 from tests.ps_cluster import PsCluster, assign, heard, pull
 
@@ -51,7 +53,7 @@ async def kept() -> AsyncIterator[Kept]:
         ahead.arrivals = 1
         wanted = ahead.want()
         assert wanted is not None
-        client.links[0].num_calls += 1  # the push
+        client.links[0].num_calls += 2  # the push, and its answer
         wanted.receive(BlockPool())
         ahead.put(wanted, 9, 3)
         yield Kept(cluster, client, ahead, v)
@@ -81,6 +83,18 @@ class TestKeeping:
     async def test_whatever_else_is_asked_of_a_ps_drops_them(self) -> None:
         async with kept() as k:
             await assign(k.client, k.v, np.ones(4, np.float32))
+            assert k.take() is None
+
+    async def test_an_answer_to_what_was_asked_before_the_push_drops_them(self) -> None:
+        async with kept() as k:
+            asked = asyncio.create_task(k.client.links[1].call(always(AskStatistics())))
+            await asyncio.sleep(0)  # it is under way, and says later what is there then
+            wanted = k.ahead.want()
+            assert wanted is not None
+            k.client.links[0].num_calls += 2
+            wanted.receive(BlockPool())
+            k.ahead.put(wanted, 9, 3)
+            await asked
             assert k.take() is None
 
     async def test_a_new_connection_drops_them(self) -> None:

@@ -1,7 +1,7 @@
 """Runs gangs: one after the other, each on all workers that live when its turn comes.
 
-Layer: L3. Imports: errors, closure_messages, closures, distributed_values, failures,
-functions, gang_merges, gangs, payloads, remote_value, replica_context, rpc, wire.
+Layer: L3. Imports: errors, closure_messages, closures, distributed_values, failures, functions,
+gang_merges, gang_run, gangs, payloads, remote_value, replica_context, rpc, wire.
 
     coordinator → RunReplica to each worker, then CancelClosures if need be
     worker      → ReachCollective (a request, answered when all are there), ClosureResults
@@ -14,27 +14,25 @@ the coordinator.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from psync.closure_messages import ReplicaCall
-from psync.closures import Action, Barrier, Closure, ClosureQueue, Replica
+from psync.closures import Action, Closure, ClosureQueue, Replica
 from psync.distributed_values import local_results, regroup
 from psync.errors import (
     ClosedError,
     ClosureCancelled,
-    ClosureInputError,
     FencedError,
     PsyncError,
-    ReplicaValueError,
     UsageError,
 )
 from psync.failures import text_of
-from psync.functions import Function, FunctionTable
+from psync.functions import FunctionTable
 from psync.gang_merges import merge
+from psync.gang_run import Arrival, GangRun, fail
 from psync.gangs import Answer, Gang, GangAction, GangState, Merge, Refuse, Stop, StopMerging
 from psync.payloads import Payload, check_size, pack_arguments
 from psync.remote_value import RemoteValue
@@ -71,46 +69,6 @@ class GangOwner(Protocol):
         """What runs where, and what else is waited for."""
 
 
-class _Arrival(NamedTuple):
-    """A replica in a collective, until it is answered."""
-
-    payload: Payload  # (function, value)
-    answer: asyncio.Future[Reply]
-
-
-class _Run:
-    """One call of ``run``."""
-
-    def __init__(
-        self, strategy: Any, function: Function, arguments: list[Payload], barrier: Barrier
-    ) -> None:
-        self.strategy = strategy
-        self.function = function
-        self.arguments = arguments  # for each replica, or one for all
-        self.barrier = barrier  # its place in the queue
-        self.context = contextvars.copy_context()  # of the caller: merge functions run in it
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Once it has begun:
-        self.gang: Gang | None = None
-        self.closures: list[Replica] = []
-        self.values: list[RemoteValue] = []
-        self.arrivals: list[dict[int, _Arrival]] = []  # of each replica, those not answered
-        self.num_arrived: list[int] = []  # collectives that each replica has come to
-        self.replies: dict[int, list[Reply]] = {}  # by number; for each replica
-        self.merges: dict[int, asyncio.Task[None]] = {}
-
-    def replica_of(self, closure_id: int) -> int | None:
-        first = self.closures[0].id if self.closures else 0
-        return closure_id - first if 0 <= closure_id - first < len(self.closures) else None
-
-    def tell(self, error: BaseException | None) -> None:
-        """Let the caller go on, unless it was told before."""
-        if error is not None:
-            _fail(self.ended, error)
-        elif not self.ended.done():
-            self.ended.set_result(None)
-
-
 class GangRunner:
     """The gangs of one coordinator. True while there is one.
 
@@ -136,7 +94,7 @@ class GangRunner:
         self._owner = owner
         self._limits = limits
         self._main_by_name = main_by_name
-        self._runs: deque[_Run] = deque()  # the first may run
+        self._runs: deque[GangRun] = deque()  # the first may run
         self._looking = False
         self._closed = False
 
@@ -159,7 +117,7 @@ class GangRunner:
         if self._queue.ending is not None:
             raise self._cancelled()
         self._owner.prepare()
-        run = _Run(strategy, function, arguments, self._queue.add_barrier())
+        run = GangRun(strategy, function, arguments, self._queue.add_barrier())
         self._runs.append(run)
         self.look(())
         try:
@@ -171,7 +129,7 @@ class GangRunner:
         run.ended.result()
         return regroup([value.result() for value in run.values])
 
-    async def _wait(self, run: _Run) -> None:
+    async def _wait(self, run: GangRun) -> None:
         """Wait until nothing is left of a gang; say on whom, if it takes long."""
         while not run.ended.done():
             await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
@@ -242,9 +200,9 @@ class GangRunner:
             payloads.append(payload)
         return payloads
 
-    def _begin(self, run: _Run, workers: Sequence[str]) -> None:
+    def _begin(self, run: GangRun, workers: Sequence[str]) -> None:
         try:
-            arguments = self._arguments_for(run, len(workers))
+            arguments = run.arguments_for(len(workers))
         except PsyncError as exc:
             self._end(run, exc)
             return
@@ -259,38 +217,14 @@ class GangRunner:
             run.num_arrived.append(0)
         self._owner.perform(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
 
-    def _arguments_for(self, run: _Run, count: int) -> list[Payload]:
-        """Return the arguments of each of so many replicas.
-
-        Raises:
-            ReplicaValueError: There are values for another number of replicas.
-            ClosureInputError: A RemoteValue among them has no value, and never will.
-        """
-        for payload in run.arguments:
-            for value in payload.remote_values:
-                if value.payload is None:  # all closures before the gang are final
-                    cause = value.closure.error
-                    raise ClosureInputError(
-                        f'run of "{run.function.name}": its input, {value.closure}, has no value'
-                    ) from cause
-        if len(run.arguments) == 1:
-            return run.arguments * count
-        if len(run.arguments) != count:
-            raise ReplicaValueError(
-                f'run of "{run.function.name}": there are arguments for {len(run.arguments)} '
-                f"replicas, but {count} workers",
-                hint="workers have come or gone since the values were made; make them anew",
-            )
-        return run.arguments
-
-    def _end(self, run: _Run, error: BaseException | None) -> None:
+    def _end(self, run: GangRun, error: BaseException | None) -> None:
         """Nothing of a gang is left; ``error`` is what its caller is told."""
         self._runs.remove(run)
         run.tell(error)
         self._owner.perform(self._queue.open_barrier(run.barrier))
         self.look(())
 
-    def _abandon(self, run: _Run, error: Exception) -> None:
+    def _abandon(self, run: GangRun, error: Exception) -> None:
         """The caller, or the coordinator, wants no more of it; replicas may take time to stop."""
         if run.gang is None:
             self._end(run, error)
@@ -333,13 +267,13 @@ class GangRunner:
         if not self._owner.is_current(peer) or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        arrival = _Arrival(Payload.from_segments(segments), answer)
+        arrival = Arrival(Payload.from_segments(segments), answer)
         run.arrivals[replica][run.num_arrived[replica]] = arrival
         run.num_arrived[replica] += 1
         self._perform(run, run.gang.arrive(replica, message.what))
         return self._answer(run, replica, answer)
 
-    async def _answer(self, run: _Run, replica: int, answer: asyncio.Future[Reply]) -> Reply:
+    async def _answer(self, run: GangRun, replica: int, answer: asyncio.Future[Reply]) -> Reply:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -350,7 +284,7 @@ class GangRunner:
                 self._perform(run, run.gang.gave_up(replica))
             raise
 
-    def _perform(self, run: _Run, actions: Sequence[GangAction]) -> None:
+    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
         gang = run.gang
         assert gang is not None, "a gang acts when it has begun"
         for action in actions:
@@ -367,7 +301,7 @@ class GangRunner:
             elif isinstance(action, Refuse):
                 for replica in action.replicas:
                     for arrival in run.arrivals[replica].values():
-                        _fail(arrival.answer, action.error)
+                        fail(arrival.answer, action.error)
             elif isinstance(action, StopMerging):
                 for task in run.merges.values():
                     task.cancel()
@@ -383,7 +317,7 @@ class GangRunner:
         if gang.state is GangState.ENDED and self._runs and self._runs[0] is run:
             self._end(run, gang.error)
 
-    async def _merge(self, run: _Run, number: int) -> None:
+    async def _merge(self, run: GangRun, number: int) -> None:
         """Call the function of a collective, and let its result be answered."""
         assert run.gang is not None, "a gang has begun whose replicas are all there"
         try:
@@ -397,10 +331,3 @@ class GangRunner:
         finally:
             del run.merges[number]
             self._perform(run, run.gang.merged(number))
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """End it with an error, if it has not ended; nobody may be there any more to see it."""
-    if not future.done():
-        future.set_exception(error)
-        future.exception()

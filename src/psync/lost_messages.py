@@ -10,6 +10,7 @@ message cuts the connection at that moment, on the side of who serves it:
     reply       when the answer is known, instead of sending   nothing            yes
     in_flight   when the handler begins, which works on        nothing            not yet, but soon
     late        when the request is there whole                nothing            not yet, but once
+    slow        not at all                                     the answer         later than it came
 
 ``PSYNC_TESTING_LOSS`` is JSON: for each kind of request (the name of its message, or "*" for all
 that are not named) how often which form is drawn, and how often each form happens at least
@@ -19,7 +20,8 @@ that are not named) how often which form is drawn, and how often each form happe
 
 A *late* request is served when the file is there that "until" names, in the order in which they
 came: as if it had been on its way until then, or in the buffer of a kernel whose process was
-stopped. Its caller has long given it up, and sent it again. Nothing is late unless a share says so.
+stopped. Its caller has long given it up, and sent it again. Of a *slow* one nothing is lost, it is
+served up to SLOW_S later. Nothing is late or slow unless a share says so.
 
     {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
 
@@ -35,7 +37,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import logging
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -49,12 +50,14 @@ from psync.testing_notes import Notes
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Frame, Kind
 
-logger = logging.getLogger(__name__)
-
 VARIABLE = "PSYNC_TESTING_LOSS"
 
 FORMS = ("request", "reply", "in_flight")
-LATE = "late"
+LATE, SLOW = "late", "slow"
+SHARED = (*FORMS, LATE, SLOW)
+"""What can be given shares; the minimum is for those forms in which something is lost."""
+
+SLOW_S = 0.1
 
 ANY = "*"
 
@@ -126,6 +129,10 @@ class MessageLosses:
             self._notes.add("lost", kind, form)
         return form
 
+    def slowness(self) -> float:
+        """Return by how many seconds a slow request is served later."""
+        return self._random.random() * SLOW_S
+
     def when_it_is_time(self, kind: str, serve: Callable[[], None]) -> None:
         """Serve a late request once the file is there, after those that came before it."""
         self._late.append((kind, serve))
@@ -147,7 +154,7 @@ class MessageLosses:
         for form in FORMS:
             if self.lost[kind, form] < rates.get("min_each", 0):
                 return form
-        for form in (*FORMS, LATE):
+        for form in SHARED:
             drawn -= rates.get(form, 0.0)
             if drawn < 0:
                 return form
@@ -179,6 +186,10 @@ class LossyServer(RequestServer):
             self._cut(f"the request {kind} is late")
             self._losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
             return
+        if form == SLOW:
+            after_s = self._losses.slowness()
+            asyncio.get_running_loop().call_later(after_s, self._serve_late, frame)
+            return
         if form == "in_flight":
             self._cut(f"the reply to {kind} was lost while it was worked on")
         elif form == "reply" and frame.kind == Kind.REQUEST:
@@ -190,8 +201,8 @@ class LossyServer(RequestServer):
     def _serve_late(self, frame: Frame) -> None:
         try:
             super().serve(frame)
-        except PsyncError as exc:  # of a connection that is gone: nobody is to be told
-            logger.info("a late %s was refused: %s", type(frame.token).__name__, exc)
+        except PsyncError as exc:
+            self._connection.abort(exc)  # if it is there still
 
     def _answer(self, request_id: int, reply: Reply | None) -> None:
         if request_id in self._silent:
@@ -220,12 +231,12 @@ def _checked(name: str, rates: Any) -> Mapping[str, float]:
         isinstance(value, int | float)
         and not isinstance(value, bool)
         and (value >= 0 and value == int(value) if key == "min_each" else 0 <= value <= 1)
-        and key in (*FORMS, LATE, "min_each")
+        and key in (*SHARED, "min_each")
         for key, value in rates.items()
     )
-    if not fits or sum(rates.get(form, 0) for form in (*FORMS, LATE)) > 1:
+    if not fits or sum(rates.get(form, 0) for form in SHARED) > 1:
         raise ConfigurationError(
-            f"{VARIABLE}: {name}: expected shares of {', '.join((*FORMS, LATE))} that make at most "
+            f"{VARIABLE}: {name}: expected shares of {', '.join(SHARED)} that make at most "
             f"1, and a whole number min_each, got {rates!r}"
         )
     checked: Mapping[str, float] = rates

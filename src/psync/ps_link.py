@@ -82,7 +82,7 @@ class PsLink:
         self._closed = False
         self._asking: set[asyncio.Task[None]] = set()
         self._released: asyncio.Event | None = None  # while ordinary calls are held back
-        self.num_calls = 0  # requests so far, and connections
+        self.num_calls = 0  # requests so far, answers, and connections
 
     @property
     def state(self) -> str:
@@ -252,6 +252,8 @@ class PsLink:
                 for number in set_ids:
                     _note_known(peer, number)
                 return received
+            finally:
+                self.num_calls += 1
             if losses > 1:
                 await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
 

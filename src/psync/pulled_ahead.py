@@ -7,7 +7,8 @@ sent, and taken later. That must make no difference to who pulls, so the values 
 the pull is the very next thing that this task does with the ps tasks, and has begun in a closure
 that was here when the push was sent: what a program did before it scheduled the closure, or before
 it gave it its inputs, is in the values then. So are all updates of this task, none of which may be
-under way when the push is sent.
+under way when the push is sent. Nor has it heard of anything later from a ps: whatever else is
+answered after the push was sent drops the values, too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class PulledAhead:
             return None
         if any(link.has_updates for link in self._links):
             return None
-        return Wanted(plan, self.arrivals, self._calls() + 1)
+        return Wanted(plan, self.arrivals, self._calls() + 2)  # the push, and its answer
 
     def put(self, wanted: Wanted, group: int, step: int) -> None:
         """The push was answered, with values if there were any, of a step."""

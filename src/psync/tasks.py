@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
-Layer: L4. Imports: errors, chief_presence, cluster, endpoint, environment, lifeline, platform,
-process_loop, ps_task, resolvers, task_output, task_reports, wire, worker_task.
+Layer: L4. Imports: errors, chief_presence, environment, lifeline, own_task, platform, process_loop,
+ps_task, resolvers, shut_down, task_output, task_reports, worker_task.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from psync.chief_presence import chief_timeouts, until_told
-from psync.cluster import ClusterSpec, task_name
-from psync.endpoint import Endpoint
 from psync.environment import (
     added_workers,
-    newest_incarnation,
     note_incarnation,
     platform_of,
     run_over,
@@ -42,12 +38,13 @@ from psync.errors import (
     UsageError,
 )
 from psync.lifeline import watch_lifeline
+from psync.own_task import OwnTask, own_task
 from psync.platform import Platform
 from psync.process_loop import asked_first, end_of_run, run_loop
-from psync.resolvers import ClusterResolver, TFConfigClusterResolver, training_cluster
+from psync.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.shut_down import shut_down
 from psync.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.task_reports import described_by
-from psync.wire.messages import Shutdown
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +56,6 @@ T = TypeVar("T")
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
 """What is wrong with the cluster rather than with the program."""
-
-SHUTDOWN_TIMEOUT_S = 2.0
-"""How long the chief waits, at its end, for each task to hear that it should exit."""
 
 
 def run(
@@ -111,10 +105,10 @@ def run(
                 hint="psync.run(main) with `async def main():`",
             )
     try:
-        resolver, cluster, job, index = _own_task(resolver)
-        launched = _prepare_process(job, index)
+        own = own_task(resolver)
+        job = own.job
+        launched = _prepare_process(own)
         if job == "chief" or (on_workers and job == "worker"):
-            own = OwnTask(resolver, cluster, job, index)
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
             return run_loop(
@@ -124,7 +118,7 @@ def run(
         serving = (
             _evaluate(evaluator)
             if job == "evaluator"
-            else partial(_serve, resolver, cluster, job, index, insecure=False, shared=True)
+            else partial(_serve, own, insecure=False, shared=True)
         )
         run_loop(serving, terminated_code=0)
         sys.exit(0)
@@ -136,27 +130,6 @@ def run(
         if job == "chief" and not on_workers:
             raise
         _exit(exc, 1)  # something went wrong elsewhere, and is said there
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTask:
-    """Who this process is."""
-
-    resolver: ClusterResolver
-    cluster: ClusterSpec
-    job: str
-    index: int
-
-    @property
-    def leads(self) -> bool:
-        """Whether the others exit when it does: the chief, or worker 0 where there is none."""
-        first = (self.job, self.index) == ("worker", 0) and "chief" not in self.cluster.jobs
-        return self.job == "chief" or first
-
-    @property
-    def address(self) -> str:
-        """Where it is known."""
-        return self.cluster.task_address(self.job, self.index)
 
 
 async def _run_main(
@@ -176,7 +149,7 @@ async def _run_main(
         raise
     finally:
         if tasks_end:
-            await _shut_down(own, stopping, began)
+            await shut_down(own, stopping, began)
 
 
 def _evaluate(evaluator: Callable[[], Awaitable[Any]] | None) -> Callable[[], Awaitable[Any]]:
@@ -216,9 +189,8 @@ async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = Fal
 
     Cancellation: Updates that have begun are finished, then everything is closed.
     """
-    resolver = resolver or TFConfigClusterResolver()
-    cluster, job, index = _described(resolver)
-    await _serve(resolver, cluster, job, index, insecure=insecure, shared=False)
+    own = own_task(resolver or TFConfigClusterResolver())
+    await _serve(own, insecure=insecure, shared=False)
 
 
 def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> None:
@@ -231,41 +203,29 @@ def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -
     Raises:
         ConfigurationError, TrainingEnded: As ``serve``.
     """
-    resolver = TFConfigClusterResolver()
-    cluster, job, index = _described(resolver)
+    own = own_task(TFConfigClusterResolver())
     _watch_launcher()
     run_loop(
-        lambda: _serve(
-            resolver, cluster, job, index,
-            insecure=insecure, shared=False, chief_timeout=chief_timeout,
-        ),
+        lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
         terminated_code=0,
-    )  # fmt: skip
+    )
 
 
 async def _serve(
-    resolver: ClusterResolver,
-    cluster: ClusterSpec,
-    job: str,
-    index: int,
-    *,
-    insecure: bool,
-    shared: bool,
-    chief_timeout: str | None = None,
+    own: OwnTask, *, insecure: bool, shared: bool, chief_timeout: str | None = None
 ) -> None:
-    if job not in ("ps", "worker"):
+    if own.job not in ("ps", "worker"):
         raise ConfigurationError(
-            f"only ps and worker tasks serve, this process is {task_name(job, index)}",
+            f"only ps and worker tasks serve, this process is {own.name}",
             hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
         )
     timeouts = chief_timeouts(os.environ, chief_timeout)
-    address = cluster.task_address(job, index)
-    platform = platform_of(resolver, address, insecure=insecure, listens=True)
-    task = make_task(platform, job, index, address, main_by_name=shared)
+    platform = platform_of(own.resolver, own.address, insecure=insecure, listens=True)
+    task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
     await task.start()
     # Who started this task by hand waits for this line; a launcher knows.
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
-    logger.log(level, "%s serves at %s", task.task, address)
+    logger.log(level, "%s serves at %s", task.task, own.address)
     try:
         with described_by(task.describe), _leaving_first(task):
             await until_told(task.task, task.stopped, task.chief, timeouts)
@@ -306,69 +266,7 @@ def make_task(
     return WorkerTask(platform, index, address, main_by_name=main_by_name)
 
 
-async def _shut_down(own: OwnTask, jobs: Sequence[str], began: int) -> None:
-    """Tell every task of these jobs that training is over; those that do not hear it stay.
-
-    It is said in the name of the program's last coordinator; if there was none, of the moment in
-    which the program ``began``: tasks that serve a newer chief meanwhile are not ours to end.
-    """
-    cluster = own.cluster
-    try:
-        # If there is no secret, main() has allowed that or has failed: it was said before.
-        platform = platform_of(own.resolver, own.address, insecure=True, warn=logger.debug)
-    except ConfigurationError as exc:
-        logger.debug("nobody was told to exit: %s", exc)
-        return
-    incarnation = newest_incarnation() or began
-    endpoint = Endpoint(platform, task_name("chief", 0), incarnation, {})
-
-    async def tell(name: str, address: str) -> None:
-        with contextlib.suppress(TimeoutError):
-            try:
-                async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
-                    peer = await endpoint.connect(address, name)
-                    await peer.call(Shutdown("the chief has ended"))
-            except PsyncError as exc:
-                logger.info("%s was not told to exit: %s", name, exc)
-
-    tasks = {
-        task_name(job, index): cluster.task_address(job, index)
-        for job in jobs
-        for index in cluster.task_indices(job)
-    } | (added_workers.get() or {})
-    try:
-        await asyncio.gather(*(tell(name, address) for name, address in tasks.items()))
-    finally:
-        await endpoint.close()
-
-
 # The process.
-
-
-def _own_task(
-    resolver: ClusterResolver | None,
-) -> tuple[ClusterResolver, ClusterSpec, str, int]:
-    """Return who this process is."""
-    if resolver is None:
-        if not os.environ.get("TF_CONFIG"):
-            raise ConfigurationError(
-                "TF_CONFIG is not set, so this process belongs to no cluster",
-                hint=f"to train on this machine: psync run {sys.argv[0]} --ps 1 --workers 2",
-            )
-        resolver = TFConfigClusterResolver()
-    return (resolver, *_described(resolver))
-
-
-def _described(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
-    cluster, job, index = training_cluster(resolver)
-    if job == "evaluator":
-        return cluster, job, index or 0
-    if job is None or index is None:
-        raise ConfigurationError(
-            "the cluster's description does not say which task this process is",
-            hint='TF_CONFIG needs "task": {"type": "worker", "index": 0}, or the like',
-        )
-    return cluster, job, index
 
 
 def _exit(error: PsyncError, code: int) -> NoReturn:
@@ -389,14 +287,14 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _prepare_process(job: str, index: int) -> bool:
+def _prepare_process(own: OwnTask) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
     fill_standard_streams()
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
     if launched:
         write_whole_lines()
     level = os.environ.get("PSYNC_LOG_LEVEL", "info")
-    configure_logging(level, None if launched else f"{job}-{index}")
+    configure_logging(level, None if launched else f"{own.job}-{own.index}")
     _watch_launcher()
     return launched
 

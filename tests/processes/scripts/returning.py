@@ -1,7 +1,8 @@
-"""A chief that may be killed at any time and started again: `returning.py JOURNAL COUNT`.
+"""A chief that is killed and started again: `returning.py JOURNAL COUNT [RECOVERY]`.
 
 Each closure marks two places of its own, one on each ps. What the chief knows to be done it writes
-into its journal, a line each.
+into its journal, a line each. RECOVERY is that of the strategy; with "replica" it begins when every
+ps has a backup.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ async def main() -> None:
     life = len(lives.read_text()) if lives.exists() else 0
     lives.write_text("x" * (life + 1))
     strategy = psync.ParameterServerStrategy(
-        psync.TFConfigClusterResolver(), psync.FixedShardsPartitioner(2)
+        psync.TFConfigClusterResolver(),
+        psync.FixedShardsPartitioner(2),
+        ps_recovery=(*sys.argv, "checkpoint")[3],
     )
     with strategy.scope():
         marks = psync.Variable(np.zeros(2 * PLACES, np.int64), name="marks")
@@ -38,6 +41,7 @@ async def main() -> None:
 
     async with psync.ClusterCoordinator(strategy, attach=True) as coordinator:
         print(json.dumps([(await marks.read()).tolist(), await sgd.iterations.read()]), flush=True)
+        await coordinator.backed_up()
         first = 1024 * life
 
         async def note(value: psync.RemoteValue) -> None:

@@ -1,13 +1,15 @@
 """What is done to a run by a script, instead of the killer: a fault that chance rarely brings.
 
 Layer: L5. Imports: lost_messages, testing_notes, testing.chaos.journal, testing.chaos.killer,
-testing.chaos.victims.
+testing.chaos.marks, testing.chaos.victims.
 
     scene  what happens                                           without which the oracle finds it
     torn   the chief dies when a ps has written its file of a     commit_marker
            checkpoint, and goes on from the newest that there is
     late   updates whose connections were lost arrive after the   timeline
            ps tasks have gone back to a checkpoint
+    cut    ps tasks go back to checkpoints of moments when        one_cut
+           closures ran, and when not all heard of it at once
     alone  nothing comes to the backups any more, and a ps dies   replica_ack
 
 Every step waits for what the one before has led to, as journal and notes say it. So nothing depends
@@ -17,6 +19,7 @@ on how fast the machine is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections import Counter
@@ -28,6 +31,7 @@ from typing import Any
 from psync.lost_messages import LATE
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import LOOK_EVERY_S, Kill
+from psync.testing.chaos.marks import PushMarks
 from psync.testing.chaos.victims import victims_of
 from psync.testing_notes import notes_in
 
@@ -47,6 +51,13 @@ LATE_UPDATES = 24
 class NotPlayed(Exception):
     """A scene did not come to its end."""
 
+
+CUTS = 3
+
+ENDED = 8
+"""By so much a worker's mark grows in a closure, and some more."""
+
+NUM_WORKERS = 3
 
 LOST_ENTRIES = 20
 """So many messages to backups are lost: time enough for many updates."""
@@ -88,6 +99,10 @@ class Stage:
     def said(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of the journal of a kind."""
         return [line for line in read_journal(self.directory) if line["kind"] == kind]
+
+    def saved(self, how: str) -> int:
+        """Return how many checkpoints were saved while closures ran, or while none did."""
+        return sum(line["how"] == how for line in self.said("saved"))
 
     def late(self, task: str, what: str) -> int:
         """Return how many late updates were "lost" at first, or "served" at last, by a task."""
@@ -180,6 +195,24 @@ async def _hold_back(stage: Stage) -> None:
     raise NotPlayed(f"no batch had {LATE_UPDATES} late updates of one worker")
 
 
+async def _cut(stage: Stage) -> str:
+    """A closure that had a part in a cut, and has ended since, is undone."""
+    with contextlib.closing(PushMarks(stage.directory / "marks")) as marks:
+        for number in range(1, CUTS + 1):
+            await stage.until("closures were saved", lambda: stage.saved("hot") >= number)  # noqa: B023
+            before = marks.snapshot(NUM_WORKERS)
+
+            def all_went_on(before: Mapping[int, tuple[int, int]] = before) -> bool:
+                now = marks.snapshot(NUM_WORKERS)
+                return all(now[worker][1] - count >= ENDED for worker, (_, count) in before.items())
+
+            await stage.until("those closures have ended", all_went_on)
+            stage.send("ps-1", signal.SIGKILL)
+            await stage.until("ps tasks go back", lambda: len(stage.said("rollback")) >= number)  # noqa: B023
+    undone = sum(len(line["closures"]) for line in stage.said("rollback"))
+    return f"ps tasks went back {CUTS} times, and {undone} closures were undone"
+
+
 async def _alone(stage: Stage) -> str:
     """Whoever waits for a backup stands still; whoever does not answers what nobody else has."""
     await stage.until("a batch is done", lambda: stage.said("done"))
@@ -208,9 +241,14 @@ SCENES: Mapping[str, Scene] = {
         {"num_ps": 2, "num_workers": 2, "checkpoint_every": 1 << 20},
         losses={"Push": {"late": 0.3}, "Assign": {"late": 0.3}},
     ),
+    "cut": Scene(
+        _cut,
+        {"num_ps": 2, "num_workers": NUM_WORKERS, "checkpoint_every": 1, "batch": 100},
+        losses={"Freeze": {"slow": 1.0}},
+    ),
     "alone": Scene(
         _alone,
-        {"num_ps": 2, "num_workers": 3, "recovery": "replica"},
+        {"num_ps": 2, "num_workers": NUM_WORKERS, "recovery": "replica"},
         losses={"LogEntries": {"request": 1.0}},
         loses_always=False,
     ),

@@ -1,0 +1,55 @@
+"""One gang: which closures are its replicas, what each is given, and how its caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from psync.closure_states import Replica
+from psync.closure_waits import Barrier
+from psync.errors import ReplicaValueError
+from psync.functions import Function
+from psync.gang_run import GangRun, fail
+from psync.payloads import EMPTY, Payload, pack_arguments
+
+
+def payload(number: int) -> Payload:
+    return pack_arguments("fn", (number,), {}, main_by_name=False)
+
+
+def run_of(*arguments: Payload) -> GangRun:
+    return GangRun(None, Function(b"key", "fn", True, EMPTY), list(arguments), Barrier(0))
+
+
+async def test_a_closure_is_a_replica_by_its_place_among_them() -> None:
+    run = run_of(payload(1))
+    assert run.replica_of(0) is None  # none has been made
+    run.closures = [Replica(number) for number in (7, 8, 9)]
+    assert [run.replica_of(number) for number in (6, 7, 9, 10)] == [None, 0, 2, None]
+
+
+async def test_one_payload_is_for_all_replicas_and_several_are_for_one_each() -> None:
+    one, two = payload(1), payload(2)
+    assert run_of(one).arguments_for(3) == [one] * 3
+    assert run_of(one, two).arguments_for(2) == [one, two]
+    with pytest.raises(ReplicaValueError, match="there are arguments for 2 replicas, but 3 work"):
+        run_of(one, two).arguments_for(3)
+
+
+async def test_the_caller_is_told_once() -> None:
+    run = run_of(payload(1))
+    run.tell(None)
+    run.tell(ValueError("too late"))
+    assert run.ended.result() is None
+
+
+async def test_an_error_that_nobody_sees_is_no_warning() -> None:
+    run = run_of(payload(1))
+    run.tell(ValueError("wrong"))
+    run.tell(None)
+    other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    other.cancel()
+    fail(other, ValueError("nobody waits"))
+    with pytest.raises(ValueError, match="wrong"):
+        run.ended.result()
