@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,13 +78,13 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
         connection = (await all_ps._links().links[1].peer("control")).connection
         sent = [connection.bytes_sent]
-        close = all_ps._sync.close_step
+        apply = all_ps._sync._apply
 
-        def noting(message: CloseStep) -> Awaitable[None] | None:
+        def noting(*args: Any) -> Awaitable[None] | None:
             sent.append(connection.bytes_sent)
-            return close(message)
+            return apply(*args)
 
-        monkeypatch.setattr(all_ps._sync, "close_step", noting)
+        monkeypatch.setattr(all_ps._sync, "_apply", noting)
         await closed(all_ps, close_step(cluster, 1))
         assert sent[1] > sent[0]
 

@@ -346,19 +346,25 @@ class PsSync(GroupTable):
         group, step = message.group, message.step
         self.define(group, message.config)
         known = self._groups[group]
-        if self._is_closed(known, message):
+        is_closed = self._is_closed(known, message)
+        if self.committer is None or is_closed:
             begun()
+        if is_closed:
             return None if known.closing is None else self._closed_by_another(known, step)
         update = self._gather(message, known, along)
         if self.committer is None and not self.locks.blocks(update.touched):
-            begun()
             return self._apply(update, known)
         known.closing = step
-        act = functools.partial(self._begin_and_apply, update, known, begun)
         if self.committer is None:
+            act = functools.partial(self._apply, update, known)
             return self.work.to_the_end(self._when_unlocked(update, known, act))
+
+        def begin_and_apply() -> Awaitable[None] | None:
+            begun()
+            return self._apply(update, known)
+
         entry, body = closing_entry(message, known.raw, along)
-        commit = functools.partial(self.committer.commit, FROM_CLOSER, entry, body, act)
+        commit = functools.partial(self.committer.commit, FROM_CLOSER, entry, body, begin_and_apply)
         # Not as work under way: for that a copy waits, which may be before it in the log.
         task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
         self._in_log.add(task)
@@ -387,12 +393,6 @@ class PsSync(GroupTable):
         self.locks.end(claim)
         known.closing = None
         self.work.wake()  # repetitions that wait for the end
-
-    def _begin_and_apply(
-        self, update: StepUpdate, known: KnownGroup, begun: Callable[[], None]
-    ) -> Awaitable[None] | None:
-        begun()
-        return self._apply(update, known)
 
     def _apply(self, update: StepUpdate, known: KnownGroup) -> Awaitable[None] | None:
         update.begin()
