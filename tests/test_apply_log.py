@@ -45,6 +45,16 @@ def test_without_a_directory_a_store_is_the_one_that_everybody_has(tmp_path: Pat
         ApplyLog(str(tmp_path / "none"))
 
 
+def test_two_in_one_process_have_files_of_their_own(tmp_path: Path) -> None:
+    (one, _), (other, _) = logged(tmp_path), logged(tmp_path)
+    other.serves(promoted=True)
+    assert [name for name, _, _ in read_log(log_of(tmp_path))] == ["begin"]
+    second = tmp_path / f"ps-0.{os.getpid()}.1.applies"
+    assert [name for name, _, _ in read_log(second)] == ["begin", "serves"]
+    one.close()
+    other.close()
+
+
 def test_every_method_that_changes_a_store_is_written_down() -> None:
     """A new one has to be added to the list, or to those that read."""
     reading = {

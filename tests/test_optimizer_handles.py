@@ -14,7 +14,7 @@ import pytest
 from local_training import in_step, strategy_of, training
 
 import psync
-from psync import Outcome, PushResult, optimizers, schedules
+from psync import optimizers, schedules
 from psync.context import ClosureContext, enter_closure
 from psync.errors import GradientError, UsageError
 from psync.runtime import Runtime
@@ -52,21 +52,6 @@ async def test_a_shard_can_be_pushed_alone() -> None:
             v = psync.Variable(np.zeros(4, np.float32))
         await optimizers.SGD(1.0).apply_gradients([(np.ones(2, np.float32), v.variables[1])])
         assert (await v.read()).tolist() == [0, 0, -1, -1]
-
-
-async def test_staleness_counts_the_updates_of_others() -> None:
-    sgd = optimizers.SGD(0.1)
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(np.float32(0))
-
-        async def step() -> PushResult:
-            return await sgd.apply_gradients([(np.float32(1), v)])
-
-        assert await in_step(coordinator, step) == PushResult(Outcome.ACCEPTED, 1, 0)
-        await sgd.apply_gradients([(np.float32(1), v)])  # the coordinator's: step 1 is its first
-        await sgd.apply_gradients([(np.float32(1), v)])
-        assert await in_step(coordinator, step) == PushResult(Outcome.ACCEPTED, 4, 2)
 
 
 async def test_the_global_step_is_raised_by_each_push() -> None:

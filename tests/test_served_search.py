@@ -37,7 +37,7 @@ async def searching(
     endpoint = Endpoint(cluster.platform(host="chief-0"), CHIEF, NUMBER, {})
     processes = {f"/job:ps/task:{ps}": f"ps-{ps}:1" for ps in range(cluster.counts["ps"])}
     try:
-        yield ServedSearch(endpoint, processes, refused or too_late), endpoint
+        yield ServedSearch(endpoint, processes, refused or too_late, may_move=True), endpoint
     finally:
         await endpoint.close()
 

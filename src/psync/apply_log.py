@@ -2,7 +2,8 @@
 
 Layer: L3. Imports: errors, row_store, shard_work, shards, specs, store, updates, wire.tensors.
 
-``PSYNC_TESTING_APPLY_LOG=DIRECTORY`` lets each ps append to ``ps-0.PID.applies`` there every
+``PSYNC_TESTING_APPLY_LOG=DIRECTORY`` lets each ps, and each backup, append to a file of its own
+there, ``ps-0.PID.applies`` (``ps-0.PID.1.applies`` for the next one in that process), every
 call that changes its store, with all operands; before the answer leaves. So whatever was answered
 is in the log, and one process that makes the same calls on an empty store gets the same bits. A
 record is one write to a file that is appended to: the kernel has it, whatever becomes of the task.
@@ -14,6 +15,7 @@ record is one write to a file that is appended to: the kernel has it, whatever b
     adopted              a new coordinator has let it keep this from before; all that is in it
     cut                  this was all that was in it when it was frozen (a digest)
     applied              whose update the calls before it were: client, sequence, closure, ordinal
+    serves               the store is served from now on: when, and whether as a backup's until now
 
 Without the variable a ps has the store that everybody has.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,12 +68,7 @@ class ApplyLog:
         self.store: ShardStore | None = None  # the one that is served
         self._fd = -1
         if directory:
-            path = Path(directory, f"ps-{index}.{os.getpid()}.applies")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            try:
-                self._fd = os.open(path, flags, 0o600)
-            except OSError as exc:
-                raise ConfigurationError(f"{VARIABLE}: {path} cannot be written: {exc}") from exc
+            self._fd = _new_file(directory, f"ps-{index}.{os.getpid()}")
 
     @property
     def is_on(self) -> bool:
@@ -103,6 +101,11 @@ class ApplyLog:
             kind = type(message).__name__
             self.write("applied", (*identity, kind, update.known.keys), {})
 
+    def serves(self, *, promoted: bool = False) -> None:
+        """Write down that the store is served from now on."""
+        if self.is_on:
+            self.write("serves", (time.time_ns(), promoted), {})
+
     def cut(self, store: ShardStore) -> None:
         """Write down that a store was frozen."""
         if isinstance(store, LoggedStore):
@@ -114,6 +117,20 @@ class ApplyLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _new_file(directory: str, name: str) -> int:
+    """Open a file that nobody else writes, and return its descriptor."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    number = 0
+    while True:
+        path = Path(directory, f"{name}.{number}.applies" if number else f"{name}.applies")
+        try:
+            return os.open(path, flags, 0o600)
+        except FileExistsError:
+            number += 1
+        except OSError as exc:
+            raise ConfigurationError(f"{VARIABLE}: {path} cannot be written: {exc}") from exc
 
 
 class LoggedStore(ShardStore):

@@ -1,8 +1,7 @@
 """The coordinator's connections to every task, made again when they go.
 
-Layer: L3. Imports: errors, adoption, blocks, cluster, coordinator_enquiry, endpoint, environment,
-flapping, membership, platform, ps_client, ps_link, rpc, served_search, served_tasks, wire,
-worker_links.
+Layer: L3. Imports: errors, blocks, cluster, coordinator_enquiry, endpoint, environment, flapping,
+membership, platform, ps_client, ps_link, rpc, served_search, wire, worker_links.
 
 ``Membership`` decides what a connection made or lost means; this carries it out. One
 supervising coroutine per task: connect, attach, wait for the end, report, again; those of the
@@ -17,14 +16,12 @@ import math
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from psync.adoption import BACK
 from psync.blocks import BlockPool
 from psync.cluster import ClusterSpec, task_name
 from psync.coordinator_enquiry import absent, enquire
 from psync.endpoint import Endpoint
 from psync.environment import note_incarnation
 from psync.errors import (
-    AttachError,
     ConnectFailed,
     ConnectionLost,
     FencedError,
@@ -39,7 +36,6 @@ from psync.ps_client import PsClient
 from psync.ps_link import PsLink
 from psync.rpc import Handler, Peer
 from psync.served_search import ServedSearch
-from psync.served_tasks import Place
 from psync.wire import ps_messages
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
@@ -98,7 +94,6 @@ class ClusterLinks:
         may_move: bool = False,
     ) -> None:
         self._keep = keep
-        self._may_move = may_move
         self._ps_0_attached = asyncio.Event()
         self._owner = owner
         self._origin = origin
@@ -119,7 +114,9 @@ class ClusterLinks:
         self.workers = WorkerLinks(
             self._endpoint, self.membership, self, workers, Flapping(max_flaps)
         )
-        self._search = ServedSearch(self._endpoint, self._processes, self.ask_again)
+        self._search = ServedSearch(
+            self._endpoint, self._processes, self.ask_again, may_move=may_move
+        )
         self._supervisors: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
@@ -243,32 +240,16 @@ class ClusterLinks:
     # What an earlier coordinator has left, and where.
 
     async def _find_served(self, deadline: float, timeout_s: float) -> None:
-        """Find where each ps is served.
-
-        Raises:
-            AttachError: It cannot be told, or it is where this program cannot keep it.
-            ConnectFailed: Not all processes answer.
-        """
+        """Find where each ps is served. Raises ConnectFailed, and as ``ServedSearch.run``."""
         try:
             async with asyncio.timeout_at(deadline):
                 found = await self._search.run()
         except TimeoutError as exc:
             raise _did_not_come_up(timeout_s, self._search.missing()) from exc
         for link, place in zip(self.ps.links, found, strict=True):
-            self._place(link, place)
-
-    def _place(self, link: PsLink, place: Place) -> None:
-        if place.process == link.index and not place.address:
-            return
-        where = list(self._processes)[place.process]
-        if not self._may_move:
-            raise AttachError(
-                f"{link.task} has been replaced by its backup, in the process of {where}",
-                hint='go on with ParameterServerStrategy(..., ps_recovery="replica"); or ' + BACK,
-            )
-        logger.info("%s is served in the process of %s, at %s", link.task, where, place.address)
-        self.homes[link.index] = place.process
-        self._ps[link.task] = link.address = place.address
+            self.homes[link.index] = place.process
+            if place.address:
+                self._ps[link.task] = link.address = place.address
 
     # Supervision.
 

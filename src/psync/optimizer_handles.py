@@ -1,9 +1,9 @@
 """The handle that all optimizers share: slots, pushes, and what comes back of them.
 
-Layer: L4. Imports: errors, specs, context, gradient_arguments, gradient_clipping, indexed_slices,
-measure_client, merged_updates, optimizer_registry, optimizer_state, replica_context, rule_configs,
+Layer: L4. Imports: errors, specs, context, gradient_arguments, gradient_clipping, gradient_pushes,
+indexed_slices, merged_updates, optimizer_registry, optimizer_state, replica_context, rule_configs,
 rule_options, runtime, schedules, scopes, slot_client, staleness_bound, update_rules,
-value_and_gradients, variable_lists, variables, wire.
+value_and_gradients, variable_lists, variables.
 
 An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
 first push on a connection, keeps the slots beside their shards, and applies each push at
@@ -14,7 +14,7 @@ synchronous form is ``SyncReplicasOptimizer``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from psync import merged_updates
@@ -28,8 +28,8 @@ from psync.gradient_arguments import (
     checked_pairs,
 )
 from psync.gradient_clipping import clipped_by_norm
+from psync.gradient_pushes import push_gradients
 from psync.indexed_slices import IndexedSlices
-from psync.measure_client import trust_ratios
 from psync.optimizer_registry import optimizers_here
 from psync.optimizer_state import Iterations, PushResult
 from psync.optimizer_state import Slot as Slot
@@ -46,7 +46,6 @@ from psync.update_rules import UpdateRule
 from psync.value_and_gradients import ValueAndGrad, value_and_gradients
 from psync.variable_lists import listed, trainable_here
 from psync.variables import runtime_of
-from psync.wire.ps_messages import Pushed
 
 
 class Optimizer:
@@ -299,27 +298,16 @@ class Optimizer:
         runtime = await runtime_of("apply_gradients", *(variable for _, variable in pairs))
         self._check_origin(runtime)
         closure, ordinal = runtime.begin_update("push")
-        plan = runtime.ps.plan(tuple(variable.spec for _, variable in pairs))
-        known = runtime.steps.get(self.number, 0)
-        answers = await runtime.ps.push(
-            plan,
+        result = await push_gradients(
+            runtime,
+            [variable.spec for _, variable in pairs],
             gradients,
             optimizer=self.number,
             config=self._config,
-            step=known,
+            rule=self._rule,
             closure=closure,
             ordinal=ordinal,
-            ratios=await trust_ratios(
-                runtime.ps,
-                self._rule,
-                plan,
-                gradients,
-                optimizer=self.number,
-                config=self._config,
-                step=known,
-            ),
         )
-        result = self._result(runtime, known, answers)
         if global_step is not None:
             await global_step.assign_add(1)
         bound = self._staleness_bound
@@ -414,13 +402,6 @@ class Optimizer:
     async def _define(self, runtime: Runtime) -> None:
         self._check_origin(runtime)
         await runtime.ps.define_optimizer(self.number, self._config)
-
-    def _result(self, runtime: Runtime, known: int, answers: Sequence[Pushed]) -> PushResult:
-        step = max(known, *(answer.step for answer in answers))  # a duplicate's is 0
-        runtime.steps[self.number] = max(step, runtime.steps.get(self.number, 0))
-        refused = [answer.outcome for answer in answers if answer.outcome != "accepted"]
-        outcome = Outcome(refused[0]) if refused else Outcome.ACCEPTED
-        return PushResult(outcome, step, max(0, step - known - 1))
 
 
 def _restore(

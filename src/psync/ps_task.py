@@ -175,6 +175,8 @@ class PsTask:
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
+        if self._attached is not None:  # it was a backup
+            self._log.serves(promoted=True)
         return await self._endpoint.listen(self._address)
 
     async def close(self) -> None:
@@ -303,6 +305,7 @@ class PsTask:
             store = self._store
             self._begin(message)
             self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
+            self._log.serves()
             self._clocks.restart()
             self._sessions.attached(message.coordinator)
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
@@ -405,6 +408,7 @@ class PsTask:
         self._timeline, self._is_deposed = message.timeline, False
         self._adoption.went_back(self._coordinator + message.timeline)
         self._serve(store, thawed.ledger, accumulators.values())
+        self._log.serves()
         for number, raw in groups.items():
             self._sync.define(number, raw)
         if self._closer is not None:
@@ -504,7 +508,7 @@ class PsTask:
     def _backup_platform(self) -> Platform:
         """A test that lets a task die at some place means the one that serves."""
         failpoints = Failpoints(without=self._platform.failpoints.without)
-        return dataclasses.replace(self._platform, failpoints=failpoints, apply_log="")
+        return dataclasses.replace(self._platform, failpoints=failpoints)
 
     def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
         """Hold what an image of another one holds; see ``replica_host.BackupTask``."""

@@ -1,6 +1,6 @@
 """The chief asks the ps processes which ps tasks they serve, before it attaches any of them.
 
-Layer: L3. Imports: errors, endpoint, membership (back-off), ps_calls, served_tasks, wire.
+Layer: L3. Imports: errors, adoption, endpoint, membership (back-off), ps_calls, served_tasks, wire.
 
 Each process is asked at its own address, and all of them have to answer. What was asked is asked
 again if a connection is lost: an answer changes nothing that another one would need.
@@ -11,16 +11,20 @@ Source: docs/design.md, section 21.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from psync.adoption import BACK
 from psync.endpoint import Endpoint
-from psync.errors import ConnectionLost, FencedError, RemoteProtocolError
+from psync.errors import AttachError, ConnectionLost, FencedError, RemoteProtocolError
 from psync.membership import backoff
 from psync.ps_calls import all_of
 from psync.served_tasks import Found, Place, Primary, places
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import AskServed, EndFormer, ServedHere
+
+logger = logging.getLogger(__name__)
 
 
 class ServedSearch:
@@ -31,6 +35,7 @@ class ServedSearch:
         processes: Address of each process, by the name of the ps that was there at first.
         ask_again: Lets a higher incarnation be granted, since a task has refused this one:
             (incarnation, task, address).
+        may_move: Whether a ps may be served elsewhere than at its own address.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class ServedSearch:
         endpoint: Endpoint,
         processes: Mapping[str, str],
         ask_again: Callable[[int, str, str], Awaitable[None]],
+        *,
+        may_move: bool,
     ) -> None:
+        self._may_move = may_move
         self._endpoint = endpoint
         self._processes = processes
         self._ask_again = ask_again
@@ -51,7 +59,7 @@ class ServedSearch:
         Waits for all processes as long as it takes.
 
         Raises:
-            AttachError: It cannot be told.
+            AttachError: It cannot be told, or it is where this program cannot keep it.
             FencedError: A newer coordinator has come.
             AuthenticationError, ProtocolError: Something else answers at an address.
 
@@ -59,7 +67,20 @@ class ServedSearch:
         """
         while late := [item for item in self._processes.items() if not self._has_answered(item[0])]:
             await all_of([self._find(*item) for item in late])
-        return places([self._answers[task][1] for task in self._processes])
+        found = places([self._answers[task][1] for task in self._processes])
+        for ps, place in enumerate(found):
+            if place.address:
+                self._note_moved(f"/job:ps/task:{ps}", place)
+        return found
+
+    def _note_moved(self, task: str, place: Place) -> None:
+        where = list(self._processes)[place.process]
+        if not self._may_move:
+            raise AttachError(
+                f"{task} has been replaced by its backup, in the process of {where}",
+                hint=f'go on with ParameterServerStrategy(..., ps_recovery="replica"); or {BACK}',
+            )
+        logger.info("%s is served in the process of %s, at %s", task, where, place.address)
 
     def missing(self) -> str:
         """Say who has not answered."""

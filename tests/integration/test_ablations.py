@@ -1,7 +1,7 @@
 """Without a safeguard something goes wrong, and the oracles of the simulations notice it.
 
-Which safeguards have a switch: ``psync.testing_switches``. Real processes with a switch off are for
-``python -m psync.testing.chaos --without``.
+Which safeguards have a switch: ``psync.testing_switches``. Real processes with a switch off:
+``tests/processes/test_chaos_command.py``; docs/testing.md has a table.
 """
 
 from __future__ import annotations
@@ -35,30 +35,36 @@ def switch_off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(memory_cluster.MemoryCluster, "platform", platform)
 
 
-def is_noticed(seed: int) -> bool:
-    """Whether the oracle of the simulated training finds a fault."""
+def found(seed: int) -> str:
+    """Return what the oracle of the simulated training says; "" if nothing is wrong."""
     try:
         run_virtual(test_synchronous_chaos.simulate, seed, seed=seed)
     except BaseException as exc:
         while isinstance(exc, BaseExceptionGroup):
             exc = exc.exceptions[0]
         if isinstance(exc, AssertionError):
-            return True
+            return str(exc)
         if isinstance(exc, psync.PsyncError):  # the rules themselves have noticed
-            return False
+            return ""
         raise
-    return False
+    return ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "first"), [("dedup", 3), ("low_water", 3), ("staleness", 1), ("staged_commit", 1)]
+    ("name", "first", "says"),
+    [
+        ("dedup", 3, "a push counts once"),
+        ("low_water", 3, "a push counts once"),
+        ("staleness", 1, "what was counted was applied, and just once"),
+        ("staged_commit", 1, "a push is whole"),
+    ],
 )
 def test_the_simulation_notices_that_a_safeguard_is_missing(
-    name: str, first: int, monkeypatch: pytest.MonkeyPatch
+    name: str, first: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     switch_off(monkeypatch, name)
-    assert any(is_noticed(seed) for seed in range(first, first + MAX_SEEDS))
+    assert any(says in found(seed) for seed in range(first, first + MAX_SEEDS))
 
 
 async def torn_cuts(seed: int) -> int:

@@ -279,7 +279,7 @@ class Simulation:
         """Asynchronous pushes: each counts once, on every shard."""
         _, rows = await self._rows(number)
         pushed = [column for group, column in self.results if group == number]
-        assert (rows[:, pushed] == 1).all()
+        assert (rows[:, pushed] == 1).all(), "a push counts once, on every shard"
         assert set(rows.flat) <= {0, 1}  # of closures that were cancelled
         assert rows.any(axis=0).sum() <= len(self.journal.notes)
         clocks = self.cluster.tasks["ps-0"].statistics()["clocks"]

@@ -78,6 +78,10 @@ def test_without_another_safeguard_the_oracle_says_what_that_is_for(
             " was counted 1 times on ps 0 and 0 times on ps 1",
         ),
         (
+            "former", "fencing", "the chief was started again, and then",
+            " was counted 2 times, expected 1",
+        ),
+        (
             "cut", "one_cut", "ps tasks went back 3 times",
             " was counted 1 times on ps 0 and 0 times on ps 1",
         ),

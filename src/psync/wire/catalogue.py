@@ -2,8 +2,8 @@
 
 Layer: L1 wire. Imports: messages and the modules of messages.
 
-A class is known to ``codec`` once its module is imported. A message that a task does not serve
-gets an answer that says so; one that it cannot even decode would end the connection.
+A class is known to ``codec`` once its module is imported. So what a task says of a message that it
+does not serve names the message, and does not depend on what else the process has imported.
 """
 
 from __future__ import annotations

@@ -101,3 +101,50 @@ def test_after_going_back_a_closure_is_applied_again(ps: Ps, tmp_path: Path) -> 
     ps.store = frozen
     ps.add(2.0, closure=5)
     assert check(tmp_path, {"w": ps.values()})[0] == []
+
+
+class Backup(Ps):
+    """As a backup: it begins with the image that a ps has frozen, in a file of its own."""
+
+    def __init__(self, directory: Path, of: Ps) -> None:
+        of.log.cut(of.store)
+        self.log, self.store = ApplyLog(str(directory)), store_of(contents(of.store))
+        self.log.adopt(self.store)
+
+
+@pytest.fixture
+def backed_up(ps: Ps, tmp_path: Path) -> Iterator[tuple[Ps, Backup]]:
+    """A ps that has applied something before it got a backup, and the backup."""
+    ps.log.serves()
+    ps.add(1.0)
+    backup = Backup(tmp_path, ps)
+    for number in (2.0, 3.0):
+        ps.add(number, closure=int(number))
+        backup.add(number, closure=int(number))
+    yield ps, backup
+    backup.log.close()
+
+
+def test_the_backup_that_came_to_serve_is_what_was_pulled(
+    backed_up: tuple[Ps, Backup], tmp_path: Path
+) -> None:
+    ps, backup = backed_up
+    assert check(tmp_path, {"w": ps.values()})[0] == []  # whichever wrote last
+    backup.add(4.0, closure=4)  # that the lost one had not applied yet
+    backup.log.serves(promoted=True)
+    backup.add(5.0, closure=5)
+    faults, text = check(tmp_path, {"w": backup.values()})
+    assert faults == []
+    assert "1 backups that came to serve" in text
+    assert len(check(tmp_path, {"w": ps.values()})[0]) == 1
+
+
+def test_a_backup_that_came_to_serve_and_lacks_an_update_is_found(
+    backed_up: tuple[Ps, Backup], tmp_path: Path
+) -> None:
+    ps, backup = backed_up
+    ps.add(4.0, closure=4)
+    backup.log.serves(promoted=True)
+    backup.add(5.0, closure=5)
+    (fault,), _ = check(tmp_path, {"w": backup.values()})
+    assert "lacks something that had been applied by whom it followed" in fault

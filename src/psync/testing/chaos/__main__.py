@@ -43,8 +43,7 @@ DRAWN, NONE = "drawn", "none"
 @click.option("--mode", type=click.Choice(["async", "sync", "both"]), default="async")
 @click.option(
     "--recovery", type=click.Choice(["checkpoint", "replica", "none"]), default="checkpoint",
-    help="replica: each ps has a backup, no messages are lost; none: no checkpoints are kept, only "
-    "workers are killed.",
+    help="replica: each ps has a backup; none: no checkpoints are kept, only workers are killed.",
 )  # fmt: skip
 @click.option(
     "--attach", is_flag=True, help="A chief that is started again goes on with what is on the ps."
@@ -111,7 +110,7 @@ def main(
             points = drawn_failpoints(seed, each, "none" if attach else recovery)
         plan = RunPlan(
             seed, minutes * 60 / len(modes), settings, KillPlan(shares, by_signal, pause),
-            LOSSES if losses and recovery != "replica" else None,
+            LOSSES if losses else None,
             "" if points == NONE else points, without, cuts, log_level,
         )  # fmt: skip
         result = asyncio.run(one_run.run(one_run.staged(plan, scene) if scene else plan))

@@ -149,8 +149,7 @@ async def _launched(plan: RunPlan) -> AsyncIterator[subprocess.Popen[bytes]]:
         **os.environ,
         **settings.to_environment(),
         "PSYNC_TESTING_NOTES": str(directory / "notes"),
-        # A ps and its backup would write the same down twice, and who takes over not at all.
-        "PSYNC_TESTING_APPLY_LOG": "" if _has_backups(plan) else str(directory / "applies"),
+        "PSYNC_TESTING_APPLY_LOG": str(directory / "applies"),
         "PSYNC_TESTING_WITHOUT": plan.without,
         "PSYNC_FAILPOINTS": plan.failpoints,
     }
@@ -227,10 +226,6 @@ async def _ask_all(launcher: int) -> None:
     await asyncio.sleep(2.0)
 
 
-def _has_backups(plan: RunPlan) -> bool:
-    return plan.settings.recovery == "replica"
-
-
 def _judge(result: Result, directory: Path) -> None:
     """Compare what is left with what must be."""
     settings = result.plan.settings
@@ -243,8 +238,7 @@ def _judge(result: Result, directory: Path) -> None:
     with np.load(final) as arrays:
         found = dict(arrays)
     result.faults += oracle.check(result.expected, found, settings.num_ps, settings.rows)
-    if not _has_backups(result.plan):
-        faults, looked_at = replay.check(directory / "applies", found)
-        result.faults += faults
-        result.checked.append(looked_at)
+    faults, looked_at = replay.check(directory / "applies", found)
+    result.faults += faults
+    result.checked.append(looked_at)
     result.checked.append(f"counters of {result.expected.stop} closures on {settings.num_ps} ps")

@@ -8,7 +8,9 @@ made again, one after the other. Looked at on the way:
 - a store that is frozen for a cut is what its log makes of it;
 - an image to which a ps goes back is what some ps has frozen before: nothing is in it twice;
 - of the calls of a closure none was applied twice, also across going back;
-- the last store of each ps is what the program has pulled at its end.
+- a backup that came to serve has applied, since its image, all that the ps had applied that it took
+  the place of, in the same order;
+- the store that was served last, of each ps, is what the program has pulled at its end.
 """
 
 from __future__ import annotations
@@ -28,6 +30,17 @@ Applied = tuple[int, int]  # closure, ordinal
 
 
 @dataclass
+class Part:
+    """What a log says from one beginning, or image, to the next."""
+
+    image: int = 0  # digest of what was there at first; 0: nothing
+    applied: list[str] = field(default_factory=list)  # whose update, in order
+    cuts: list[tuple[int, int]] = field(default_factory=list)  # digest, updates before it
+    served_at: int = 0  # when it began to be served, nanoseconds; 0: it never was
+    promoted: bool = False  # a backup's, until it came to serve
+
+
+@dataclass
 class Replayed:
     """What came of a log."""
 
@@ -36,6 +49,13 @@ class Replayed:
     cuts: set[int] = field(default_factory=set)  # digests of what was frozen
     images: list[int] = field(default_factory=list)  # digests of what was gone back to
     updates: int = 0  # messages that were applied
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def served_at(self) -> int:
+        """When the last part began to be served; 0: it never was."""
+        return self.parts[-1].served_at if self.parts else 0
+
     faults: list[str] = field(default_factory=list)
 
 
@@ -47,17 +67,21 @@ def replay(path: Path) -> Replayed:
         match name:
             case "begin":
                 replayed.store, applied = ShardStore("replay"), {}
+                replayed.parts.append(Part())
             case "image" | "adopted":
                 held, found = arguments
                 replayed.store = store_of(held)
                 if name == "image":
                     replayed.images.append(found)
+                    replayed.parts.append(Part(found))
                 # What the image's ledger knows is not written down: what it lacks runs again.
                 applied = {}
                 if digest(replayed.store) != found:
                     replayed.faults.append(f"{path.name}: {name}: not what it says")
             case "cut":
                 replayed.cuts.add(arguments[0])
+                part = replayed.parts[-1]
+                part.cuts.append((arguments[0], len(part.applied)))
                 if digest(replayed.store) != arguments[0]:
                     replayed.faults.append(
                         f"{path.name}: what was frozen after {replayed.updates} updates is not "
@@ -73,6 +97,10 @@ def replay(path: Path) -> Replayed:
                         f"{applied[closure, ordinal]}"
                     )
                 applied[closure, ordinal] = f"{task} (update {sequence}, {kind})"
+                replayed.parts[-1].applied.append(f"{arguments[:-1]}")
+            case "serves":
+                part = replayed.parts[-1]
+                part.served_at, part.promoted = arguments
             case _:
                 _call(replayed.store, name, arguments, options)
     return replayed
@@ -121,7 +149,7 @@ def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]
     """
     paths = sorted(logs.glob("*.applies"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     faults: list[str] = []
-    last: dict[str, Replayed] = {}
+    by_ps: dict[str, list[Replayed]] = {}
     cuts: set[int] = set()
     images: list[tuple[str, int]] = []
     updates = 0
@@ -131,18 +159,43 @@ def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]
         cuts |= replayed.cuts
         images += [(path.name, image) for image in replayed.images]
         updates += replayed.updates
-        last[path.name.partition(".")[0]] = replayed
+        by_ps.setdefault(path.name.partition(".")[0], []).append(replayed)
     for name, image in images:
         if image not in cuts:
             faults.append(f"{name}: it went back to an image that nobody had frozen")
+    promoted = sum(_follow(name, lives, faults) for name, lives in by_ps.items())
     count = 0
-    for replayed in last.values():
+    for lives in by_ps.values():
+        replayed = max(reversed(lives), key=lambda each: each.served_at)
         for shard in replayed.store.shards().values():
             count += _differs(replayed, shard.spec, arrays, faults)
     return faults, (
         f"{updates} updates in {len(paths)} logs replayed: {count} shards, bit for bit; "
         f"{len(cuts)} cuts, {len(images)} images"
+        + (f", {promoted} backups that came to serve" if promoted else "")
     )
+
+
+def _follow(name: str, lives: Sequence[Replayed], faults: list[str]) -> int:
+    """Compare backups that came to serve with whom they followed; return how many there are."""
+    served = [part for life in lives for part in life.parts if part.served_at]
+    served.sort(key=lambda part: part.served_at)
+    count = 0
+    for before, part in zip([None, *served], served, strict=False):
+        if not part.promoted:
+            continue
+        count += 1
+        theirs = (
+            []
+            if before is None
+            else [before.applied[number:] for digest, number in before.cuts if digest == part.image]
+        )
+        if not any(part.applied[: len(each)] == each for each in theirs):
+            faults.append(
+                f"{name}: backup {count} that came to serve lacks something that had been applied "
+                "by whom it followed"
+            )
+    return count
 
 
 def _differs(

@@ -8,6 +8,8 @@ testing.chaos.marks, testing.chaos.victims.
            checkpoint, and goes on from the newest that there is
     late   updates whose connections were lost arrive after the   timeline
            ps tasks have gone back to a checkpoint
+    former updates whose connections were lost arrive when there  fencing
+           is another chief, which goes on from a checkpoint
     cut    ps tasks go back to checkpoints of moments when        one_cut
            closures ran, and when not all heard of it at once
     alone  nothing comes to the backups any more, and a ps dies   replica_ack
@@ -195,6 +197,19 @@ async def _hold_back(stage: Stage) -> None:
     raise NotPlayed(f"no batch had {LATE_UPDATES} late updates of one worker")
 
 
+async def _former(stage: Stage) -> str:
+    """The next life of the program does again what the late updates are part of."""
+    await stage.until("a second batch runs", lambda: len(stage.said("scheduled")) > 1)
+    enough = stage.late("ps-0", "lost") + LATE_UPDATES
+    await stage.until("enough updates are late", lambda: stage.late("ps-0", "lost") >= enough)
+    stage.send("chief-0", signal.SIGKILL)
+    await stage.until("the chief was started again", lambda: len(stage.said("life")) > 1)
+    late = stage.late("ps-0", "lost")
+    await asyncio.to_thread((stage.directory / GO).touch)
+    await stage.until("the late updates have come", lambda: stage.late("ps-0", "served") >= late)
+    return f"the chief was started again, and then {late} late updates came to ps 0"
+
+
 async def _cut(stage: Stage) -> str:
     """A closure that had a part in a cut, and has ended since, is undone."""
     with contextlib.closing(PushMarks(stage.directory / "marks")) as marks:
@@ -238,6 +253,11 @@ SCENES: Mapping[str, Scene] = {
     ),
     "late": Scene(
         _late,
+        {"num_ps": 2, "num_workers": 2, "checkpoint_every": 1 << 20},
+        losses={"Push": {"late": 0.3}, "Assign": {"late": 0.3}},
+    ),
+    "former": Scene(
+        _former,
         {"num_ps": 2, "num_workers": 2, "checkpoint_every": 1 << 20},
         losses={"Push": {"late": 0.3}, "Assign": {"late": 0.3}},
     ),
