@@ -17,9 +17,9 @@ RULES := errors specs cluster cluster_roles partitioners placement placement_rep
 	embedding_rules schedule_base schedules rule_options gradient_clipping update_rules moment_rules \
 	adaptive_rules layerwise_rules rule_configs blocks row_blocks shard_work shards row_checks row_store \
 	lock_table means gradient_accumulation shard_updates gradient_store store ledger update_gate commit_log \
-	ledger_image untrusted_json image_state ps_image rollback_rules adoption former_store step_norms \
+	log_names ledger_image untrusted_json image_state ps_image rollback_rules adoption former_store step_norms \
 	closure_states served_tasks closure_order dispatching closure_waits closure_errors open_closures closures \
-	gangs membership flapping coordinator_grants sync_config tokens sync_groups sync_steps staging \
+	gangs membership flapping coordinator_grants sync_config tokens sync_groups sync_steps followed_steps staging \
 	schedule_report round_clocks session_members pulled_steps metric_rules visitation element_specs \
 	handshake_limits checkpoint_manifest checkpoint_layout replica_sums distributed_values variable_copies
 WIRE := limits tensors frames codec messages worker_messages ps_messages lock_messages sync_messages session_messages \

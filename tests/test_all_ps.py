@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,13 +78,13 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
         connection = (await all_ps._links().links[1].peer("control")).connection
         sent = [connection.bytes_sent]
-        close = all_ps._sync.close_step
+        apply = all_ps._sync._apply
 
-        def noting(message: CloseStep) -> Awaitable[None] | None:
+        def noting(*args: Any) -> Awaitable[None] | None:
             sent.append(connection.bytes_sent)
-            return close(message)
+            return apply(*args)
 
-        monkeypatch.setattr(all_ps._sync, "close_step", noting)
+        monkeypatch.setattr(all_ps._sync, "_apply", noting)
         await closed(all_ps, close_step(cluster, 1))
         assert sent[1] > sent[0]
 
@@ -106,7 +107,7 @@ async def test_the_global_step_is_read_and_raised_where_it_is(step_ps: int) -> N
         config = SyncConfig.from_config(cluster.config)
         assert config.global_step[0] == step_ps
         assert await all_ps.read_global_step(config) == 2**40
-        await all_ps.raise_global_step(config)
+        await all_ps.raise_global_step(config, GROUP, 0)
         assert await cluster.global_step() == 2**40 + 1
 
 
@@ -116,7 +117,7 @@ async def test_a_global_step_of_one_dimension_will_do() -> None:
         cluster.configure(global_step=(0, *v.shards[0].key))
         config = SyncConfig.from_config(cluster.config)
         assert await all_ps.read_global_step(config) == 3
-        await all_ps.raise_global_step(config)
+        await all_ps.raise_global_step(config, GROUP, 0)
         assert await all_ps.read_global_step(config) == 4
 
 
@@ -126,7 +127,7 @@ async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_los
         cluster.ps[1]._platform.failpoints.arm(
             "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
         )
-        await all_ps.raise_global_step(config)
+        await all_ps.raise_global_step(config, GROUP, 0)
         assert await cluster.global_step() == 1
 
 
@@ -134,7 +135,7 @@ async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
     async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
         release = hold(cluster.ps[0], cluster.step)
-        raising = asyncio.create_task(all_ps.raise_global_step(config))
+        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
         await until(lambda: cluster.ps[0]._work.waiting)
         release()
         await raising

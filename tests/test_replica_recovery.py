@@ -214,21 +214,6 @@ async def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
             psync.ParameterServerStrategy(plain.cluster_resolver, ps_recovery="both")
 
 
-async def test_synchronous_steps_are_refused() -> None:
-    async def step(v: Any, optimizer: Any, global_step: Any) -> None:
-        gradient = np.ones((2, 3), np.float32)
-        await optimizer.apply_gradients([(gradient, v)], global_step=global_step)
-
-    async with replicated() as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.zeros((2, 3), np.float32), name="v")
-            global_step = psync.get_or_create_global_step()
-        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
-        coordinator.schedule(step, args=(v, optimizer, global_step))
-        with pytest.raises(ConfigurationError, match="synchronous steps do not go with"):
-            await coordinator.join()
-
-
 async def test_event_is_told_and_a_step_in_flight_runs_again() -> None:
     async def step(wide: Any, small: Any) -> None:
         import memory_cluster

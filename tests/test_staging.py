@@ -407,3 +407,21 @@ class Steps(RuleBasedStateMachine):
 
 TestAnyOrder = Steps.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class TestABackup:
+    def test_what_another_one_has_kept_is_kept_without_a_question(self, staging: Staging) -> None:
+        staging.fence(A[0], A[1] + 1)
+        staging.keep(7, A, 1, 3, BUDGET + 1, "part")
+        assert staging.held() == [(7, A, 1, 3, "part")]
+        assert staging.statistics().bytes == BUDGET + 1
+        staging.keep(7, A, 1, 3, 10, "again")
+        assert staging.statistics().bytes == 10
+        assert taken(staging, (A, 1)) == ["again"]
+        staging.closed(7, 3)
+        assert (staging.held(), staging.statistics().bytes) == ([], 0)
+
+    def test_what_is_still_coming_in_is_not_held(self, staging: Staging) -> None:
+        staging.check(7, A, 1, -1, 10, config_of())
+        put(staging, B, 1)
+        assert staging.held() == [(7, B, 1, -1, (B, 1))]

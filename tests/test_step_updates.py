@@ -110,7 +110,7 @@ def rows_part(store: ShardStore, rows: list[int], values: list[float]) -> Part:
     known = ShardSet((TABLE,)).look_up(store)
     dtype = known.dtype
     made = np.repeat(np.array(values, dtype)[:, None], 2, 1).reshape(len(rows), 2)
-    return Part(known, [RowValues(np.array(rows, np.int64), made)], has_rows=True)
+    return Part(known, [RowValues(np.array(rows, np.int64), made)], rows=())
 
 
 def whole_part(store: ShardStore, values: list[float]) -> Part:
@@ -196,7 +196,7 @@ def test_sums_of_rows_are_those_of_whole_gradients_bit_for_bit(dtype: str) -> No
         whole[rows] = values
         known = ShardSet((TABLE,))
         some = RowValues(np.array(rows, np.int64), values)
-        parts[0].append(Part(known.look_up(stores[0]), [some], has_rows=True))
+        parts[0].append(Part(known.look_up(stores[0]), [some], rows=()))
         parts[1].append(Part(ShardSet((TABLE,)).look_up(stores[1]), [whole.reshape(-1)]))
     for store, its_parts in zip(stores, parts, strict=True):
         run(update_of(store, its_parts, [0.3, 1.0, 2.0, 1.0, 0.7]), at_once=False)

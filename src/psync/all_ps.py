@@ -10,35 +10,44 @@ global step, wherever that is.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from psync.blocks import BlockPool, bytes_of
 from psync.endpoint import Endpoint
-from psync.errors import ClosedError, ConfigurationError, RemoteProtocolError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    ParameterServerLost,
+    RemoteProtocolError,
+)
+from psync.global_steps import GLOBAL_STEP_DTYPE
+from psync.group_table import CLOSER
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_client import PsClient
-from psync.ps_link import PsLink, always
-from psync.ps_sync import CLOSER, PsSync
+from psync.ps_link import AWAY_FOR_S, PsLink, always
+from psync.ps_sync import PsSync
 from psync.rpc import Peer, Received
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.step_norms import ShardSums
-from psync.store import Key
 from psync.sync_config import SyncConfig
 from psync.whole_sets import Along, Share, ShareNumbers, Values, WholeSet
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.ps_messages import AttachPs
-from psync.wire.sync_messages import CloseStep, DescribeSet, MeasureStep, SetSizes, StepMeasured
-
-GLOBAL_STEP_DTYPE = "int64"
-
-_ONE: np.ndarray = np.ones((), dtype_of(GLOBAL_STEP_DTYPE))
+from psync.wire.sync_messages import (
+    CloseStep,
+    DescribeSet,
+    MeasureStep,
+    RaiseStep,
+    SetSizes,
+    StepMeasured,
+)
 
 
 class AllPs:
@@ -75,6 +84,9 @@ class AllPs:
         self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
         self.shares = shares or ShareNumbers(len(attach.ps_addresses), CLOSER)
         self._incarnation = attach.coordinator + timeline
+        self._own_parts: set[asyncio.Task[None]] = set()  # of ps 0, which take long
+        self._addresses = list(attach.ps_addresses)
+        self._moves = False  # a ps that is lost is served elsewhere soon
 
     @property
     def has_others(self) -> bool:
@@ -151,10 +163,10 @@ class AllPs:
                     (share.number, list(islice(came, len(share.members)))) for share in ahead
                 )
 
-        self._to_all(
-            message, along, wanted, lambda: self._sync.close_step(message), brought,
-            lambda failed: then(values, failed),
-        )  # fmt: skip
+        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
+            return self._sync.close_step(message, begun=tell)
+
+        self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
 
     def measure_step(
         self,
@@ -180,7 +192,8 @@ class AllPs:
             for variable, index, first, second in received.message.sums:
                 sums.append((variable, index, first, second))
 
-        def own() -> Awaitable[None] | None:
+        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
+            tell()
             mine = self._sync.measure_step(message)
             if not isinstance(mine, list):
                 return _add(mine, sums)
@@ -194,17 +207,20 @@ class AllPs:
         message: CloseStep,
         along: Sequence[Sequence[Along]],
         wanted: Collection[Share],
-        own: Callable[[], Awaitable[None] | None],
+        own: Callable[[Callable[[], None]], Awaitable[None] | None],
         heard: Callable[[int, Received], None],
         then: Callable[[Exception | None], None],
     ) -> None:
-        """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there."""
+        """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
+
+        ``own`` does the part of ps 0. It tells the others first, who work meanwhile.
+        """
         try:
             others = self._others()
         except ClosedError as exc:
             then(exc)
             return
-        missing = 1 + len(others)
+        missing = 1
         failed: Exception | None = None
 
         def done(error: Exception | None) -> None:
@@ -214,17 +230,26 @@ class AllPs:
             if not missing:
                 then(failed)
 
-        for link in others:  # first: they work while ps 0 does its own part
-            self._tell(link, message, along, wanted, heard, done)
+        def tell() -> None:
+            nonlocal missing
+            missing += len(others)
+            for link in others:
+                self._tell(link, message, along, wanted, heard, done)
+
         try:
-            under_way = own()
+            under_way = own(tell)
         except Exception as exc:
             done(exc)
         else:
             if under_way is None:
                 done(None)
             else:
-                self._work.to_the_end(_say_how_it_ended(under_way, done))
+                # The work itself is carried to its end, but it may wait for a log before.
+                own_part = asyncio.get_running_loop().create_task(
+                    _say_how_it_ended(under_way, done)
+                )
+                self._own_parts.add(own_part)
+                own_part.add_done_callback(self._own_parts.discard)
 
     def _tell(
         self,
@@ -260,6 +285,10 @@ class AllPs:
             )
 
         def answered(outcome: Received | Exception) -> None:
+            if isinstance(outcome, FencedError) and self._moves:
+                link.hold()  # it was replaced by its backup: where that is, we shall hear
+                link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+                return
             if isinstance(outcome, Exception):
                 done(outcome)
                 return
@@ -306,41 +335,24 @@ class AllPs:
         (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
         return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
 
-    async def raise_global_step(self, config: SyncConfig) -> None:
-        """Add one to a group's global step.
+    async def raise_global_step(self, config: SyncConfig, group: int, step: int) -> None:
+        """Add one to a group's global step, unless that was done for this step.
 
         Raises:
             ParameterServerLost: Its ps is gone.
 
         Cancellation: It may have been raised, or be raised later.
         """
-        ps, variable, index = config.global_step
+        ps, message = _raising(config, group, step)
         if ps:
-            client = self._links()
-            plan = client.plan((_step_variable(config),))
-            await client.assign(plan, [_ONE], op="add", closure=-1, ordinal=0)
-            return
-        key = (variable, index)
-        claim = self._sync.locks.claim([key])
-        try:
-            await self._sync.locks.turn(claim)
-            await self._work.when_idle(self._raise_here, key)
-        finally:
-            self._sync.locks.end(claim)
+            await self._links().links[ps].call(always(message))
+        else:
+            await self._sync.global_steps.raise_one((CLOSER, self._incarnation), message)
 
-    def raise_at_once(self, config: SyncConfig) -> bool:
-        """Add one to a group's global step; False: nothing was done, since that takes longer."""
-        ps, variable, index = config.global_step
-        key = (variable, index)
-        if ps or self._sync.store.busy(key) or self._sync.locks.blocks([key]):
-            return False
-        self._raise_here(key)
-        return True
-
-    def _raise_here(self, key: Key) -> None:
-        store = self._sync.store
-        operand = store.check_assign(key, "add", _ONE.reshape(store.spec(key).shape))
-        self._work.finish_now(store.assign_checked(key, "add", operand))
+    def raise_at_once(self, config: SyncConfig, group: int, step: int) -> bool:
+        """As ``raise_global_step``; False: nothing was done, since that takes longer."""
+        ps, message = _raising(config, group, step)
+        return not ps and self._sync.global_steps.raise_at_once(message)
 
     async def close(self) -> None:
         """Close the links; what is under way on them fails. Cancellation: they may be left open."""
@@ -361,9 +373,36 @@ class AllPs:
             attach = self._attach
             self._endpoint = Endpoint(self._platform, CLOSER, self._incarnation, {}, self._pool)
             self._client = PsClient(
-                self._endpoint, attach.ps_addresses, self._pool, attach.ps_timeout_s
+                self._endpoint, self._addresses, self._pool, attach.ps_timeout_s
             )
+            if self._moves:
+                self.expect_moves()
         return self._client
+
+    # Where others are served by backups.
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``."""
+        self._moves = True
+        for link in () if self._client is None else self._client.links:
+            link.refused_for_s = link.away_for_s = AWAY_FOR_S
+            link.on_lost = functools.partial(_hold, link)
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served now; what is under way goes there."""
+        self._addresses = list(addresses)
+        if self._client is None:
+            return
+        for link, address in zip(self._client.links, addresses, strict=True):
+            if link.address != address or link.lost is not None:
+                link.revive()
+                link.address = address
+                self._told = {(ps, group) for ps, group in self._told if ps != link.index}
+            link.release()
+
+
+def _hold(link: PsLink, _: ParameterServerLost) -> None:
+    link.hold()
 
 
 async def _say_how_it_ended(
@@ -379,6 +418,12 @@ async def _say_how_it_ended(
 
 async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
     sums += await measured
+
+
+def _raising(config: SyncConfig, group: int, step: int) -> tuple[int, RaiseStep]:
+    """Return whom to tell that a step is applied, and how."""
+    ps, variable, index = config.global_step
+    return ps, RaiseStep(group, step, variable, index)
 
 
 def _step_variable(config: SyncConfig) -> VariableSpec:

@@ -109,12 +109,13 @@ class BackupSender:
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def copy(self, frozen: Frozen, first: int) -> None:
+    async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
         """Send an image, and then all entries until the backup has all that there are.
 
         Args:
             frozen: The image.
             first: Number of the first entry that it does not have.
+            before: What the image does not have either, and comes before that.
 
         Raises:
             PsyncError: The backup does not follow.
@@ -122,7 +123,8 @@ class BackupSender:
         Cancellation: ``close`` is still to be called.
         """
         try:
-            await self._send_image(frozen, first)
+            await self._send_image(frozen, first - len(before))
+            await self._send_before(before, first)
         except PsyncError as exc:
             self._fail(exc)
             raise
@@ -154,6 +156,13 @@ class BackupSender:
             for start in range(0, known.nbytes, PIECE_BYTES):
                 stop = min(start + PIECE_BYTES, known.nbytes)
                 await self._call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
+
+    async def _send_before(self, before: Sequence[Entry], first: int) -> None:
+        """Send what comes before the first entry of the log; this ends the image."""
+        ps, epoch = self._served.ps, self.order.epoch
+        for number, entry in enumerate(before, first - len(before)):
+            listed = [(*entry.client, entry.header, len(entry.body))]
+            await self._call(LogEntries(ps, epoch, number, listed), entry.body)
         await self._call(LogEntries(ps, epoch, first, []))
 
     async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> None:

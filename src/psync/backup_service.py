@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from psync.backup_sender import BackupSender, Served
 from psync.cluster import parse_task_name
 from psync.commit_log import LogState
-from psync.committer import MAX_KEPT_BYTES, Committer
+from psync.committer import MAX_KEPT_BYTES, Build, Committer, Entry
 from psync.errors import (
     BusyError,
     ConfigurationError,
@@ -36,6 +36,7 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
+from psync.ledger import Client
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_image import Frozen
@@ -47,6 +48,22 @@ from psync.wire.messages import Done
 from psync.wire.recovery_messages import BackUp
 
 logger = logging.getLogger(__name__)
+
+
+class SyncState(Protocol):
+    """What a ps has of synchronous steps, beside what is in an image."""
+
+    async def pause(self, why: str) -> None:
+        """Close no step from now on; wait for what is being closed."""
+
+    def resume(self, why: str) -> None:
+        """Go on."""
+
+    def groups(self) -> Iterable[int]:
+        """Return all groups that are known."""
+
+    def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
+        """Return (client, message, segments) of entries that give a backup all of it."""
 
 
 class BackupService:
@@ -61,6 +78,7 @@ class BackupService:
         freeze: Holds what is served.
         begun: Told, once, that from now on every change goes through the committer.
         deposed: Told that another ps has taken this one's place.
+        steps: What is there of synchronous steps.
     """
 
     def __init__(
@@ -73,6 +91,7 @@ class BackupService:
         freeze: Callable[[], Frozen],
         begun: Callable[[Committer], None],
         deposed: Callable[[], None],
+        steps: SyncState,
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._platform = platform
@@ -83,6 +102,7 @@ class BackupService:
         self._freeze = freeze
         self._begun = begun
         self._deposed = deposed
+        self._steps = steps
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._copying: asyncio.Task[None] | None = None
@@ -195,33 +215,33 @@ class BackupService:
             self._platform, served, message, committer.log, committer.advance, self._depose
         )
         committer.on_entry = sender.ship
-        # Entries from now on are kept for the backup; all before them are in the image.
-        first = committer.begin_copy() + 1
-        frozen = committer.at_turn(self._frozen)
-        self._copying = asyncio.get_running_loop().create_task(
-            self._copy(committer, sender, frozen, first)
-        )
+        self._copying = asyncio.get_running_loop().create_task(self._copy(committer, sender))
         self._copying.add_done_callback(_seen)
         return self._when_copied()
 
-    async def _frozen(self) -> Frozen:
+    async def _frozen(self, committer: Committer) -> tuple[Frozen, list[Entry]]:
         await self._work.drain()  # what began before there was an order
         while True:
             try:
-                return self._freeze()
+                frozen = self._freeze()
             except BusyError:
                 await self._work.next_turn()
+            else:
+                return frozen, [committer.in_full(*each) for each in self._steps.entries()]
 
-    async def _copy(
-        self,
-        committer: Committer,
-        sender: BackupSender,
-        frozen: asyncio.Future[Frozen],
-        first: int,
-    ) -> None:
+    async def _copy(self, committer: Committer, sender: BackupSender) -> None:
         began = asyncio.get_running_loop().time()
+        why = f"backup {sender.order.epoch}"
         try:
-            await sender.copy(await frozen, first)
+            # A step that is being closed is wholly in the image, or in the log.
+            await self._steps.pause(why)
+            try:
+                # Entries from now on are kept for the backup; all before them are in the image.
+                first = committer.begin_copy(self._steps.groups()) + 1
+                frozen, entries = await committer.at_turn(lambda: self._frozen(committer))
+            finally:
+                self._steps.resume(why)
+            await sender.copy(frozen, first, entries)
         except BaseException:
             if self._sender is sender and not self._over:
                 committer.log.give_up()

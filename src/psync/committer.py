@@ -1,6 +1,6 @@
 """The order in which a ps with a backup does what changes it: what the backup has, and no sooner.
 
-Layer: L3. Imports: errors, commit_log, shard sets of updates, ps_image, rpc, wire.
+Layer: L3. Imports: errors, commit_log, log_names, ledger, store, exchanges, rpc, wire.
 
 Each message that changes the ps becomes an entry of the log. When the backup has it, and all before
 it are done, it is done: judged, applied, answered. The backup does the same entries in the same
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from psync.commit_log import CommitLog, LogState
 from psync.errors import ClosedError, FencedError, PsyncError
 from psync.exchanges import fail
 from psync.ledger import Client
+from psync.log_names import LogNames, NamesInFull
 from psync.rpc import Reply
 from psync.shards import Key
 from psync.store import ShardStore
@@ -44,8 +45,8 @@ HEADER_WEIGHT = 8
 AT_ONCE = 64
 """Entries that are done in one turn of the loop."""
 
-MAX_SETS = 32_768
-"""Numbers of sets in one log; then they begin anew. A connection may define twice as many."""
+Build = Callable[[LogNames], Message]
+"""Makes the message of an entry, if there is a backup that will read it."""
 
 Act = Callable[[], Any]
 """Does an entry: returns what a handler returns."""
@@ -90,7 +91,7 @@ class Committer:
         self._busy: asyncio.Task[None] | None = None  # the entry that takes longer than a turn
         self._again = False  # the loop will look again
         self._optimizers: set[int] = set()  # that the backup knows
-        self._sets: dict[tuple[Key, ...], int] = {}  # that it knows, and their numbers
+        self._names = LogNames()
         self._over: PsyncError | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -104,7 +105,7 @@ class Committer:
     def commit(
         self,
         client: Client,
-        message: Message,
+        message: Message | Build,
         body: Sequence[memoryview],
         act: Act,
         *,
@@ -115,7 +116,7 @@ class Committer:
 
         Args:
             client: Who asks.
-            message: What for.
+            message: What for; or makes it, with the names that the log has for sets and groups.
             body: Its segments.
             act: Does it.
             keys: The shards of its set, if it names one by number.
@@ -142,11 +143,19 @@ class Committer:
         self.advance()
         return answer
 
-    def begin_copy(self) -> int:
-        """Keep all entries from now on for a new backup; return the number of the last before."""
+    def begin_copy(self, groups: Iterable[int] = ()) -> int:
+        """Keep all entries from now on for a new backup; return the number of the last before.
+
+        Args:
+            groups: Synchronous groups that it knows from its image.
+        """
         self._optimizers = set(self._store.optimizers())
-        self._sets.clear()
+        self._names.begin(groups)
         return self.log.begin_copy()
+
+    def in_full(self, client: Client, build: Build, body: Sequence[memoryview]) -> Entry:
+        """Return an entry that a new backup gets before all others."""
+        return Entry(client, encode(build(NamesInFull(self._names))), body)
 
     def _define_new(self) -> None:
         """An optimizer that a message has defined in passing is known to the backup first."""
@@ -162,12 +171,18 @@ class Committer:
         self._optimizers = set(known)
 
     def _append(
-        self, client: Client, message: Message, body: Sequence[memoryview], keys: tuple[Key, ...]
+        self,
+        client: Client,
+        message: Message | Build,
+        body: Sequence[memoryview],
+        keys: tuple[Key, ...],
     ) -> None:
         if self.log.state is LogState.ALONE:
             self.log.append(_NOBODY, 0)
             return
-        if isinstance(message, Push | Assign):
+        if not isinstance(message, Message):
+            message = message(self._names)
+        elif isinstance(message, Push | Assign):
             message = self._numbered(message, keys)
         header = encode(message)
         # Headers weigh more: those of all entries of a message are one frame's header.
@@ -176,12 +191,7 @@ class Committer:
 
     def _numbered(self, message: Push | Assign, keys: tuple[Key, ...]) -> Push | Assign:
         """Name its set by a number of the log's own; the lock has been looked at already."""
-        number, members = self._sets.get(keys), None
-        if number is None:
-            if len(self._sets) >= MAX_SETS:
-                self._sets.clear()
-            number = self._sets[keys] = len(self._sets)
-            members = list(keys)
+        number, members = self._names.of_set(keys)
         if isinstance(message, AssignLocked):
             message = Assign(
                 message.sequence, message.acked_below, message.closure, message.ordinal,

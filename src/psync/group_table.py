@@ -14,6 +14,9 @@ from psync.step_updates import Average
 from psync.store import ShardStore
 from psync.sync_config import SyncConfig
 
+CLOSER = "/job:ps/task:0"
+"""Who decides steps."""
+
 
 @dataclass(slots=True)
 class KnownGroup:

@@ -35,6 +35,10 @@ PING_INTERVAL_S = 5.0
 PING_TIMEOUT_S = 10.0
 """A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
 
+AWAY_FOR_S = 0.3
+"""A ps with a backup that is gone for so long is lost: waiting longer costs more than a mistake. A
+launcher may hold the socket of a ps that has died: then nobody refuses."""
+
 REFUSED_FOR_S = 2.0
 """A ps that was there, and at whose address nobody has listened for this long, is lost: not
 "refused" once, which something between us and the ps may have said."""

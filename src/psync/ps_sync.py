@@ -21,12 +21,16 @@ changes shards that are locked waits for its turn, and so do those who wait for 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Awaitable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Sequence
 
 from psync.blocks import BlockPool
+from psync.committer import Committer
 from psync.errors import BusyError, RemoteProtocolError, UsageError
-from psync.group_table import GroupTable, KnownGroup
+from psync.global_steps import GlobalSteps
+from psync.group_table import CLOSER, GroupTable, KnownGroup
 from psync.layerwise_rules import Sums
 from psync.ledger import Ledger
 from psync.lock_table import Claim
@@ -38,11 +42,14 @@ from psync.staging import Staging
 from psync.step_norms import ShardSums, StepNorms
 from psync.step_updates import Part, StepUpdate, averages_of
 from psync.store import ShardStore
+from psync.sync_entries import FROM_CLOSER, closing_entry, staged_entry
 from psync.sync_groups import Close
+from psync.tokens import Replica
 from psync.updates import ShardSet, memory_for, numbered_set, set_of
 from psync.whole_sets import Along, WholeSet
 from psync.wire.codec import Message
 from psync.wire.messages import Done
+from psync.wire.recovery_messages import CountPush
 from psync.wire.sync_messages import (
     CloseStep,
     Contribute,
@@ -53,9 +60,6 @@ from psync.wire.sync_messages import (
     StagePush,
     StepMeasured,
 )
-
-CLOSER = "/job:ps/task:0"
-"""Who decides steps."""
 
 
 class PsSync(GroupTable):
@@ -85,6 +89,9 @@ class PsSync(GroupTable):
         self.ledger = ledger
         self.work = work
         self.locks = locks
+        self.committer: Committer | None = None  # None: there was never a backup
+        self.global_steps = GlobalSteps(task, store, ledger, work, locks, platform.failpoints)
+        self._in_log: set[asyncio.Task[None]] = set()  # closings that wait for their turn there
         self._staging = Staging(platform.limits.staging_bytes, task)
         self._failpoints = platform.failpoints
         self._pool = pool
@@ -96,7 +103,12 @@ class PsSync(GroupTable):
             DescribeSet: Handler(self._describe),
             MeasureStep: Handler(self._measure_for),
             CloseStep: Handler(self._close_for),
+            **self.global_steps.handlers(),
         }
+
+    def commit_with(self, committer: Committer) -> None:
+        """From now on all that changes here is done in the order of a log."""
+        self.committer = self.global_steps.committer = committer
 
     def steps(self) -> list[tuple[int, int]]:
         """Return (group, step) of each group that has closed a step here; not to be changed."""
@@ -133,42 +145,68 @@ class PsSync(GroupTable):
         # What is stale is dropped once it is here.
         return memory_for(self._pool, nbytes, varies=message.rows is not None)
 
-    def _stage(self, peer: Peer, message: StagePush, body: list[memoryview]) -> Reply:
+    def _stage(
+        self, peer: Peer, message: StagePush, body: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
         known = set_of(peer, message, self._task).look_up(self.store)
-        whole = known.body_of(body, self._task, message.rows)
-        part = self._part(message.group, known, whole, message.rows)
-        return Reply(Staged(not self.keep(peer, message, part)))
+        part = self.part_with(message, known, known.body_of(body, self._task, message.rows))
+        if self.committer is None:
+            return Reply(Staged(not self.keep(peer, message, part)))
+        client = (peer.task, peer.incarnation)
+        return self.committer.commit(
+            client, staged_entry(part, message, self.raw_config(message.group)),
+            (part.body,) if len(part.body) else (),
+            lambda: Reply(Staged(not self.keep(peer, message, part))),
+        )  # fmt: skip
 
-    def _part(
-        self, group: int, known: ShardSet, body: memoryview, rows: Sequence[int] | None
-    ) -> Part:
+    def part_with(self, message: StagePush | CountPush, known: ShardSet, body: memoryview) -> Part:
+        """Return the part of a push that belongs to this ps; GradientError: it does not fit."""
+        group, rows = message.group, message.rows
         if rows is None:
-            return Part(known, known.gradients(self.store, group, body))
-        return Part(known, known.row_gradients(self.store, group, body, rows), has_rows=True)
+            return Part(known, known.gradients(self.store, group, body), body)
+        return Part(known, known.row_gradients(self.store, group, body, rows), body, rows)
 
     def keep(self, peer: Peer, message: StagePush | Contribute, part: Part) -> bool:
         """Keep a part that has arrived in the memory of ``reserve``; False: it is stale."""
         replica = (peer.task, peer.incarnation)
         return self._staging.stage(message.group, replica, message.push, message.local_step, part)
 
-    def part_of(
-        self, group: int, known: WholeSet, body: memoryview, rows: Sequence[int] | None
-    ) -> Part:
+    def part_of(self, message: Contribute | CountPush, known: WholeSet, body: memoryview) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
 
         Raises:
             GradientError: It does not fit.
         """
         own = known.own.look_up(self.store)
+        group, rows = message.group, message.rows
         if rows is not None:
-            return self._part(group, own, body, rows)
+            return Part(own, own.row_gradients(self.store, group, body, rows), body, rows, known)
         mine, along = known.cut(body)
-        return Part(own, own.gradients(self.store, group, mine), along=along)
+        return Part(own, own.gradients(self.store, group, mine), body, None, known, along)
+
+    def staged(self, group: int, replica: Replica, push: int) -> Part | None:
+        """Return what is kept of a push, if anything."""
+        part: Part | None = self._staging.staged(group, replica, push)
+        return part
+
+    def held(self) -> list[tuple[int, Replica, int, int, Part]]:
+        """Return (group, replica, push, local step, part) of all that is kept."""
+        return self._staging.held()
+
+    def keep_judged(
+        self, group: int, replica: Replica, push: int, local_step: int, part: Part
+    ) -> None:
+        """Keep a part that another ps has kept, whose backup this is."""
+        self._staging.keep(group, replica, push, local_step, len(part.body), part)
+
+    def closed_before(self, group: int, step: int) -> None:
+        """Take a step for closed that another ps has closed, whose backup this is."""
+        self._staging.closed(group, step)
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""
         parts = [
-            self._staging.staged(close.group, (task, incarnation), push)
+            self.staged(close.group, (task, incarnation), push)
             for task, incarnation, push, _ in close.pushes
         ]
         return [() if part is None else part.along for part in parts]
@@ -255,6 +293,12 @@ class PsSync(GroupTable):
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with the word to close or measure the step."""
         self._check_closer(peer)
+        return self.parts_along(peer, message, segments)
+
+    def parts_along(
+        self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
+    ) -> Sequence[Part | None]:
+        """Return the part of each push that has come with a closing; () is all None."""
         for number, members in message.sets:
             numbered_set(peer, number, members, self._task)
         if not segments:
@@ -269,7 +313,7 @@ class PsSync(GroupTable):
                 continue
             known = numbered_set(peer, number, None, self._task).look_up(self.store)
             body = known.body_of((next(bodies),), self._task)
-            parts.append(Part(known, known.gradients(self.store, message.group, body)))
+            parts.append(Part(known, known.gradients(self.store, message.group, body), body))
         return parts
 
     def values_of(self, wanted: Sequence[ShardSet]) -> list[list[memoryview]]:
@@ -280,13 +324,17 @@ class PsSync(GroupTable):
             return []
 
     def close_step(
-        self, message: CloseStep, along: Sequence[Part | None] = ()
+        self,
+        message: CloseStep,
+        along: Sequence[Part | None] = (),
+        begun: Callable[[], None] = lambda: None,
     ) -> Awaitable[None] | None:
         """Apply a step that ps 0 has decided.
 
         Args:
             message: What it has said.
             along: The part of each push that came with it, or None; () is all None.
+            begun: Called when the backup has it, if there is one; before it is applied.
 
         Returns:
             None if it is applied now; else what to wait for.
@@ -298,15 +346,59 @@ class PsSync(GroupTable):
         group, step = message.group, message.step
         self.define(group, message.config)
         known = self._groups[group]
-        if self._is_closed(known, message):
+        is_closed = self._is_closed(known, message)
+        if self.committer is None or is_closed:
+            begun()
+        if is_closed:
             return None if known.closing is None else self._closed_by_another(known, step)
         update = self._gather(message, known, along)
+        if self.committer is None and not self.locks.blocks(update.touched):
+            return self._apply(update, known)
+        known.closing = step
+        if self.committer is None:
+            act = functools.partial(self._apply, update, known)
+            return self.work.to_the_end(self._when_unlocked(update, known, act))
+
+        def begin_and_apply() -> Awaitable[None] | None:
+            begun()
+            return self._apply(update, known)
+
+        entry, body = closing_entry(message, known.raw, along)
+        commit = functools.partial(self.committer.commit, FROM_CLOSER, entry, body, begin_and_apply)
+        # Not as work under way: for that a copy waits, which may be before it in the log.
+        task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
+        self._in_log.add(task)
+        task.add_done_callback(self._ended_in_log)
+        return asyncio.shield(task)
+
+    async def _when_unlocked(
+        self, update: StepUpdate, known: KnownGroup, act: Callable[[], Awaitable[None] | None]
+    ) -> None:
+        """Apply a step, or put it into the log, where no entry may wait for a lock."""
+        claim = self.locks.claim(update.touched)
+        try:
+            await self.locks.turn(claim)
+            under_way = act()
+            if under_way is not None:
+                await under_way
+        finally:
+            self._over(known, claim)
+
+    def _ended_in_log(self, task: asyncio.Task[None]) -> None:
+        self._in_log.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, even if ps 0 has gone
+
+    def _over(self, known: KnownGroup, claim: Claim) -> None:
+        self.locks.end(claim)
+        known.closing = None
+        self.work.wake()  # repetitions that wait for the end
+
+    def _apply(self, update: StepUpdate, known: KnownGroup) -> Awaitable[None] | None:
         update.begin()
-        if self.locks.blocks(update.touched) or not self.work.fits_now(
-            self.store, update.touched, update.cost
-        ):
-            known.closing = step
-            claim = self.locks.claim(update.touched)
+        if not self.work.fits_now(self.store, update.touched, update.cost):
+            known.closing = update.step
+            claim = self.locks.begin(update.touched)
             return self.work.to_the_end(self._apply_slowly(update, known, claim))
         try:
             update.at_once()
@@ -360,21 +452,18 @@ class PsSync(GroupTable):
 
     async def _apply_slowly(self, update: StepUpdate, known: KnownGroup, claim: Claim) -> None:
         try:
-            await self.locks.turn(claim)
             for what in update.passes():
                 update.norms.conclude(what, await self._measure_slowly(update, what))
             await self.work.shard_by_shard(update.costs, update.work)
         except Exception as exc:
             if not self.work.is_torn:
                 self.work.give_up(exc)  # the shards are whole, the step is not
-            raise
-        finally:
             self.locks.end(claim)
-        known.closing = None
+            raise
         try:
             self._closed(update)
         finally:
-            self.work.wake()  # repetitions that wait for the end
+            self._over(known, claim)
 
     def _closed(self, update: StepUpdate) -> None:
         self._staging.closed(update.group, update.step)

@@ -40,6 +40,7 @@ from psync.errors import (
 )
 from psync.failpoints import Failpoints
 from psync.gate_service import GateService
+from psync.group_table import CLOSER
 from psync.image_service import (
     ImageService,
     pack_accumulators,
@@ -55,7 +56,7 @@ from psync.ps_image import Frozen, Thawed, freeze, settling
 from psync.ps_locks import PsLocks
 from psync.ps_pulls import PsPulls
 from psync.ps_report import describe_ps
-from psync.ps_sync import CLOSER, PsSync
+from psync.ps_sync import PsSync
 from psync.ps_updates import PsUpdates
 from psync.replica_host import ReplicaHost
 from psync.row_pulls import RowPulls
@@ -66,6 +67,8 @@ from psync.session_service import SessionService, check_shards
 from psync.shard_creation import ShardCreation
 from psync.step_closer import StepCloser
 from psync.store import ShardStore
+from psync.sync_follower import SyncFollower
+from psync.sync_image import SyncImage
 from psync.transport import Listener
 from psync.weak_rules import weaken, went_back
 from psync.wire.accumulator_messages import DefineAccumulator
@@ -137,6 +140,8 @@ class PsTask:
         self._log = ApplyLog(platform.apply_log, index)
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
+        self._follower: SyncFollower | None = None  # while this is a backup
+        self._replayed: dict[type[Message], Handler] = {}  # what only a log says
         self._host = ReplicaHost(
             self.task, self._pool, self._make_backup, lambda: self._coordinator
         )
@@ -305,6 +310,10 @@ class PsTask:
             self._sessions.attached(message.coordinator)
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
                 self._host.end_below(message.coordinator)
+        elif self._attached is not None and (
+            self._follower is not None or message.ps_addresses != self._attached.ps_addresses
+        ):
+            self._moved(message.ps_addresses)
         return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
@@ -351,7 +360,7 @@ class PsTask:
             if keep:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
-                        await closer.pause()
+                        await closer.pause("end")
             await closer.close()
 
         return end()
@@ -431,11 +440,13 @@ class PsTask:
             self._locks,
         )  # fmt: skip
         self._sync = PsSync(*parts)
+        self._follower = None
+        self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,
-            lambda: self.freeze()[0], self._committing, self._depose,
+            lambda: self.freeze()[0], self._committing, self._depose, self._sync_image,
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
@@ -452,8 +463,6 @@ class PsTask:
         for kind in COMMITTED:
             handlers[kind] = backup.committed(handlers[kind])
         handlers[FinalBelow] = backup.notified(Handler(self._final_below))
-        for kind in self._sync.handlers():
-            handlers[kind] = backup.refused(handlers[kind], "synchronous steps")
         for kind, handler in self._accumulators.handlers().items():
             handlers[kind] = backup.refused(handler, "conditional accumulators")
         return {**handlers, **backup.handlers()}
@@ -469,6 +478,9 @@ class PsTask:
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
         self._updates.committer = committer
+        self._sync.commit_with(committer)
+        if self._closer is not None:
+            self._closer.expect_moves()
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -506,6 +518,14 @@ class PsTask:
         self._serve(thawed.store, thawed.ledger, unpack_accumulators(state.accumulators))
         for number, raw in state.groups.items():
             self._sync.define(number, raw)
+        closer = self._closer
+        if closer is not None:
+            closer.steps.note_calls(state.counted, state.ledger.final_below)
+            closer.expect_moves()
+        self._follower = SyncFollower(
+            self.task, self._sync, None if closer is None else closer.shares
+        )
+        self._replayed = self._follower.handlers()
 
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know; see ``served_service.OwnTask``."""
@@ -520,8 +540,18 @@ class PsTask:
             self._depose()
 
     def handler(self, kind: type[Message]) -> Handler:
-        """Return who serves a message; see ``replica_host.BackupTask``."""
-        return self._endpoint.handlers[kind]
+        """Return who does an entry; see ``replica_host.BackupTask``."""
+        return self._replayed.get(kind) or self._endpoint.handlers[kind]
+
+    def _moved(self, addresses: Sequence[str]) -> None:
+        """Ps tasks are served elsewhere; if this was a backup, it goes on with the steps."""
+        assert self._attached is not None, "it is served"
+        self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
+        if self._closer is not None:
+            self._closer.moved(addresses)
+            if self._follower is not None:
+                self._closer.follow(self._follower.steps, self._follower.spread)
+        self._follower = None
 
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
@@ -537,12 +567,10 @@ class PsTask:
         return Handler(run, handler.prepare)
 
     async def _pause_steps(self) -> None:
-        if self._closer is not None:
-            await self._closer.pause()
+        await self._sync_image.pause("cut")
 
     def _resume_steps(self) -> None:
-        if self._closer is not None:
-            self._closer.resume()
+        self._sync_image.resume("cut")
 
     def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
         if peer.task != CLOSER or peer.incarnation != self._closer_incarnation:
@@ -561,6 +589,8 @@ class PsTask:
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error
             self._ledger.final_below(message.closure)
+            if self._follower is not None:
+                self._follower.steps.final_below(message.closure)
             if self._closer is not None:
                 self._closer.steps.final_below(message.closure)
 

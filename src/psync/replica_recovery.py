@@ -29,16 +29,12 @@ from psync.endpoint import Endpoint
 from psync.errors import ParameterServerLost, PsyncError, RemoteProtocolError
 from psync.events import Events, FailoverEvent
 from psync.ps_client import PsClient
-from psync.ps_link import REFUSED_FOR_S, PsLink, always
+from psync.ps_link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always
 from psync.ps_recovery import PsRecovery, RecoveryOwner
 from psync.rpc import Peer
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
 logger = logging.getLogger(__name__)
-
-AWAY_FOR_S = 0.3
-"""A ps that is gone for so long is lost, if it has a backup: waiting longer costs more than a
-mistake. A launcher may hold the socket of a ps that has died: then nobody refuses."""
 
 PAUSE_S = 0.2
 """Between two attempts to make a backup."""
@@ -241,6 +237,8 @@ class ReplicaRecovery:
                 await self._promote(ps)
                 served[ps] = self._processes[self._home[ps]][0]
                 self._lost.pop(ps, None)
+                if not self._lost:
+                    await self._tell_ps0()
         except Exception as exc:
             logger.error("%s: its backup cannot take over: %r", self._links[ps].task, exc)
             self._task = None
@@ -297,6 +295,13 @@ class ReplicaRecovery:
                     await self._alone(other, urgent=True)
                 except ParameterServerLost:
                     logger.info("%s is lost, too", self._links[other].task)
+
+    async def _tell_ps0(self) -> None:
+        """Let ps 0 know where all ps tasks are served: it closes the steps of all."""
+        try:
+            await self._owner.attach_ps(self._links[0])
+        except ParameterServerLost:
+            logger.info("%s is lost, too", self._links[0].task)  # and noted: see ``takes_over``
 
     async def _ask_to_serve(self, ps: int, host: int) -> str:
         """Return where the backup of a ps serves; asked again as often as the answer is lost."""

@@ -172,6 +172,25 @@ class Staging:
             self._staged += 1
         return True
 
+    def keep(
+        self, group: int, replica: Replica, push: int, local_step: int, nbytes: int, update: object
+    ) -> None:
+        """Keep a part that another ps has kept, whose backup this is: it has judged it."""
+        known = self._groups.setdefault(group, _Group())
+        former = known.parts.get((replica, push))
+        self._bytes += nbytes - (0 if former is None else former.nbytes)
+        self._peak = max(self._peak, self._bytes)
+        known.parts[replica, push] = _Part(local_step, nbytes, update, complete=True)
+
+    def held(self) -> list[tuple[int, Replica, int, int, Any]]:
+        """Return (group, replica, push, local step, part) of all parts that have come in whole."""
+        return [
+            (group, replica, push, part.local_step, part.update)
+            for group, known in self._groups.items()
+            for (replica, push), part in known.parts.items()
+            if part.complete
+        ]
+
     def staged(self, group: int, replica: Replica, push: int) -> Any:
         """Return the part that is kept of a push, or None."""
         known = self._groups.get(group)

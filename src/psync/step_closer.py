@@ -20,18 +20,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.all_ps import AllPs
 from psync.blocks import BlockPool
 from psync.cluster import task_name
+from psync.committer import Committer
 from psync.errors import ClosedError, FencedError, GradientError, PsyncError
+from psync.followed_steps import FollowedSteps
+from psync.group_table import CLOSER
 from psync.long_work import LongWork
 from psync.platform import Platform
-from psync.ps_sync import CLOSER, PsSync
+from psync.ps_sync import PsSync
 from psync.rpc import Handler, Later, Peer, Received, Reply
-from psync.step_rounds import StepRounds
+from psync.step_rounds import ClosedStep, StepRounds
+from psync.step_takeover import go_on
+from psync.sync_config import SyncConfig
+from psync.sync_entries import counted_entry
 from psync.sync_steps import Action, Close, Contribution
 from psync.token_waits import PushKey, TokenWaits
 from psync.weak_rules import steps_without
@@ -92,13 +98,20 @@ class StepCloser:
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
-        self._paused: list[Close] | None = None  # while a cut is taken: steps decided meanwhile
+        self._going_on = 0  # groups of the ps 0 that this one has replaced, which are not there yet
+        self._pauses: set[str] = set()  # for whom no step is closed
+        self._held_up: list[Close] = []  # decided meanwhile
         self._resumed = asyncio.Event()
 
     @property
     def shares(self) -> ShareNumbers:
         """Numbers of what other ps tasks hold of sets that connections to this ps use."""
         return self._all_ps.shares
+
+    @property
+    def spread(self) -> Collection[int]:
+        """Groups with a variable on several ps tasks."""
+        return self._rounds.spread
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -114,13 +127,60 @@ class StepCloser:
         self._over = FencedError(f"{CLOSER} serves {by}")
         self._waits.refuse_all(self._over)
 
+    # A backup that goes on.
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``moved``."""
+        self._all_ps.expect_moves()
+
+    def moved(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served now."""
+        self._all_ps.move(addresses)
+
+    def follow(self, steps: FollowedSteps[ClosedStep], spread: Iterable[int]) -> None:
+        """Go on with the steps of the one whose backup this was; it was told of these moves.
+
+        Args:
+            steps: What is known of them.
+            spread: Groups with a variable on several ps tasks.
+        """
+        for group in spread:
+            self._rounds.note_spread(group)
+        self.steps.add_calls(steps.calls())
+        left = steps.left()
+        for group in {*dict(self._sync.steps()), *steps.last, *left}:
+            task = self._beginning[group] = self._loop.create_task(
+                go_on(group, steps.last.get(group), left.get(group, ()), self._sync, self._rounds)
+            )
+            task.add_done_callback(functools.partial(self._begun, group))
+            self._going_on += 1
+            self._start(self._count_again(group, task, left.get(group, ())))
+
+    async def _count_again(
+        self, group: int, beginning: asyncio.Task[int], left: Sequence[tuple[int, Contribution]]
+    ) -> None:
+        config = self._sync.define(group, None)
+        failed: PsyncError | None = None
+        try:
+            first = await beginning
+        except PsyncError as exc:
+            first, failed = 0, exc
+        finally:
+            self._going_on -= 1
+        self._define(group, config, first)
+        for step, push in left:
+            self._perform(self.steps.recount(group, step, push))
+        if failed is not None:
+            self._perform(self.steps.close_failed(group, failed))
+
     async def close(self) -> None:
         """Close the links to the other ps tasks; a step that is being closed gets no further.
 
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
-        self._paused = None
+        self._pauses.clear()
+        self._held_up.clear()
         self._resumed.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -190,23 +250,32 @@ class StepCloser:
         wanted: WholeSet | None,
     ) -> Later:
         if brought is not None:
-            part = self._sync.part_of(message.group, brought, body[0], message.rows)
+            part = self._sync.part_of(message, brought, body[0])
             self._sync.keep(peer, message, part)
         if message.spread:
             self._rounds.note_spread(message.group)
         replica = (peer.task, peer.incarnation)
-        actions = self.steps.contribute(
-            message.group,
-            Contribution(
-                replica, message.push, message.acked_below,
-                message.closure if message.closure >= 0 else None, message.ordinal,
-                message.variable_set, message.local_step, message.weight,
-            ),
+        push = Contribution(
+            replica, message.push, message.acked_below,
+            message.closure if message.closure >= 0 else None, message.ordinal,
+            message.variable_set, message.local_step, message.weight,
         )  # fmt: skip
         key = (message.group, replica, message.push)
+        step, counted = self.steps.step(message.group), self.steps.counts(*key)
+        actions = self.steps.contribute(message.group, push)
+        if self._sync.committer is not None and not counted and self.steps.counts(*key):
+            self._log_count(self._sync.committer, message.group, step, push)
         waiter = self._waits.add(key, wanted)
         self._perform(actions)
         return waiter
+
+    def _log_count(self, committer: Committer, group: int, step: int, push: Contribution) -> None:
+        """Let the backup know of a push before anybody hears that it counts."""
+        entry, body = counted_entry(
+            group, step, push, self._sync.staged(group, push.replica, push.number),
+            self._sync.raw_config(group), spread=group in self._rounds.spread,
+        )  # fmt: skip
+        committer.commit(push.replica, entry, body, lambda: None)
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -225,9 +294,9 @@ class StepCloser:
 
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
-        while self._over is None and not self.steps.is_settled:
+        while self._over is None and (self._going_on or not self.steps.is_settled):
             self._perform(self.steps.finish())
-            if self._paused is not None:
+            if self._pauses:
                 await self._resumed.wait()
             elif self._under_way:
                 await asyncio.wait(list(self._under_way))
@@ -290,17 +359,23 @@ class StepCloser:
         self.steps.forget(*key)
         self._waits_changed()
 
-    def _perform(self, actions: Iterable[Action]) -> None:
+    def _perform(self, actions: Sequence[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
+        if self._sync.committer is None:
+            self._act(actions)
+        elif actions:  # once the backup has what they come from
+            self._sync.committer.at_turn(functools.partial(self._act, actions))
+        deadline = self.steps.next_deadline()
+        if deadline != self._deadline:
+            self._set_timer(deadline)
+        self._waits_changed()
+
+    def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Close):
                 self._close(action)
             else:
                 self._waits.answer(action)
-        deadline = self.steps.next_deadline()
-        if deadline != self._deadline:
-            self._set_timer(deadline)
-        self._waits_changed()
 
     def _set_timer(self, deadline: float | None) -> None:
         if self._timer is not None:
@@ -327,13 +402,16 @@ class StepCloser:
             reading = self._beginning[group] = self._loop.create_task(
                 self._all_ps.read_global_step(config)
             )
-            reading.add_done_callback(lambda task: self._begun(group, task))
+            reading.add_done_callback(functools.partial(self._begun, group))
         try:
             first = await asyncio.shield(reading)
         except PsyncError:
             if self._over is not None:
                 raise self._over.with_traceback(None) from None
             raise
+        self._define(group, config, first)
+
+    def _define(self, group: int, config: SyncConfig, first: int) -> None:
         if not self.steps.knows(group):
             self.steps.define(group, config, first)
             if self._members is not None:
@@ -346,27 +424,32 @@ class StepCloser:
 
     # Closing.
 
-    async def pause(self) -> None:
+    async def pause(self, why: str) -> None:
         """Close no step from now on, and wait for that which is being closed.
+
+        Args:
+            why: The same is given to ``resume``. Others may have paused it as well.
 
         Cancellation: Safe; it is paused.
         """
-        if self._paused is None:
-            self._paused = []
-            self._resumed.clear()
+        self._pauses.add(why)
+        self._resumed.clear()
         while self._under_way:
             await asyncio.wait(list(self._under_way))
 
-    def resume(self) -> None:
-        """Go on after ``pause``."""
-        closes, self._paused = self._paused or (), None
+    def resume(self, why: str) -> None:
+        """Go on after ``pause``, if nobody else has paused it."""
+        self._pauses.discard(why)
+        if self._pauses:
+            return
+        closes, self._held_up = self._held_up, []
         self._resumed.set()
         for close in closes:
             self._close(close)
 
     def _close(self, close: Close) -> None:
-        if self._paused is not None:
-            self._paused.append(close)
+        if self._pauses:
+            self._held_up.append(close)
             return
         try:
             self._failpoints.hit("ps0.step.decided")

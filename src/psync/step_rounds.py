@@ -23,12 +23,27 @@ from psync.all_ps import AllPs
 from psync.failpoints import Failpoints
 from psync.ps_sync import PsSync
 from psync.step_norms import Factors, ShardSums, StepNorms
+from psync.sync_config import SyncConfig
 from psync.sync_groups import Close
 from psync.whole_sets import Along, Share, Values
 from psync.wire.sync_messages import CloseStep, MeasureStep
 
 Ended = Callable[[Values, Exception | None], None]
 """What is called at the end: with the values that were wanted, or with the first error."""
+
+
+Listed = list[tuple[int, float]] | None
+"""Factors of variables, as a message has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedStep:
+    """How a step was closed, to close it once more."""
+
+    close: Close
+    along: Sequence[Sequence[Along]]  # what belonged to other ps tasks of each push
+    scales: Listed
+    ratios: Listed
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +76,11 @@ class StepRounds:
         """A group's pushes have a variable that lies on several ps tasks."""
         self._spread.add(group)
 
+    @property
+    def spread(self) -> frozenset[int]:
+        """Groups that have such a variable."""
+        return frozenset(self._spread)
+
     def carry(self, close: Close, wanted: Callable[[], Collection[Share]], ended: Ended) -> None:
         """Let every ps apply a step, and raise the global step.
 
@@ -75,6 +95,18 @@ class StepRounds:
             passes = norms.passes_together(spread=close.group in self._spread)
         self._go_on(_Step(close, self._sync.along(close), norms, passes, wanted, ended))
 
+    def carry_again(self, closed: ClosedStep, ended: Ended) -> None:
+        """Let every ps that has not done so apply a step, and raise the global step.
+
+        Args:
+            closed: How it was closed before.
+            ended: As for ``carry``.
+        """
+        close = closed.close
+        norms = self._sync.norms(close.group)
+        step = _Step(close, closed.along, norms, [], tuple, ended)
+        self._close(step, closed.scales, closed.ratios)
+
     def _go_on(self, step: _Step) -> None:
         """Make the next pass; or close the step, if there is none."""
         group, number, pushes = step.close.group, step.close.step, list(step.close.pushes)
@@ -86,12 +118,17 @@ class StepRounds:
             )
             self._all_ps.measure_step(measure, step.along, functools.partial(self._measured, step))
         else:
-            self._all_ps.close_step(
-                CloseStep(group, config, number, pushes, scales=scales, ratios=ratios),
-                step.along,
-                step.wanted(),
-                functools.partial(self._applied, step),
-            )
+            self._close(step, scales, ratios)
+
+    def _close(self, step: _Step, scales: Listed, ratios: Listed) -> None:
+        group, number, pushes = step.close.group, step.close.step, list(step.close.pushes)
+        config = self._sync.raw_config(group)
+        self._all_ps.close_step(
+            CloseStep(group, config, number, pushes, scales=scales, ratios=ratios),
+            step.along,
+            step.wanted(),
+            functools.partial(self._applied, step),
+        )
 
     def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
         if failed is None:
@@ -111,7 +148,7 @@ class StepRounds:
         if failed is None:
             try:
                 self._failpoints.hit("ps0.step.applied")
-                raised = self._all_ps.raise_at_once(self._sync.define(step.close.group, None))
+                raised = self._all_ps.raise_at_once(*self._what_to_raise(step))
             except Exception as exc:
                 failed = exc
         if failed is None and not raised:
@@ -121,14 +158,18 @@ class StepRounds:
         else:
             step.ended(values, failed)
 
+    def _what_to_raise(self, step: _Step) -> tuple[SyncConfig, int, int]:
+        group = step.close.group
+        return self._sync.define(group, None), group, step.close.step
+
     async def _raise(self, step: _Step, values: Values) -> None:
         failed: Exception | None = None
         try:
-            await self._all_ps.raise_global_step(self._sync.define(step.close.group, None))
+            await self._all_ps.raise_global_step(*self._what_to_raise(step))
         except Exception as exc:
             failed = exc
         step.ended(values, failed)
 
 
-def _listed(factors: Factors | None) -> list[tuple[int, float]] | None:
+def _listed(factors: Factors | None) -> Listed:
     return None if factors is None else list(factors.items())

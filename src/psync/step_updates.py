@@ -24,8 +24,8 @@ from psync.store import Key, ShardStore, Work
 from psync.sums import Reduction, check_weight
 from psync.sync_config import SyncConfig
 from psync.update_rules import slot_dtype
-from psync.updates import ShardSet
-from psync.whole_sets import Along
+from psync.updates import NO_BYTES, ShardSet
+from psync.whole_sets import Along, WholeSet
 
 Gradient = np.ndarray | RowValues
 
@@ -59,8 +59,10 @@ class Part:
 
     known: ShardSet
     gradients: Sequence[Gradient]  # views of the buffer in which they came
-    has_rows: bool = False  # whether one of them is of some rows only
-    along: Sequence[Along] = ()  # on ps 0: what of the push belongs to others
+    body: memoryview = NO_BYTES  # that buffer, or all of it that came to ps 0
+    rows: Sequence[int] | None = None  # as in StagePush
+    whole: WholeSet | None = None  # on ps 0: the set, if the push came whole
+    along: Sequence[Along] = ()  # on ps 0: what of it belongs to others
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class StepUpdate:
         for weight in weights:
             check_weight(weight)
         if parts and all(
-            part.known.keys == parts[0].known.keys and not part.has_rows for part in parts
+            part.known.keys == parts[0].known.keys and part.rows is None for part in parts
         ):
             self._gather_alike(parts, weights)
         else:

@@ -167,6 +167,17 @@ class Group:
             self.tokens.charge(replica, self.step)
         return push
 
+    def counts(self, replica: Replica, number: int) -> bool:
+        """Return whether a push that is not acknowledged was accepted."""
+        push = self._pushes.get(replica, {}).get(number)
+        return push is not None and push.outcome == "accepted"
+
+    def recount(self, contribution: Contribution) -> None:
+        """Count a push that was judged elsewhere."""
+        push = Push(contribution, "accepted", 0)
+        self._count(push)
+        self._pushes.setdefault(contribution.replica, {})[contribution.number] = push
+
     def take(self, push: Push) -> list[Action]:
         """Let the push's replica have a token, or wait for one."""
         taker = (push.contribution.replica, push.contribution.number)
@@ -194,13 +205,16 @@ class Group:
             for replica, number in self.tokens.waiting
         }
 
-    def pending(self) -> list[Contribution]:
-        """Return what was counted in steps that have not been applied."""
-        return [push.contribution for push in (*self._being_applied, *self._counted)]
+    def pending(self) -> list[tuple[int, Contribution]]:
+        """Return (step, push) of what was counted in steps that have not been applied."""
+        return [
+            *((self.step - 1, push.contribution) for push in self._being_applied),
+            *((self.step, push.contribution) for push in self._counted),
+        ]
 
     def calls(self) -> list[tuple[int, int, bytes]]:
         """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
-        pending = {(each.closure, each.ordinal) for each in self.pending()}
+        pending = {(each.closure, each.ordinal) for _, each in self.pending()}
         return [
             (closure, ordinal, digest)
             for closure, by_ordinal in self._calls.items()

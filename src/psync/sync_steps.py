@@ -26,7 +26,7 @@ Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.errors import (
@@ -121,6 +121,23 @@ class SyncSteps:
         actions += known.take(push)
         return actions + self._close_what_is_due()
 
+    def counts(self, group: int, replica: Replica, number: int) -> bool:
+        """Return whether a push is known, and counts."""
+        known = self._groups.get(group)
+        return known is not None and known.counts(replica, number)
+
+    def recount(self, group: int, step: int, contribution: Contribution) -> list[Action]:
+        """Count a push that another one has counted whose backup this is; nobody waits for it.
+
+        It had decided the step before that of the push, whyever, if this has not.
+        """
+        known = self._group(group)
+        actions: list[Action] = []
+        if step > known.step and known.may_close:
+            actions.append(known.close(partial=not known.is_complete))
+        known.recount(contribution)
+        return actions + self._close_what_is_due()
+
     def forget(self, group: int, replica: Replica, number: int) -> None:
         """Whoever made this request waits no more; what was counted stays counted."""
         known = self._groups.get(group)
@@ -202,10 +219,17 @@ class SyncSteps:
             for known in self._groups.values():
                 known.final_below(closure)
 
+    def pending(self) -> list[tuple[int, int, Contribution]]:
+        """Return (group, step, push) of all that was counted in steps that are not applied."""
+        return [
+            (number, step, contribution)
+            for number, known in self._groups.items()
+            for step, contribution in known.pending()
+        ]
+
     def pending_closures(self) -> list[int]:
         """Return the closures of which something was counted in a step that is not applied."""
-        pushes = [each for known in self._groups.values() for each in known.pending()]
-        return sorted({each.closure for each in pushes if each.closure is not None})
+        return sorted({push.closure for *_, push in self.pending() if push.closure is not None})
 
     def calls(self) -> list[tuple[int, int, int, bytes]]:
         """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
@@ -222,6 +246,10 @@ class SyncSteps:
             final_below: Closures below are final.
         """
         self._noted, self._final_below = list(calls), final_below
+
+    def add_calls(self, calls: Iterable[tuple[int, int, int, bytes]]) -> None:
+        """Take more calls for counted, as in ``note_calls``."""
+        self._noted += [call for call in calls if call[1] >= self._final_below]
 
     def end(self, reason: str) -> list[Action]:
         """Close the token channels: whoever waits or comes later is told that training has ended.

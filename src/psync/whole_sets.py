@@ -103,11 +103,12 @@ class WholeSet:
     """
 
     __slots__ = (
-        "_checked", "_cuts", "_order", "_own_at", "_own_cut", "checked_for", "lengths", "own",
-        "shares", "size",
+        "_checked", "_cuts", "_order", "_own_at", "_own_cut", "checked_for", "lengths", "members",
+        "own", "shares", "size",
     )  # fmt: skip
 
     def __init__(self, members: Sequence[Sequence[int]], numbers: Numbers) -> None:
+        self.members = tuple((ps, variable, index) for ps, variable, index in members)
         self.own = ShardSet(())
         self._own_at = slice(0, 0)
         shares: list[Share] = []

@@ -10,6 +10,7 @@ state. See docs/design.md, sections 18 and 19.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from psync.wire.codec import Message, message
 
@@ -254,6 +255,42 @@ class Promoted(Message):
     """It serves."""
 
     address: str
+
+
+# In logs alone: what a ps tells its backup of synchronous steps, beside what it was asked itself.
+
+
+@message(31)
+@dataclass(frozen=True, slots=True)
+class CountPush(Message):
+    """A push counts. Segments: what came along with it, if anything did.
+
+    The fields from ``push`` on as in Contribute.
+    """
+
+    group: int
+    config: dict[str, Any] | None  # of the group, if it is new to the log
+    step: int  # in which it counts
+    push: int
+    closure: int
+    ordinal: int
+    variable_set: bytes
+    local_step: int
+    weight: float
+    set_id: int
+    members: list[tuple[int, int, int]] | None
+    lengths: list[int]  # bytes of each shard of what came along whole
+    rows: list[int] | None
+    spread: bool
+
+
+@message(96)
+@dataclass(frozen=True, slots=True)
+class SetSteps(Message):
+    """How far each group is, of an image that comes with a log."""
+
+    # (group, configuration, step that was closed, step that the global step has; -1: none)
+    groups: list[tuple[int, dict[str, Any], int, int]]
 
 
 # Workers that leave.

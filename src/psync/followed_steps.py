@@ -1,0 +1,72 @@
+"""What the backup of ps 0 knows of synchronous steps, from the log: enough to go on with them.
+
+Layer: L1. Imports: sync_groups.
+
+    entry              then
+    a push counts      kept, in order
+    a step is closed   its pushes are counted for good, the step is the group's last one
+    closures are final their calls are forgotten
+
+Whoever goes on lets the last step of each group be closed once more: each ps that has closed it
+does nothing. Then it counts what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from psync.sync_groups import Contribution
+
+S = TypeVar("S")
+
+Call = tuple[int, int, int, bytes]
+"""(group, closure, ordinal, digest of its variables)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep(Generic[S]):
+    """The last step of a group that was closed."""
+
+    number: int
+    closing: S  # how to close it once more
+
+
+class FollowedSteps(Generic[S]):
+    """The synchronous groups of one cluster, as a log tells of them. Single owner."""
+
+    def __init__(self) -> None:
+        self.last: dict[int, LastStep[S]] = {}  # by group
+        self._counted: dict[int, list[tuple[int, Contribution]]] = {}
+        self._calls: list[Call] = []
+
+    def count(self, group: int, step: int, push: Contribution) -> None:
+        """A push counts in a step that is not closed."""
+        self._counted.setdefault(group, []).append((step, push))
+
+    def close(
+        self, group: int, step: int, pushes: Sequence[tuple[str, int, int, float]], closing: S
+    ) -> None:
+        """A step is closed with these pushes: (task, incarnation, number, weight) of each."""
+        named = {((task, incarnation), number) for task, incarnation, number, _ in pushes}
+        left = []
+        for at, push in self._counted.get(group, ()):
+            if (push.replica, push.number) not in named:
+                left.append((at, push))
+            elif push.closure is not None:
+                self._calls.append((group, push.closure, push.ordinal, push.variable_set))
+        self._counted[group] = left
+        self.last[group] = LastStep(step, closing)
+
+    def final_below(self, closure: int) -> None:
+        """Closures below will not run again."""
+        self._calls = [call for call in self._calls if call[1] >= closure]
+
+    def calls(self) -> list[Call]:
+        """Return the calls that were counted in steps that are closed."""
+        return list(self._calls)
+
+    def left(self) -> dict[int, list[tuple[int, Contribution]]]:
+        """Return (step, push) of what counts in steps that are not closed, of each group."""
+        return {group: list(counted) for group, counted in self._counted.items() if counted}
