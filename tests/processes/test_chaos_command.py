@@ -81,23 +81,23 @@ def test_without_another_safeguard_the_oracle_says_what_that_is_for(
     [
         (
             "torn", "commit_marker", "the chief died while it saved, and went on from ckpt-",
-            "FAULT: rows: closure 0 was counted 0 times, expected 1",
+            "rows: closure 0 was counted 0 times, expected 1",
         ),
         (
             "late", "timeline", "late updates came to ps 0",
-            " was counted 1 times on ps 0 and 0 times on ps 1",
+            r": closure \d+ was counted 1 times on ps 0 and 0 times on ps 1",
         ),
         (
             "former", "fencing", "the chief was started again, and then",
-            " was counted 2 times, expected 1",
+            r"rows: closure \d+ was counted 2 times",
         ),
         (
             "cut", "one_cut", "ps tasks went back 3 times",
-            " was counted 1 times on ps 0 and 0 times on ps 1",
+            r": closure \d+ was counted [01] times on ps 0 and [01] times on ps 1",
         ),
         (
             "alone", "replica_ack", "when its backup did not hear of it any more",
-            " was counted 0 times on ps 0 and 1 times on ps 1",
+            r": closure \d+ was counted 0 times on ps 0 and 1 times on ps 1",
         ),
     ],
 )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_scene_is_seen_to_end_badly_only_without_the_safeguard_that_it_is_abou
     ended = chaos(tmp_path / "without", "--scene", scene, "--without", without)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert seen in ended.stdout
-    assert fault in ended.stdout
+    assert re.search(f"FAULT: .*{fault}", ended.stdout), ended.stdout
 
 
 def test_fewer_deaths_than_were_asked_for_are_a_fault(tmp_path: Path) -> None:
