@@ -453,7 +453,7 @@ class PsTask:
         )  # fmt: skip
         self._sync = PsSync(*parts)
         self._sync.serves = bool(self._coordinator) and not self._is_deposed
-        self._follower = None
+        self._follower, self._replayed = None, {}
         self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
@@ -559,14 +559,17 @@ class PsTask:
     def _moved_to(self, addresses: Sequence[str]) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self._attached is not None, "it is served"
-        if self._follower is None and addresses == self._attached.ps_addresses:
+        known = self._attached.ps_addresses
+        if len(addresses) != len(known):  # of a cluster of another size: these are others
+            return
+        if self._follower is None and addresses == known:
             return
         self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
         if self._closer is not None:
             self._closer.moved(addresses)
             if self._follower is not None:
                 self._closer.follow(self._follower.steps, self._follower.spread)
-        self._follower = None
+        self._follower, self._replayed = None, {}
 
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
