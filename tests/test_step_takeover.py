@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from psync.errors import RemoteProtocolError
-from psync.followed_steps import LastStep
+from psync.followed_steps import FollowedSteps, LastStep
 from psync.specs import VariableSpec
 from psync.step_rounds import ClosedStep, StepRounds
 from psync.step_takeover import go_on
 from psync.sync_groups import Close, Contribution
-from tests.ps_cluster import pull
+from psync.wire.sync_messages import CloseStep
+from tests.ps_cluster import heard, pull
 from tests.sync_cluster import GROUP, SyncCluster
 
 pytestmark = pytest.mark.asyncio
@@ -82,3 +83,27 @@ async def test_it_says_why_a_step_cannot_be_closed() -> None:
         cluster.ps[0]._sync.define(GROUP, cluster.config)
         with pytest.raises(RemoteProtocolError, match="step 7 is being applied"):
             await takes_over(cluster, LastStep(0, CLOSED))
+
+
+async def test_nothing_is_counted_where_the_last_step_cannot_be_closed() -> None:
+    async with SyncCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        cluster.configure(2)
+        cluster.ps[1]._sync.define(GROUP, cluster.config)
+        cluster.ps[1]._sync._groups[GROUP].closing = 7
+        told = heard(cluster.ps[1], CloseStep)
+        closer = cluster.ps[0]._closer
+        assert closer is not None
+        cluster.ps[0]._sync.define(GROUP, cluster.config)
+        followed: FollowedSteps[ClosedStep] = FollowedSteps()
+        followed.close(GROUP, 0, (), CLOSED)
+        for number in (1, 2):
+            replica = ("/job:worker/task:0", 1000)
+            followed.count(GROUP, 1, Contribution(replica, number, 0, 7, number, b"", 1, 1.0))
+        closer.follow(followed, ())
+        await closer.pause("until all is done")
+        closer.resume("until all is done")
+        await closer.pause("until all is done")
+        assert [message.step for message in told] == [0]
+        with pytest.raises(RemoteProtocolError, match="step 7 is being applied"):
+            await cluster.replica(0).push([v], [1.0])

@@ -168,10 +168,11 @@ class StepCloser:
         finally:
             self._going_on -= 1
         self._define(group, config, first)
+        if failed is not None:  # nothing is counted where nobody knows the step
+            self._perform(self.steps.close_failed(group, failed))
+            return
         for step, push in left:
             self._perform(self.steps.recount(group, step, push))
-        if failed is not None:
-            self._perform(self.steps.close_failed(group, failed))
 
     async def close(self) -> None:
         """Close the links to the other ps tasks; a step that is being closed gets no further.
