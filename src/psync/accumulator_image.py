@@ -1,7 +1,7 @@
 """What a ps has of accumulators beside what is in an image, for its backup.
 
-Layer: L3. Imports: errors, accumulators, ledger, ledger_image, log_names, rpc, committer, updates,
-hosted_accumulators, accumulator_service, wire.
+Layer: L3. Imports: errors, blocks, accumulators, ledger, ledger_image, rpc, committer,
+updates, hosted_accumulators, accumulator_service, wire.
 
 An image says what accumulators are, and their steps. What is in them, who takes of them, and what
 was answered comes in entries before the first one of the log; the backup takes them up as they
@@ -20,6 +20,7 @@ import numpy as np
 
 from psync.accumulator_service import AccumulatorService
 from psync.accumulators import Held
+from psync.blocks import bytes_of
 from psync.committer import Build
 from psync.errors import RemoteProtocolError
 from psync.hosted_accumulators import HostedAccumulator, TakeName, Taker, Wanted
@@ -31,6 +32,7 @@ from psync.wire.accumulator_messages import GradientApplied
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import HoldGradients, KeepAnswers
+from psync.wire.tensors import to_bytes_view
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ Listed = tuple[Client, Build, Sequence[memoryview]]
 
 
 class AccumulatorImage:
-    """The accumulators of one ps; see ``backup_service.Contents``.
+    """The accumulators of one ps; its ``entries`` are ``backup_service.Contents``.
 
     Args:
         service: Its accumulators.
@@ -148,7 +150,7 @@ def _parts(listed: list[T]) -> Iterator[list[T]]:
 def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield the memory of arrays, as bytes."""
     for array in arrays:
-        data = array.reshape(-1).view(np.uint8)
+        data = bytes_of(array)
         for at in range(0, data.size, PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]
 
@@ -156,7 +158,7 @@ def _pieces(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 async def _copies(arrays: Iterable[np.ndarray]) -> list[memoryview]:
     copies = []
     for piece in _pieces(arrays):
-        copies.append(piece.copy().data)
+        copies.append(to_bytes_view(piece.copy()))
         await asyncio.sleep(0)
     return copies
 
@@ -167,5 +169,5 @@ async def _fill(arrays: Iterable[np.ndarray], body: Sequence[memoryview]) -> Non
     if list(map(len, pieces)) != list(map(len, body)):
         raise RemoteProtocolError("what an accumulator holds is not what was announced")
     for piece, data in zip(pieces, body, strict=True):
-        piece[:] = np.frombuffer(data, np.uint8)
+        piece[:] = bytes_of(data)
         await asyncio.sleep(0)
