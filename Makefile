@@ -39,7 +39,7 @@ help:
 	@echo "make demo-short   the same, three epochs"
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite"
-	@echo "make chaos        train for ten minutes while tasks are killed, stopped and cut off; chaos-short: one minute"
+	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law"
@@ -72,11 +72,12 @@ test-processes: $(VENV)/.installed-test
 test-others: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q --ignore=tests/processes
 
-# Ten minutes, half of them synchronous. Another seed: make chaos SEED=2
+# Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1
 chaos: $(VENV)/.installed-test
 	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 10 --mode both --cuts 15 \
 		--at-least worker=50,ps=20,chief=5
+	$(BIN)/python -m psync.testing.chaos --seed $(SEED) --minutes 3 --recovery replica --mode both --at-least worker=15,ps=8
 
 chaos-short: $(VENV)/.installed-test
 	$(BIN)/python -m psync.testing.chaos --seed 15 --minutes 0.7 --mode both --at-least worker=4,ps=3,chief=1

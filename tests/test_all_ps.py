@@ -78,13 +78,13 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
         connection = (await all_ps._links().links[1].peer("control")).connection
         sent = [connection.bytes_sent]
-        apply = all_ps._sync._apply
+        apply = all_ps._sync.applier._apply
 
         def noting(*args: Any) -> Awaitable[None] | None:
             sent.append(connection.bytes_sent)
             return apply(*args)
 
-        monkeypatch.setattr(all_ps._sync, "_apply", noting)
+        monkeypatch.setattr(all_ps._sync.applier, "_apply", noting)
         await closed(all_ps, close_step(cluster, 1))
         assert sent[1] > sent[0]
 
@@ -92,7 +92,7 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        cluster.ps[broken]._sync._failpoints = Failpoints("ps.step.applied=error")
+        cluster.ps[broken]._sync.applier._failpoints = Failpoints("ps.step.applied=error")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
         assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3

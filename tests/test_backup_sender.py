@@ -85,6 +85,31 @@ async def test_a_copy_to_a_process_that_says_nothing_is_given_up() -> None:
         cluster.network.heal("ps1:1")
 
 
+async def test_that_a_process_was_started_again_is_noticed_though_nothing_is_to_be_sent() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        lost = asyncio.create_task(back_up(cluster, lost=True))
+        await cluster.ps[1].close()
+        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
+        await again.start()
+        await lost
+        await again.close()
+
+
+async def test_a_connection_that_is_lost_while_nothing_is_to_be_sent_is_made_again() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        for _ in range(3):
+            cluster.network.cut("ps1:1")
+            await until(lambda: cluster.network.links("ps1:1"))
+            await assign(cluster.client(), w, np.ones(6, np.float32), "add")
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 3)
+
+
 async def test_a_process_that_was_started_again_does_not_follow() -> None:
     async with PsCluster(2) as cluster:
         await create(cluster)

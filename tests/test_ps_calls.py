@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
-from psync.ps_calls import all_of
+from psync.ps_calls import Answers, all_of
+from psync.ps_link import Question
+from psync.rpc import Received
+from psync.wire.messages import Statistics
 from tests.ps_cluster import WORKER, PsCluster, until
 
 pytestmark = pytest.mark.asyncio
@@ -53,6 +57,54 @@ async def test_who_is_cancelled_cancels_all() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert sorted(cancelled) == [1, 2]
+
+
+class TestAnswers:
+    @staticmethod
+    def received(number: int) -> Received:
+        return Received(Statistics({"number": number}), [])
+
+    async def test_they_come_in_the_order_of_the_questions(self) -> None:
+        answers = Answers(3)
+        waiting = asyncio.create_task(answers.wait())
+        for number in (2, 0, 1):
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            answers.note(number, self.received(number))
+        assert await waiting == [self.received(number) for number in range(3)]
+
+    async def test_they_may_be_there_before_somebody_waits(self) -> None:
+        answers = Answers(1)
+        answers.note(0, self.received(0))
+        assert await answers.wait() == [self.received(0)]
+        assert await Answers(0).wait() == []
+
+    async def test_the_first_error_is_raised_once_all_have_ended(self) -> None:
+        answers = Answers(3)
+        waiting = asyncio.create_task(answers.wait())
+        answers.note(2, ValueError("last"))
+        answers.note(1, ValueError("first"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        answers.note(0, self.received(0))
+        with pytest.raises(ValueError, match="first"):
+            await waiting
+
+    async def test_who_is_cancelled_gives_all_up(self) -> None:
+        answers = Answers(2)
+        given_up: list[int] = []
+        for number in range(2):
+            question = Question()
+            question.end = functools.partial(given_up.append, number)
+            answers.questions.append(question)
+        waiting = asyncio.create_task(answers.wait())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert given_up == [0, 1]
+        for number in range(2):
+            answers.note(number, self.received(number))  # too late, and harmless
 
 
 async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:

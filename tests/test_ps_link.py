@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from psync.errors import (
 )
 from psync.ps_link import always, knows_set
 from psync.ps_task import PsTask
-from psync.rpc import Handler, Peer
+from psync.rpc import Handler, Later, Peer
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import Pull
@@ -274,17 +275,17 @@ class TestSets:
             v = await cluster.create("v", np.zeros(3, np.float32))
             client = cluster.client(host="w")
             link, plan, sent = client.links[0], client.plan((v,)), []
-            call = link.call
+            ask = link.ask
 
-            async def spying(build: object, *args: object, **options: object) -> object:
+            def spying(build: object, *args: object, **options: object) -> object:
                 def spied(peer: object) -> Pull:
                     message = build(peer)  # type: ignore[operator]
                     sent.append(message.members)
                     return message  # type: ignore[no-any-return]
 
-                return await call(spied, *args, **options)  # type: ignore[arg-type]
+                return ask(spied, *args, **options)  # type: ignore[arg-type]
 
-            link.call = spying  # type: ignore[method-assign, assignment]
+            link.ask = spying  # type: ignore[method-assign, assignment]
             members = [(v.variable_id, 0)]
             await asyncio.gather(client.pull(plan), client.pull(plan))
             await client.pull(plan)
@@ -380,3 +381,51 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         link.ask(lambda peer: AskStatistics(), (), got.append)
         await until(lambda: len(got) == 4)
         assert isinstance(got[3], ClosedError)
+
+
+async def test_a_question_that_is_given_up_is_answered_no_more() -> None:
+    async with PsCluster() as cluster:
+        client = cluster.client(host="w")
+        link = client.links[0]
+        got: list[Any] = []
+        link.ask(lambda peer: AskStatistics(), (), got.append).give_up()  # while it connects
+        peer = await link.peer("control")
+        waiting: list[Later] = []
+        given_up: list[Later] = []
+
+        def run(peer: Any, message: Any, segments: list[memoryview]) -> Later:
+            waiting.append(Later(given_up.append))
+            return waiting[-1]
+
+        cluster.ps[0]._endpoint.handlers[AskStatistics] = Handler(run)
+        question = link.ask(lambda peer: AskStatistics(), (), got.append)
+        await until(lambda: len(waiting) == 1)
+        for _ in range(2):
+            question.give_up()
+        assert peer._calls == {}
+        await until(lambda: given_up == waiting)
+        assert got == []
+        assert not link._asking
+
+
+async def test_a_question_holds_nothing_once_it_is_answered() -> None:
+    """Not even until the garbage is collected: the memory of a pull is used again at once."""
+
+    class Asker:
+        def heard(self, outcome: object) -> None:
+            got.append(outcome)
+
+    got: list[object] = []
+    async with PsCluster() as cluster:
+        link = cluster.client().links[0]
+        await link.peer("control")
+        asker = Asker()
+        gone = weakref.ref(asker)
+        gc.disable()
+        try:
+            link.ask(lambda peer: AskStatistics(), (), asker.heard)
+            await until(lambda: len(got) == 1)
+            del asker
+            assert gone() is None
+        finally:
+            gc.enable()

@@ -23,6 +23,7 @@ from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec
 from psync.store import ShardStore, Work
 from psync.sync_config import SyncConfig
+from psync.testing.link import Link
 from psync.update_rules import SGD
 from psync.wire.codec import Message
 from psync.wire.messages import Done
@@ -128,10 +129,20 @@ class TestStaging:
     async def test_a_part_whose_step_ends_while_it_travels_is_not_kept(self) -> None:
         async with Two(chunk=(1 << 16, 1 << 16)) as two:
             v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
+            stalled: list[Link] = []
+
+            def stall(link: Link, direction: str, _: int) -> None:
+                if direction == "to_server" and link.to_server.delivered_bytes > 1 << 20:
+                    link.to_server.stall()
+                    stalled.append(link)
+
+            two.cluster.network.trace_deliveries(stall)
             coming = asyncio.create_task(stage(two.cluster, two.a, {v: 1.0}))
-            await until(lambda: two.cluster.staged_bytes() == [LARGE * 4])
-            assert not coming.done()
+            await until(lambda: stalled)
+            assert two.cluster.staged_bytes() == [LARGE * 4]
             await two.close(0)
+            stalled[0].to_server.flow()
+            two.cluster.network.trace_deliveries(None)
             assert await coming == Staged(True)
             assert two.cluster.staged_bytes() == [0]
 

@@ -70,6 +70,21 @@ class TestKeeping:
             assert not values.arrays[0].flags.writeable
             assert k.take() is None
 
+    async def test_room_that_was_made_for_them_is_used_once(self) -> None:
+        async with kept() as k:
+            wanted, pool = k.ahead.want(), BlockPool()
+            assert wanted is not None
+            wanted.make_room(pool)
+            assert wanted.arrays is None  # there are no values yet
+            for _ in range(2):  # again after a lost connection
+                targets = wanted.receive(pool)
+                assert wanted.arrays is not None
+                for n, target in enumerate(targets, 1):
+                    target[:] = np.full(2, n, np.float32).tobytes()
+                assert wanted.arrays[0].tolist() == [1, 1, 2, 2]
+                first, wanted.arrays = wanted.arrays[0], None
+            assert first.tolist() == [1, 1, 2, 2]
+
     async def test_a_closure_that_came_after_the_push_does_not_get_them(self) -> None:
         async with kept() as k:
             assert k.take(2) is None

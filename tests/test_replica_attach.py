@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-from collections.abc import AsyncIterator, Callable, Iterator
+import itertools
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
 from chief_lives import life_of, own_process_again
 from image_store import keep_images
 from ps_cluster import heard, until
-from replica_cluster import ReplicaCluster, check, declared, run
+from replica_cluster import add, check, declared, run
 
 import psync
 from psync.coordinator_enquiry import CHIEF
@@ -23,8 +24,6 @@ from psync.endpoint import Endpoint
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.events import FailoverEvent
 from psync.ps_task import PsTask
-from psync.rpc import Handler
-from psync.wire.codec import Message
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
 from psync.wire.worker_messages import AttachWorker
@@ -36,67 +35,6 @@ pytestmark = pytest.mark.virtual_time
 def _own_process_again() -> Iterator[None]:
     with own_process_again():
         yield
-
-
-class ChiefsCluster(ReplicaCluster):
-    """A cluster that has one chief after another."""
-
-    chief: psync.ClusterCoordinator  # the present one
-    fail_overs = 0  # of which that has told
-
-
-@contextlib.asynccontextmanager
-async def backing_one_another_up(num_ps: int = 2) -> AsyncIterator[ChiefsCluster]:
-    """A cluster without a chief."""
-    cluster = ChiefsCluster(num_ps, 2)
-    await cluster.start_all()
-    try:
-        yield cluster
-    finally:
-        await cluster.stop_all()
-
-
-@contextlib.asynccontextmanager
-async def life(
-    cluster: ChiefsCluster, *, attach: bool = True, **options: Any
-) -> AsyncIterator[psync.ClusterCoordinator]:
-    """A chief, until it dies: its connections break, and it says nothing more."""
-    strategy = cluster.replica_strategy()
-    async with life_of(strategy, attach=attach, **options) as coordinator:
-        cluster.chief, cluster.fail_overs = coordinator, 0
-        try:
-            yield coordinator
-        finally:
-            silence(cluster, coordinator)
-
-
-def silence(cluster: ChiefsCluster, coordinator: psync.ClusterCoordinator) -> None:
-    """Let a chief reach nobody any more."""
-
-    async def refused(*_: object) -> Any:
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "the chief is dead")
-
-    network: Any = coordinator.strategy.cluster_resolver.platform.network
-    network.connect = refused
-    cluster.network.cut("chief-0")
-
-
-async def fail_over(cluster: ChiefsCluster, *names: str, start_again: bool = True) -> None:
-    """Let ps tasks die, one after the other, and the backups serve of what was served there.
-
-    Each process is started again, and has backups only from then on.
-    """
-    for name in names:
-        coordinator = cluster.chief
-        await coordinator.backed_up()
-        events = coordinator.events()
-        for _ in range(cluster.fail_overs):
-            await anext(events)
-        await cluster.kill(name)
-        assert isinstance(await anext(events), FailoverEvent)
-        cluster.fail_overs += 1
-        if start_again:
-            await cluster.revive(name)
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
@@ -210,36 +148,6 @@ async def test_of_three_processes_each_serves_something_else_than_at_first() -> 
 # Who dies when.
 
 
-@contextlib.contextmanager
-def at(
-    cluster: ChiefsCluster, name: str, kind: type[Message], do: Callable[[], Any]
-) -> Iterator[asyncio.Event]:
-    """Let something happen when a ps process gets a message, which goes its way then.
-
-    If that returns False, the message is not heard. What is yielded is set when it came.
-    """
-    reached = asyncio.Event()
-    handlers = cluster.ps(name)._endpoint.handlers
-    handler = handlers[kind]
-    unheard: list[asyncio.Future[Any]] = []
-
-    def run(peer: Any, message: Any, body: Any) -> Any:
-        reached.set()
-        if do() is not False:
-            return handler.run(peer, message, body)
-        unheard.append(asyncio.get_running_loop().create_future())
-        return unheard[-1]
-
-    handlers[kind] = Handler(run, handler.prepare)
-    try:
-        yield reached
-    finally:
-        handlers[kind] = handler
-        for future in unheard:
-            if not future.done():
-                future.set_exception(psync.PsyncError("it was not heard"))
-
-
 async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
     async with backing_one_another_up() as cluster:
         async with life(cluster) as first:
@@ -251,7 +159,7 @@ async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
                 silence(cluster, first)
         await cluster.revive("ps-0")
         for _ in range(2):
-            with pytest.raises(AttachError, match="/job:ps/task:0 has lost what it held"):
+            with pytest.raises(AttachError, match="nobody serves /job:ps/task:0"):
                 async with life(cluster):
                     pass
         async with life(cluster, attach=False) as second:
@@ -341,7 +249,7 @@ async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None
             await fail_over(cluster, "ps-0")
         await cluster.kill("ps-1")
         await cluster.revive("ps-1")
-        with pytest.raises(AttachError, match=r"ps/task:0, /job:ps/task:1 has lost what it held"):
+        with pytest.raises(AttachError, match="nobody serves /job:ps/task:1"):
             async with life(cluster):
                 pass
 
@@ -635,3 +543,92 @@ async def test_a_program_that_goes_on_is_recovered_from_images_of_its_own(tmp_pa
             await check(variables, 5)
         async with life(cluster) as third:
             await check(declared(third), 5)
+
+
+# Whatever happens, in any order.
+
+
+class Counts:
+    """What the program knows of a counter: each of its elements is between these."""
+
+    def __init__(self) -> None:
+        self.answered = self.begun = 0
+
+    async def check(self, variables: tuple[Any, Any]) -> None:
+        wide, small = variables
+        values = [*(await wide.read()).ravel().tolist(), *(await small.read()).tolist()]
+        assert all(self.answered <= value <= self.begun for value in values), (
+            f"{self.answered} to {self.begun}: {values}"
+        )
+        # From now on it is known, and the same everywhere.
+        await wide.assign(np.full((2, 3), self.answered, np.float32))
+        await small.assign(np.full(1, self.answered, np.int64))
+        self.begun = self.answered
+
+    async def train(
+        self, coordinator: psync.ClusterCoordinator, variables: tuple[Any, Any], until: int
+    ) -> None:
+        """Schedule closures; return when so many are done, with the others under way."""
+        closures = [coordinator.schedule(add, args=variables) for _ in range(20)]
+        self.begun += len(closures)
+
+        async def note(closure: psync.RemoteValue) -> None:
+            await closure
+            self.answered += 1
+
+        notes = [asyncio.create_task(note(closure)) for closure in closures]
+        try:
+            for done in itertools.islice(asyncio.as_completed(notes), until):
+                await done
+        finally:
+            for each in notes:
+                each.cancel()
+            await asyncio.gather(*notes, return_exceptions=True)
+
+
+async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
+    """Wait until the chief has done what there was to do since a process died."""
+    replicas = coordinator._running("a test").replicas
+    assert replicas is not None
+    if int(victim[-1]) in replicas._home:
+        await anext(coordinator.events())
+    else:
+        await asyncio.sleep(2)  # it had backups only
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_whoever_dies_in_whatever_order_each_answered_update_is_there_once(seed: int) -> None:
+    """An error is only where a ps process and the chief die at one time."""
+    draw = random.Random(seed)
+    num_ps = draw.choice([2, 3])
+    async with backing_one_another_up(num_ps) as cluster:
+        counts, may_be_lost = Counts(), False
+        for _ in range(6):
+            victim = f"ps-{draw.randrange(num_ps)}"
+            try:
+                async with life(cluster) as coordinator:
+                    variables = declared(coordinator)
+                    if counts.begun and not coordinator.attached:  # all processes have died
+                        assert may_be_lost
+                        counts = Counts()
+                    await counts.check(variables)
+                    may_be_lost = False
+                    await counts.train(coordinator, variables, draw.randrange(21))
+                    what = draw.choice(["chief", "ps, chief", "ps, run, chief", "both"])
+                    if what != "chief":
+                        await coordinator.backed_up()
+                        await cluster.kill(victim)
+                        may_be_lost = what == "both"
+                    if what.startswith("ps"):
+                        await noticed(coordinator, victim)
+                        if "run" in what:
+                            await counts.train(coordinator, variables, draw.randrange(21))
+                    else:
+                        await asyncio.sleep(draw.choice([0, 0.29, 0.3, 0.31, 1]))
+                    silence(cluster, coordinator)
+                if what != "chief":
+                    await cluster.revive(victim)
+            except AttachError:
+                assert may_be_lost
+                async with life(cluster, attach=False):
+                    counts, may_be_lost = Counts(), False

@@ -70,11 +70,16 @@ def test_what_is_not_the_newest_is_not_asked_about_its_backup() -> None:
     assert places([found(paired(0, 1, 5)), found(newest)])[0] == Place(1, "b")
 
 
+def test_one_of_which_there_is_only_a_backup_is_lost() -> None:
+    with pytest.raises(AttachError, match="nobody serves /job:ps/task:0, whose backup may have"):
+        places([NOTHING, found(copies=((0, 7, 5),))])
+
+
 def test_all_doubts_are_told_at_once() -> None:
     with pytest.raises(AttachError) as told:
-        places([found(paired(0, 2, 5)), found(paired(1, 2, 6)), NOTHING])
+        places([found(paired(0, 2, 5)), found(paired(1, 2, 6), copies=((2, 7, 7),)), NOTHING])
     assert "task:0 may have" in told.value.message
     assert "task:1 may have" in told.value.message
-    assert told.value.message.endswith("nobody serves /job:ps/task:2")
+    assert "nobody serves /job:ps/task:2" in told.value.message
     assert told.value.hint is not None
     assert "attach=False" in told.value.hint

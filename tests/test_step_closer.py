@@ -528,7 +528,7 @@ class TestLosses:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
             points = Failpoints("ps.step.applied=error")
-            cluster.ps[1]._sync._failpoints = points
+            cluster.ps[1]._sync.applier._failpoints = points
             pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, PsyncError)

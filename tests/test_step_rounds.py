@@ -262,7 +262,7 @@ class TestRounds:
                 GROUP, None, 0, [("/job:worker/task:0", 1000, 1, 1.0)], scales=[(99, 1.0)]
             )
             with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
-                cluster.ps[0]._sync.close_step(message)
+                cluster.ps[0]._sync.applier.close(message)
             waiting.cancel()
 
 
@@ -355,7 +355,7 @@ class TestLosses:
             asked = heard(cluster.ps[1], MeasureStep)
             await cluster.replica().push((w,), (5.0,))
             (message,) = asked
-            assert cluster.ps[1]._sync.measure_step(message) == []
+            assert cluster.ps[1]._sync.applier.measure(message) == []
             assert cluster.versions(w) == [1, 1]
 
 

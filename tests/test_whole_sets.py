@@ -205,7 +205,7 @@ class TestWholePushes:
                 if step:
                     points = Failpoints()
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                    task._sync._failpoints = points
+                    task._sync.applier._failpoints = points
                     assert task._closer is None or cluster.ps[0] is task
                     if task._closer is not None:
                         task._closer._failpoints = points

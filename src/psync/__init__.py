@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from psync.errors import VariableIndexError as VariableIndexError
     from psync.errors import VersionMismatch as VersionMismatch
     from psync.errors import WorkerLost as WorkerLost
+    from psync.events import FailoverEvent as FailoverEvent
     from psync.events import RollbackEvent as RollbackEvent
     from psync.functions import StaleCaptureWarning as StaleCaptureWarning
     from psync.global_step import get_global_step as get_global_step
@@ -188,7 +189,7 @@ _HOMES = {
         "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError",
         "VariableIndexError", "VersionMismatch", "WorkerLost",
     ),
-    "events": ("RollbackEvent",),
+    "events": ("FailoverEvent", "RollbackEvent"),
     "functions": ("StaleCaptureWarning",),
     "global_step": ("get_global_step", "get_or_create_global_step"),
     "indexed_slices": ("IndexedSlices",),

@@ -164,7 +164,7 @@ class AllPs:
                 )
 
         def own(tell: Callable[[], None]) -> Awaitable[None] | None:
-            return self._sync.close_step(message, begun=tell)
+            return self._sync.applier.close(message, begun=tell)
 
         self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
 
@@ -194,7 +194,7 @@ class AllPs:
 
         def own(tell: Callable[[], None]) -> Awaitable[None] | None:
             tell()
-            mine = self._sync.measure_step(message)
+            mine = self._sync.applier.measure(message)
             if not isinstance(mine, list):
                 return _add(mine, sums)
             sums.extend(mine)
@@ -301,7 +301,7 @@ class AllPs:
                 done(None)
 
         bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
-        link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+        link.ask(build, segments, answered, bulk=bulk, set_ids=sets, at_once=True)
 
     def _others(self) -> Sequence[PsLink]:
         return self._links().links[1:] if self.has_others else ()

@@ -136,6 +136,8 @@ class BackupSender:
         wanted = self._log.last
         self._note_heard()
         self._watch()
+        if self._peer is not None and not self._peer.is_open:
+            self._lost(self._peer)
         self.ship()
         while self._log.taken < wanted:
             self._check()
@@ -214,8 +216,7 @@ class BackupSender:
             return  # of a connection that is over
         self._under_way -= 1
         if isinstance(outcome, ConnectionLost):
-            self._peer, self._under_way = None, 0
-            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect())
+            self._lost(peer)
         elif isinstance(outcome, PsyncError):
             self._fail(outcome)
         elif isinstance(outcome, Exception) or not isinstance(outcome.message, LogTaken):
@@ -240,7 +241,14 @@ class BackupSender:
             peer.close()
             raise ConnectFailed(f"{self.order.task} was started again, and has no backup any more")
         self._incarnation = peer.incarnation
+        peer.on_closed.append(self._lost)
         return peer
+
+    def _lost(self, peer: Peer) -> None:
+        """Connect again, also if nothing is to be sent: is the backup there?"""
+        if peer is self._peer and self._ships and not self.ended.is_set():
+            self._peer, self._under_way = None, 0
+            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect())
 
     async def _reconnect(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """ClusterCoordinator: what a training program schedules its steps with.
 
-Layer: L4. Imports: errors, context, coordinator, coordinator_options, datasets, environment,
-events, flapping, optimizer_registry, reattachment, remote_value, strategy, task_reports, visits,
-worker_changes, worker_iterators.
+Layer: L4. Imports: errors, closures, context, coordinator, coordinator_options, datasets,
+environment, events, flapping, optimizer_registry, reattachment, remote_value, strategy,
+task_reports, visits, worker_changes, worker_iterators.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _pair(pair: Any) -> tuple[Any, AnyVariable]:
         gradient, variable = pair
     except (TypeError, ValueError):
         raise _no_pairs(pair) from None
-    if not isinstance(variable, Variable | ShardedVariable):
+    if not isinstance(variable, (Variable, ShardedVariable)):  # a union is made at each call
         raise GradientError(
             "apply_gradients: expected (gradient, variable) pairs, got "
             f"{type(variable).__name__} for the variable"

@@ -68,6 +68,11 @@ class GroupTable:
             )
         return config
 
+    def known(self, group: int, raw: dict[str, Any] | None) -> KnownGroup:
+        """Return what is known of a group, which ``define`` makes known."""
+        self.define(group, raw)
+        return self._groups[group]
+
     @property
     def has_one_group(self) -> bool:
         """Whether no other group is known."""

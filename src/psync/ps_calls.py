@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from psync.blocks import BlockPool
 from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
-from psync.ps_link import PsLink
-from psync.rpc import Peer
+from psync.ps_link import PsLink, Question
+from psync.rpc import Peer, Received
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.ps_messages import DefineOptimizer, Pushed
@@ -178,6 +178,54 @@ class PsCalls:
         await asyncio.gather(*self._pushes, return_exceptions=True)
         for link in self.links:
             await link.close()
+
+
+class Answers:
+    """The answers to what is asked of several ps tasks at once, for one who waits for all.
+
+    What ``all_of`` is for coroutines, and without them: every pull comes through here.
+
+    Args:
+        count: How many there will be.
+    """
+
+    __slots__ = ("_all", "_missing", "_outcomes", "questions")
+
+    def __init__(self, count: int) -> None:
+        self.questions: list[Question] = []
+        self._outcomes: list[Received | Exception | None] = [None] * count
+        self._missing = count
+        self._all = asyncio.get_running_loop().create_future()
+
+    def note(self, position: int, outcome: Received | Exception) -> None:
+        """One of them is there."""
+        self._outcomes[position] = outcome
+        self._missing -= 1
+        if not self._missing and not self._all.done():
+            self._all.set_result(None)
+
+    async def wait(self) -> list[Received]:
+        """Return them, in order.
+
+        Raises:
+            Exception: The first error, once all have ended.
+
+        Cancellation: All are given up.
+        """
+        try:
+            if self._missing:
+                await self._all
+        finally:
+            if self._missing:
+                for question in self.questions:
+                    question.give_up()
+        received: list[Received] = []
+        for outcome in self._outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None, "none is missing"
+            received.append(outcome)
+        return received
 
 
 async def all_of(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -9,6 +9,7 @@ after a lost connection: the ps answers a repetition from memory.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,11 @@ from psync.endpoint import Endpoint
 from psync.errors import RemoteProtocolError
 from psync.indexed_slices import IndexedSlices
 from psync.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
-from psync.ps_calls import Spread, UpdatePart, all_of
-from psync.ps_link import knows_set
+from psync.ps_calls import Answers, Spread, UpdatePart
+from psync.ps_link import Question, knows_set
 from psync.ps_rows import PsRows, check_exist
 from psync.pulled_steps import PulledSteps
-from psync.rpc import Peer
+from psync.rpc import Peer, Received
 from psync.scatter_ops import check_scatter, merged
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
@@ -42,6 +43,43 @@ BuildUpdate = Callable[[Peer, Request, int, list[int] | None, Spread], Message]
 
 PART_BITS = 16
 """A call's number and that of its message to one ps share an integer on the wire."""
+
+
+class _Body:
+    """Where the body of an answer to a pull belongs."""
+
+    __slots__ = ("_got", "_targets", "request")
+
+    def __init__(self, request: Request, targets: list[memoryview]) -> None:
+        self.request = request
+        self._targets = targets
+        self._got: tuple[int, ...] = ()  # lengths of what came
+
+    def place(self, message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+        """As ``Into``."""
+        self._got = lengths
+        if lengths == self.request.lengths:
+            return self._targets
+        return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
+
+    def check(self, received: Received, seen: PulledSteps | None) -> None:
+        """Check that it is what was asked for, and note which steps it is of.
+
+        Raises:
+            RemoteProtocolError: It is something else.
+        """
+        request, message = self.request, received.message
+        if not isinstance(message, Pulled):
+            raise RemoteProtocolError(
+                f"/job:ps/task:{request.ps} answered a pull with {type(message).__name__}"
+            )
+        if seen is not None:
+            seen.note(message.steps)
+        if self._got != request.lengths:
+            raise RemoteProtocolError(
+                f"/job:ps/task:{request.ps} sent other sizes than the shards have: "
+                f"expected {request.nbytes} bytes, got {sum(self._got)}"
+            )
 
 
 class PsClient(PsRows):
@@ -140,32 +178,28 @@ class PsClient(PsRows):
         timeline = -1
         while self.timeline != timeline:  # again, if ps tasks went back to an image meanwhile
             timeline = self.timeline
-            calls = []
-            for request in plan.requests:
-                targets = targets_of(plan, request, views, given)
-                calls.append(self._pull_one(request, targets, optimizer, slot, seen, lock))
-            await all_of(calls)
+            answers = Answers(len(plan.requests))
+            bodies = []
+            for position, request in enumerate(plan.requests):
+                body = _Body(request, targets_of(plan, request, views, given))
+                bodies.append(body)
+                note = functools.partial(answers.note, position)
+                answers.questions.append(self._ask_for(body, optimizer, slot, lock, note))
+            for body, received in zip(bodies, await answers.wait(), strict=True):
+                body.check(received, seen)
         for root in roots.values():
             self._pool.give(root)  # handed out again once the caller's arrays are gone
         return arrays
 
-    async def _pull_one(
+    def _ask_for(
         self,
-        request: Request,
-        targets: list[memoryview],
+        body: _Body,
         optimizer: int,
         slot: str,
-        seen: PulledSteps | None,
         lock: int,
-    ) -> None:
-        got: tuple[int, ...] = ()
-
-        def into(message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
-            nonlocal got
-            got = lengths
-            if lengths == request.lengths:
-                return targets
-            return [to_bytes_view(np.empty(sum(lengths), np.uint8))]  # thrown away
+        then: Callable[[Received | Exception], None],
+    ) -> Question:
+        request = body.request
 
         def build(peer: Peer) -> Pull:
             members = members_for(peer, request)
@@ -173,21 +207,10 @@ class PsClient(PsRows):
                 return PullLocked(request.set_id, members, optimizer, slot, lock)
             return Pull(request.set_id, members, optimizer, slot)
 
-        received = await self.links[request.ps].call(
-            build, bulk=request.nbytes > SMALL_BODY_BYTES, into=into, set_id=request.set_id,
-            locked=lock > 0,
+        return self.links[request.ps].ask(
+            build, (), then, bulk=request.nbytes > SMALL_BODY_BYTES, into=body.place,
+            set_ids=(request.set_id,), locked=lock > 0,
         )  # fmt: skip
-        if not isinstance(received.message, Pulled):
-            raise RemoteProtocolError(
-                f"/job:ps/task:{request.ps} answered a pull with {type(received.message).__name__}"
-            )
-        if seen is not None:
-            seen.note(received.message.steps)
-        if got != request.lengths:
-            raise RemoteProtocolError(
-                f"/job:ps/task:{request.ps} sent other sizes than the shards have: "
-                f"expected {request.nbytes} bytes, got {sum(got)}"
-            )
 
     async def push(
         self,

@@ -10,7 +10,6 @@ request is sent again, until the ps has answered or is lost.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +47,21 @@ SETS_PER_CONNECTION = 8192
 
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
+
+
+class Question:
+    """A request that nobody waits for in a coroutine."""
+
+    __slots__ = ("end",)
+
+    def __init__(self) -> None:
+        self.end: Callable[[], object] | None = None  # while it is under way
+
+    def give_up(self) -> None:
+        """Call nothing more, and write no more to memory for the reply."""
+        end, self.end = self.end, None
+        if end is not None:
+            end()
 
 
 class PsLink:
@@ -260,32 +274,45 @@ class PsLink:
     def ask(
         self,
         build: Callable[[Peer], Message],
-        segments: Sequence[memoryview],
+        segments: Sequence[Segment],
         then: Callable[[Received | Exception], None],
         *,
         bulk: bool = False,
+        into: Into | None = None,
         set_ids: Iterable[int] = (),
-    ) -> None:
+        locked: bool = False,
+        at_once: bool = False,
+    ) -> Question:
         """As ``call``, without a coroutine while there is a connection and it lasts.
-
-        The request is on its way when this returns: whoever asks goes on with work of its own.
 
         Args:
             build: As for ``call``.
             segments: As for ``call``.
             then: Called once with the reply, or with what ``call`` would raise. Must not raise.
-            bulk: As for ``call``.
-            set_ids: As for ``call``.
+            bulk: As for ``call``, like all that follow.
+            into: Where the reply's body belongs.
+            set_ids: The sets that the ps knows once it has answered.
+            locked: Whether it is said under a lock.
+            at_once: Whether it is on its way when this returns.
+
+        Returns:
+            The request, which can be given up.
         """
-        again = functools.partial(
-            self._ask_slowly, build, segments, then, bulk=bulk, set_ids=set_ids
-        )
-        peer = self._peers.get("bulk" if bulk else "control")
+        question = Question()
+
+        def again() -> None:
+            question.end = self._ask_slowly(
+                build, segments, then, bulk=bulk, into=into, set_ids=set_ids, locked=locked
+            )
+
+        peer = self._peers.get("lock" if locked else "bulk" if bulk else "control")
         if peer is None or not peer.is_open or self.lost is not None or self._released is not None:
             again()
-            return
+            return question
 
         def answered(outcome: Received | Exception) -> None:
+            question.end = None  # which leads back here: memory would be held until it is collected
+            self.num_calls += 1
             if isinstance(outcome, ConnectionLost):
                 again()
                 return
@@ -296,18 +323,20 @@ class PsLink:
 
         self.num_calls += 1
         try:
-            peer.ask(build(peer), segments, answered)
-            peer.flush()
+            question.end = peer.ask(build(peer), segments, answered, into)
+            if at_once:
+                peer.flush()
         except PsyncError as exc:
             then(exc)
+        return question
 
     def _ask_slowly(
         self,
         build: Callable[[Peer], Message],
-        segments: Sequence[memoryview],
+        segments: Sequence[Segment],
         then: Callable[[Received | Exception], None],
         **options: Any,
-    ) -> None:
+    ) -> Callable[[], object]:
         async def ask() -> None:
             outcome: Received | Exception
             try:
@@ -319,6 +348,7 @@ class PsLink:
         task = asyncio.get_running_loop().create_task(ask())
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
+        return task.cancel
 
     def draw_sequence(self) -> int:
         """Return the number of a new push or assign; give it back with ``answered``."""

@@ -302,6 +302,9 @@ class PsTask:
             if previous:
                 kept = "kept" if message.keep else "dropped"
                 logger.info("%s: a new coordinator takes over, variables are %s", self.task, kept)
+            if message.keep and self._attached is not None:
+                # What was decided gets to its end, wherever the others are served by now.
+                self._moved_to(message.ps_addresses)
             self._coordinator = message.coordinator
             self._ledger.raise_floor(message.coordinator)  # also for what waits for its turn
             store = self._store
@@ -312,10 +315,8 @@ class PsTask:
             self._sessions.attached(message.coordinator)
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
                 self._host.end_below(message.coordinator)
-        elif self._attached is not None and (
-            self._follower is not None or message.ps_addresses != self._attached.ps_addresses
-        ):
-            self._moved(message.ps_addresses)
+        else:
+            self._moved_to(message.ps_addresses)
         return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
@@ -333,7 +334,10 @@ class PsTask:
         """Serve this from now on; what was begun before ends where it began."""
         self._store, self._ledger = store, ledger
         self._accumulators.restart(ledger, accumulators)
-        self._backup.end(FencedError(f"{self.task} serves another image, or coordinator"))
+        backup = self._backup
+        ended = FencedError(f"{self.task} serves another image, or coordinator")
+        if self._closer is None:
+            backup.end(ended)
         self._locks.close()
         self._gate.close()
         self._new_services()
@@ -344,7 +348,7 @@ class PsTask:
                 self._closer.replaced(
                     "an earlier image" if self._timeline else "a newer coordinator"
                 )
-                self._work.to_the_end(self._end_closer(self._closer))
+                self._work.to_the_end(self._end_closer(self._closer, backup, ended))
                 shares = self._closer.shares if self._timeline else None
             self._closer = StepCloser(
                 self._platform, self._attached, self._sync, self._work, self._pool,
@@ -352,17 +356,25 @@ class PsTask:
             )  # fmt: skip
             self._endpoint.handlers.update(self._closer.handlers())
 
-    def _end_closer(self, closer: StepCloser) -> Coroutine[Any, Any, None]:
-        """End what decided steps; where variables are kept, a step that is decided is applied."""
+    def _end_closer(
+        self, closer: StepCloser, backup: BackupService, ended: FencedError
+    ) -> Coroutine[Any, Any, None]:
+        """End what decided steps; where variables are kept, a step that is decided is applied.
+
+        Its part of this ps, and the global step, wait for their turns in the log before that ends.
+        """
         attach = self._attached
-        keep = attach is not None and attach.keep and not self._timeline
+        keep = attach is not None and attach.keep and not (self._timeline or self._is_deposed)
         patience_s = attach.ps_timeout_s if attach is not None and keep else 0.0
+        if not keep:
+            backup.end(ended)
 
         async def end() -> None:
             if keep:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
                         await closer.pause("end")
+                backup.end(ended)
             await closer.close()
 
         return end()
@@ -442,6 +454,7 @@ class PsTask:
             self._locks,
         )  # fmt: skip
         self._sync = PsSync(*parts)
+        self._sync.serves = bool(self._coordinator) and not self._is_deposed
         self._follower = None
         self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
@@ -547,9 +560,11 @@ class PsTask:
         """Return who does an entry; see ``replica_host.BackupTask``."""
         return self._replayed.get(kind) or self._endpoint.handlers[kind]
 
-    def _moved(self, addresses: Sequence[str]) -> None:
-        """Ps tasks are served elsewhere; if this was a backup, it goes on with the steps."""
+    def _moved_to(self, addresses: Sequence[str]) -> None:
+        """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self._attached is not None, "it is served"
+        if self._follower is None and addresses == self._attached.ps_addresses:
+            return
         self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
         if self._closer is not None:
             self._closer.moved(addresses)

@@ -39,22 +39,32 @@ class Wanted:
     plan: Plan
     calls: int
     arrays: list[np.ndarray] | None = None  # once their values are coming in
+    room: tuple[list[np.ndarray], list[memoryview]] | None = None  # made before that
 
-    def receive(self, pool: BlockPool) -> list[memoryview]:
-        """Make the arrays, and return where the bytes belong, in order."""
+    def make_room(self, pool: BlockPool) -> None:
+        """Make the arrays: best while nothing else is to be done."""
         plan = self.plan
         roots = [pool.take(nbytes) for nbytes in plan.buffers]
-        self.arrays = []
+        arrays: list[np.ndarray] = []
         for buffer, offset, shape, dtype in plan.places:
             array: np.ndarray = np.ndarray(shape, dtype, roots[buffer], offset)
             array.setflags(write=False)
-            self.arrays.append(array)
+            arrays.append(array)
         views = {buffer: to_bytes_view(root) for buffer, root in enumerate(roots)}
         for root in roots:
             pool.give(root)  # handed out again once the arrays are gone
-        return [
+        targets = [
             target for request in plan.requests for target in targets_of(plan, request, views, {})
         ]
+        self.room = arrays, targets
+
+    def receive(self, pool: BlockPool) -> list[memoryview]:
+        """Return where the bytes belong, in order: the values are coming in."""
+        if self.room is None:
+            self.make_room(pool)
+        assert self.room is not None
+        (self.arrays, targets), self.room = self.room, None
+        return targets
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ One message is dealt with before the next one of the same connection is looked a
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,25 +148,35 @@ class Peer:
         try:
             return await future
         finally:
-            if self._calls.pop(request_id, None) is not None:
-                self.connection.wire.redirect(call)
-                if not self.connection.withdraw(buffers):
-                    self.connection.send(encode_frame(_CANCEL, request_id, b""))
+            self._give_up(request_id, call, buffers)
             if call.timer is not None:
                 call.timer.cancel()
+
+    def _give_up(self, request_id: int, call: Call, buffers: list[Buffer]) -> None:
+        """Nobody wants an answer any more; nothing if it is there."""
+        if self._calls.pop(request_id, None) is not None:
+            self.connection.wire.redirect(call)
+            if not self.connection.withdraw(buffers):
+                self.connection.send(encode_frame(_CANCEL, request_id, b""))
 
     def ask(
         self,
         message: Message,
         segments: Sequence[Segment],
         then: Callable[[Received | Exception], None],
-    ) -> None:
+        into: Into | None = None,
+    ) -> Callable[[], None]:
         """Send a request as ``call`` does, without a coroutine that waits for its reply.
 
         Args:
             message: As for ``call``.
             segments: As for ``call``.
             then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+            into: As for ``call``.
+
+        Returns:
+            What to call to give the request up: then nothing else is called, and memory of
+            ``into`` is not written any more.
 
         Raises:
             ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
@@ -173,8 +184,9 @@ class Peer:
         self._check_open()
         request_id, self._next_id = self._next_id, self._next_id + 1
         buffers = self.encode(_REQUEST, request_id, message, segments)
-        self._calls[request_id] = Call(Then(then), None)
+        call = self._calls[request_id] = Call(Then(then), into)
         self.connection.send(buffers)
+        return functools.partial(self._give_up, request_id, call, buffers)
 
     def flush(self) -> None:
         """Let what was said so far be on its way: this task has other things to do first."""

@@ -8,10 +8,11 @@ of earlier coordinators serve from then on. What follows from that is decided fo
     of one ps there are                                     it is
     several that serve it (some were replaced, and do not   the newest: coordinator, then timeline,
     know)                                                   then the order that let it serve
-    none                                                    at its own address, where it is empty
+    none, and no backup of it                               at its own address, where it is empty
+    only a backup                                           lost: AttachError
 
 The newest may have been replaced, too, by a backup that has died since: only if it waits for one,
-and that is not where it was.
+and that is not where it was. A backup alone may have been left behind, and lack what was answered.
 
 Source: docs/design.md, section 21.
 """
@@ -70,9 +71,10 @@ def places(found: Sequence[Found]) -> list[Place]:
         found: In each process, by the index of the ps whose address it has.
 
     Raises:
-        AttachError: The newest of what there is may not be the newest that there was.
+        AttachError: What there is may not be the newest that there was.
     """
-    result, doubts, unserved = [], [], []
+    result, doubts = [], []
+    copied = {ps for there in found for ps, _, _ in there.copies}
     for ps in range(len(found)):
         serving = [
             (primary.rank, process, primary)
@@ -82,7 +84,10 @@ def places(found: Sequence[Found]) -> list[Place]:
         ]
         if not serving:
             result.append(Place(ps, ""))
-            unserved.append(f"nobody serves /job:ps/task:{ps}")
+            if ps in copied:
+                doubts.append(
+                    f"nobody serves /job:ps/task:{ps}, whose backup may have been left behind"
+                )
             continue
         _, process, newest = max(serving, key=lambda each: each[:2])
         if newest.host >= 0 and not _is_there(newest, found):
@@ -92,9 +97,7 @@ def places(found: Sequence[Found]) -> list[Place]:
             )
         result.append(Place(process, newest.address))
     if doubts:
-        raise AttachError(
-            f"cannot attach to living variables: {'; '.join(doubts + unserved)}", hint=BACK
-        )
+        raise AttachError(f"cannot attach to living variables: {'; '.join(doubts)}", hint=BACK)
     return result
 
 

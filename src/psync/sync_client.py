@@ -203,6 +203,7 @@ class SyncClient:
             self._ps.failpoints.hit("worker.push.staged")
             if ahead is not None and (wanted := ahead.want()) is not None:
                 next_set = wanted.plan.whole
+                asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
             received = await self._ps.links[0].call(
                 build,
                 segments,

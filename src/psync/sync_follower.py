@@ -95,7 +95,7 @@ class SyncFollower:
             close = Close(group, step, tuple(message.pushes), partial=False)
             again = ClosedStep(close, self._sync.along(close), message.scales, message.ratios)
             self.steps.close(group, step, message.pushes, again)
-        under_way = self._sync.close_step(message, self._sync.parts_along(peer, message, body))
+        under_way = self._sync.applier.close(message, self._sync.parts_along(peer, message, body))
         return Reply(Done()) if under_way is None else _after(under_way)
 
 

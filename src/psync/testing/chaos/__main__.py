@@ -89,8 +89,8 @@ def main(
     modes = ["async", "sync"] if mode == "both" else [mode]
     if scene and (attach or recovery != "checkpoint" or modes != ["async"]):
         raise click.UsageError("--scene: it brings a mode and a way of recovery of its own")
-    if recovery == "replica" and (attach or modes != ["async"]):
-        raise click.UsageError("--recovery replica: only with --mode async, and without --attach")
+    if recovery == "replica" and attach:
+        raise click.UsageError("--recovery replica: without --attach")
     kills = KillPlan()
     shares = _shares(jobs) or dict(kills.jobs)
     if recovery == "none":
