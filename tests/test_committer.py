@@ -165,4 +165,6 @@ async def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
         await waiting
     with pytest.raises(error):
         committer.commit(CLIENT, NOTE, (), lambda: DONE)
+    with pytest.raises(error):
+        await committer.at_turn(lambda: DONE)
     await committer.drain()

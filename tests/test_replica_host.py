@@ -10,9 +10,17 @@ from backups import W, back_up, create, promote, say, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push
 
 from psync.errors import FencedError, UsageError
+from psync.replica_host import AsIfFrom
+from psync.wire.codec import encode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence
-from psync.wire.recovery_messages import BeginBackup, FillBackup, LogEntries, Promote
+from psync.wire.recovery_messages import (
+    BeginBackup,
+    FillBackup,
+    LogEntries,
+    LogTaken,
+    Promote,
+)
 
 
 async def test_a_backup_that_serves_answers_repetitions_as_the_lost_one_did() -> None:
@@ -90,3 +98,19 @@ async def test_a_newer_coordinator_ends_the_backups_of_the_one_before() -> None:
         with pytest.raises(UsageError, match="has no backup"):
             await newer.links[1].call(lambda _: Promote(0, 5, 100, []))
         await asyncio.sleep(0)
+
+
+async def test_entries_are_taken_in_the_turn_in_which_they_come() -> None:
+    """Else those of the next message might be there first, where tasks have no order."""
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        host = cluster.ps[1]._host
+        taken = host._backups[0].taken
+        sender = AsIfFrom("/job:ps/task:0", 100, {})
+        entry = ("/job:chief/task:0", 100, encode(Fence("/job:worker/task:0", 5)), 0)
+        for number in range(taken + 1, taken + 4):
+            message = LogEntries(0, 1, number, [entry])
+            answer = host.handlers()[LogEntries].run(sender, message, [])  # type: ignore[arg-type]
+            assert answer.message == LogTaken(number)  # type: ignore[union-attr]
+        await host._backups[0].settle()

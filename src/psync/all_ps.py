@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -30,7 +31,7 @@ from psync.group_table import CLOSER
 from psync.long_work import LongWork
 from psync.platform import Platform
 from psync.ps_client import PsClient
-from psync.ps_link import AWAY_FOR_S, PsLink, always
+from psync.ps_link import PsLink, always
 from psync.ps_sync import PsSync
 from psync.rpc import Peer, Received
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -120,9 +121,7 @@ class AllPs:
         sizes = 0
         for share in known.shares:
             message = DescribeSet(share.number, share.members, group, config)
-            received = (
-                await self._links().links[share.ps].call(always(message), set_ids=(share.number,))
-            )
+            received = await self._ask_one(share.ps, message, set_ids=(share.number,))
             answer = received.message
             if not isinstance(answer, SetSizes):
                 raise RemoteProtocolError(
@@ -345,7 +344,7 @@ class AllPs:
         """
         ps, message = _raising(config, group, step)
         if ps:
-            await self._links().links[ps].call(always(message))
+            await self._ask_one(ps, message)
         else:
             await self._sync.global_steps.raise_one((CLOSER, self._incarnation), message)
 
@@ -382,11 +381,26 @@ class AllPs:
     # Where others are served by backups.
 
     def expect_moves(self) -> None:
-        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``."""
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``.
+
+        Which one is lost the coordinator says: what cannot be reached from here may serve all the
+        same, and is looked for as long as it takes.
+        """
         self._moves = True
         for link in () if self._client is None else self._client.links:
-            link.refused_for_s = link.away_for_s = AWAY_FOR_S
+            link.lost_after_s = math.inf
             link.on_lost = functools.partial(_hold, link)
+
+    async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
+        """Ask a ps; where it is served by its backup, that."""
+        link = self._links().links[ps]
+        while True:
+            try:
+                return await link.call(always(message), **options)
+            except FencedError:
+                if not self._moves:
+                    raise
+                link.hold()  # it was replaced by its backup: where that is, we shall hear
 
     def move(self, addresses: Sequence[str]) -> None:
         """Take note of where each ps is served now; what is under way goes there."""

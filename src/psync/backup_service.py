@@ -228,9 +228,9 @@ class BackupService:
         began = asyncio.get_running_loop().time()
         why = f"backup {sender.order.epoch}"
         try:
-            # A step that is being closed is wholly in the image, or in the log.
-            await self._steps.pause(why)
             try:
+                # A step that is being closed is wholly in the image, or in the log.
+                await self._steps.pause(why)
                 # Entries from now on are kept for the backup; all before them are in the image.
                 first = committer.begin_copy(self._steps.groups()) + 1
                 frozen, entries = await committer.at_turn(lambda: self._frozen(committer))

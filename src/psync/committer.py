@@ -139,6 +139,9 @@ class Committer:
     def at_turn(self, act: Act) -> asyncio.Future[Any]:
         """Do something between two entries: when all up to now are done, and none after them."""
         answer: asyncio.Future[Any] = self._loop.create_future()
+        if self._over is not None:
+            fail(answer, self._over)
+            return answer
         self._queue.append(_Queued(0, act, answer, None))
         self.advance()
         return answer

@@ -1,7 +1,6 @@
 """Global steps of synchronous groups, on the ps that holds them: raised once for each step.
 
-Layer: L3. Imports: errors, specs, store, ledger, platform, rpc, long_work, ps_locks, group_table,
-committer, wire.
+Layer: L3. Imports: specs, store, platform, rpc, long_work, ps_locks, committer, wire.
 
 ps 0 says which step is applied everywhere, and may say so again: over a new connection, or as the
 backup that has taken its place. The number of the step tells whether it was raised for that.
@@ -9,15 +8,12 @@ backup that has taken its place. The number of the step tells whether it was rai
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
 from psync.committer import Committer
-from psync.errors import UsageError
 from psync.failpoints import Failpoints
-from psync.group_table import CLOSER
-from psync.ledger import Ledger
 from psync.long_work import LongWork
 from psync.ps_locks import PsLocks
 from psync.rpc import Handler, Peer, Reply
@@ -36,9 +32,8 @@ class GlobalSteps:
     """The global steps of one ps under one coordinator.
 
     Args:
-        task: Name of the ps.
         store: Its shards.
-        ledger: Knows who has been replaced.
+        check_closer: Raises unless a peer is the ps 0 that decides.
         work: Waits for shards that are busy.
         locks: Who must wait.
         failpoints: Of the ps.
@@ -46,18 +41,16 @@ class GlobalSteps:
 
     def __init__(
         self,
-        task: str,
         store: ShardStore,
-        ledger: Ledger,
+        check_closer: Callable[[Peer], None],
         work: LongWork,
         locks: PsLocks,
         failpoints: Failpoints,
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._raised: dict[int, int] = {}  # by group: the last step for which it was raised
-        self._task = task
         self._store = store
-        self._ledger = ledger
+        self._check_closer = check_closer
         self._work = work
         self._locks = locks
         self._failpoints = failpoints
@@ -76,9 +69,7 @@ class GlobalSteps:
             self._raised[group] = step
 
     def _raise_for(self, peer: Peer, message: RaiseStep, _: list[memoryview]) -> Awaitable[Reply]:
-        self._ledger.check_incarnation(peer.task, peer.incarnation)
-        if peer.task != CLOSER:
-            raise UsageError(f"{self._task}: only {CLOSER} raises a global step, not {peer.task}")
+        self._check_closer(peer)
         return self._raise_and_answer((peer.task, peer.incarnation), message)
 
     async def _raise_and_answer(self, client: tuple[str, int], message: RaiseStep) -> Reply:

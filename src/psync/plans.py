@@ -164,8 +164,10 @@ def make_plan(variables: Sequence[VariableSpec], set_ids: Iterator[int]) -> Plan
 
 def whole_of(requests: Sequence[Request]) -> Whole:
     """Return these requests in one."""
+    own = requests[0].set_id if requests else 0
     return Whole(
-        requests[0].set_id if requests else 0,
+        # ps 0 is also told of its own part alone, which has the number of that request.
+        next((request.set_id for request in requests if request.ps), own),
         [(request.ps, *member) for request in requests for member in request.members],
         [cut for request in requests for cut in request.cuts],
         tuple(length for request in requests for length in request.lengths),

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 
 from psync.blocks import BlockPool
 from psync.committer import Committer
-from psync.errors import BusyError, RemoteProtocolError, UsageError
+from psync.errors import BusyError, FencedError, RemoteProtocolError, UsageError
 from psync.global_steps import GlobalSteps
 from psync.group_table import CLOSER, GroupTable
 from psync.ledger import Ledger
@@ -84,7 +84,8 @@ class PsSync(GroupTable):
         self.work = work
         self.locks = locks
         self.committer: Committer | None = None  # None: there was never a backup
-        self.global_steps = GlobalSteps(task, store, ledger, work, locks, platform.failpoints)
+        self.serves = True  # False: not attached yet, or replaced by its backup
+        self.global_steps = GlobalSteps(store, self._check_closer, work, locks, platform.failpoints)
         self._staging = Staging(platform.limits.staging_bytes, task)
         self.applier = StepApplier(task, self, self._staging, work, locks, platform.failpoints)
         self._failpoints = platform.failpoints
@@ -250,6 +251,8 @@ class PsSync(GroupTable):
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
+        if not self.serves:
+            raise FencedError(f"{self._task} is not, or no longer, served by this process")
 
     def _came_along(
         self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]

@@ -120,7 +120,7 @@ class _Backup:
         self.taken = order.first - 1
         self.address: Awaitable[str] | None = None  # once it is to serve
         self._entries: deque[_Entry] = deque()
-        self._pending_bytes = 0
+        self.pending_bytes = 0  # of entries that are not done
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
 
@@ -163,7 +163,7 @@ class _Backup:
             body = [NO_BYTES]  # of shards without elements
         peer = AsIfFrom(task, incarnation, self._state)
         self._entries.append(_Entry(number, peer, message, body, nbytes))
-        self._pending_bytes += nbytes
+        self.pending_bytes += nbytes
         self.taken = number
         if self._doing is None:
             self._doing = asyncio.get_running_loop().create_task(self._do())
@@ -181,7 +181,7 @@ class _Backup:
                         await cast(Awaitable[Any], outcome)
                 except PsyncError as exc:  # as the one that is backed up has refused it
                     logger.debug("entry %d: %s", entry.number, exc.message)
-                self._pending_bytes -= entry.nbytes
+                self.pending_bytes -= entry.nbytes
                 done += 1
                 if not done % 64:
                     await asyncio.sleep(0)
@@ -190,7 +190,7 @@ class _Backup:
 
     async def settle(self, below: int = 0) -> None:
         """Wait until no more than so many bytes of entries are left. Cancellation: safe."""
-        while self._doing is not None and (not below or self._pending_bytes > below):
+        while self._doing is not None and (not below or self.pending_bytes > below):
             if below:
                 await asyncio.sleep(0.001)
             else:
@@ -323,7 +323,9 @@ class ReplicaHost:
             at += len(data)
         return Reply(Done())
 
-    async def _log(self, peer: Peer, message: LogEntries, body: list[memoryview]) -> Reply:
+    def _log(
+        self, peer: Peer, message: LogEntries, body: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
         known = self._known(peer, message.ps, message.epoch)
         known.complete()
         if message.first > known.taken + 1:
@@ -336,9 +338,9 @@ class ReplicaHost:
             at += entry[3]
             if number > known.taken:  # else it came before, over a connection that is lost
                 known.add(number, entry, segments)
-        taken = known.taken
-        await known.settle(MAX_PENDING_BYTES)
-        return Reply(LogTaken(taken))
+        # In the turn in which they came: the next message has the entries that follow.
+        answer = Reply(LogTaken(known.taken))
+        return answer if known.pending_bytes <= MAX_PENDING_BYTES else _when_settled(known, answer)
 
     # To serve.
 
@@ -395,3 +397,8 @@ class ReplicaHost:
             self._end(known)
         if self._ending:
             await asyncio.wait(list(self._ending))
+
+
+async def _when_settled(known: _Backup, answer: Reply) -> Reply:
+    await known.settle(MAX_PENDING_BYTES)
+    return answer

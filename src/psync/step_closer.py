@@ -300,7 +300,17 @@ class StepCloser:
                 await self._resumed.wait()
             elif self._under_way:
                 await asyncio.wait(list(self._under_way))
+            elif self._sync.committer is not None:
+                await self._when_in_log(self._sync.committer)
         return Reply(Done())
+
+    async def _when_in_log(self, committer: Committer) -> None:
+        """What was decided is done at its turn."""
+        try:
+            await committer.at_turn(lambda: None)
+        except PsyncError:
+            if self._over is None:
+                raise
 
     def _check_coordinator(self, peer: Peer) -> None:
         if (peer.task, peer.incarnation) != self._coordinator:

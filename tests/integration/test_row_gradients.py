@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from local_training import training
+from local_training import in_step, training
 
 import psync
 from psync import IndexedSlices, optimizers
@@ -150,3 +150,30 @@ async def test_lamb_needs_the_gradient_of_all_rows() -> None:
         with pytest.raises(GradientError, match="norm over the whole variable"):
             await lamb.apply_gradients([(ones(1), v)])
         assert (await v.read() == 1).all()
+
+
+@pytest.mark.parametrize("pull_ahead", [False, True])
+async def test_whole_gradients_and_rows_of_the_same_variable_go_on_in_steps(
+    pull_ahead: bool,
+) -> None:
+    """Ps 0 gets the former for all ps tasks, of the latter its own part."""
+    async with training(2, partitioner=thirds) as (strategy, coordinator):
+        with strategy.scope():
+            step = psync.get_or_create_global_step()
+            v = psync.Variable(np.zeros((10, 2), np.float32))
+        optimizer = psync.SyncReplicasOptimizer(
+            optimizers.SGD(1.0), replicas_to_aggregate=1, pull_ahead=pull_ahead
+        )
+
+        async def push() -> list[str]:
+            whole = np.ones((10, 2), np.float32)
+            rows = IndexedSlices(np.ones((2, 2), np.float32), (9, 0))
+            outcomes = []
+            for gradient in (whole, rows, rows, whole):
+                await psync.pull(v)
+                result = await optimizer.apply_gradients([(gradient, v)], step)
+                outcomes.append(result.outcome.value)
+            return outcomes
+
+        assert await in_step(coordinator, push) == ["accepted"] * 4
+        assert (await v.read())[:, 0].tolist() == [-4, *[-2] * 8, -4]
