@@ -301,3 +301,39 @@ async def test_steps_that_are_set_and_definitions_are_followed(scene: Scene) -> 
     await scene.follow()
     _, segments = await scene.take(g, scene.b, 1)
     assert b"".join(segments) == b""
+
+
+async def test_a_fence_is_answered_when_all_is_done_that_follows_from_it(scene: Scene) -> None:
+    g = dense()
+    await scene.ask(scene.cluster.chief, g)
+    await back_up(scene.cluster)
+    hosted = scene.cluster.ps[0]._accumulators.hosted["g"]
+    waiting = []
+    for client, required in ((scene.b, 2), (scene.cluster.chief, 1)):
+        waiting.append(asyncio.create_task(scene.take(g, client, 1, required)))
+        await until(lambda: len(hosted.waiting) == len(waiting))
+    await scene.apply(g, values=np.ones(LARGE))
+    await scene.ask(scene.cluster.chief, Fence(OTHER, 1001))
+    assert not hosted.waiting  # else what comes next would meet half of it
+    await scene.check_same()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_an_addition_for_which_there_is_no_memory_is_left_to_the_backup(
+    scene: Scene,
+) -> None:
+    g = dense()
+    await scene.ask(scene.cluster.chief, g)
+    await back_up(scene.cluster)
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError
+        yield
+
+    scene.cluster.ps[0]._accumulators.hosted["g"].rule._add = no_memory
+    with pytest.raises(Exception, match="MemoryError"):
+        await scene.apply(g)
+    assert scene.cluster.ps[0].is_torn  # its process ends
+    await scene.follow()
+    assert (await scene.apply(g, sequence=1)).count == 1
+    assert len((await scene.take(g, scene.cluster.chief, 1))[1]) == 1

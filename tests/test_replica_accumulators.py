@@ -185,3 +185,21 @@ async def test_the_process_of_the_backup_may_die() -> None:
         await cluster.kill("ps-0")
         await program.round()
         await program.check()
+
+
+async def collect(held: Any, num_required: int) -> np.ndarray:
+    taken: np.ndarray = await held.take_grad(num_required)
+    return taken
+
+
+async def test_a_take_that_waits_in_a_step_waits_anew_in_its_next_run() -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        taken = coordinator.schedule(collect, args=(program.held, 2))
+        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
+        await cluster.kill("ps-0")
+        program.schedule(3)
+        await coordinator.join()
+        program.total += await taken.fetch()
+        assert program.total.sum() in (2, 3)
+        await program.check()
