@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_cluster import event_of
 from replica_cluster import ReplicaCluster, replicated
 
 import psync
@@ -175,3 +176,27 @@ async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_th
         cluster.network.heal("chief-0", "ps-2")
         await coordinator.join(timeout=60)
         await training.check()
+
+
+async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
+    await event_of("go on").wait()
+    return await step(v, optimizer, global_step, column)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> None:
+    """Ps 0 has asked the other one whether the push fits; its backup was asked nothing."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(1)
+        args = (training.v, training.optimizer, training.global_step, 1)
+        training.results.append(coordinator.schedule(step_later, args=args))
+        await asyncio.sleep(0.1)  # of virtual time: the first one counts, and waits
+        await cluster.kill(lost)
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        event_of("go on").set()
+        await coordinator.join(timeout=60)
+        assert await coordinator.fetch(training.results[1:]) == ["accepted"]
+        await training.check()
+        assert int(await training.global_step.read()) == 1

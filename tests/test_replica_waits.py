@@ -7,13 +7,18 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ps_cluster import until
-from replica_cluster import ReplicaCluster, replicated
-from test_replica_steps import SMALL, Training
+import numpy as np
+from ps_cluster import hold, pull, until
+from replica_cluster import replicated
+from sync_cluster import GROUP, SyncCluster
+from test_replica_steps import LARGE, SMALL, Training
 
 import psync
+from psync.ps_task import PsTask
 from psync.rpc import Handler
+from psync.testing import settle
 from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards, UnlockShards
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
 
@@ -27,9 +32,9 @@ class Held:
 
 
 @contextlib.contextmanager
-def held_up(cluster: ReplicaCluster, name: str, kind: type[Message]) -> Iterator[Held]:
+def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
     held = Held()
-    handlers = cluster.ps(name)._endpoint.handlers
+    handlers = task._endpoint.handlers
     handler = handlers[kind]
 
     async def later(peer: Any, message: Any, body: Any) -> Any:
@@ -70,7 +75,7 @@ async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on()
             return handler.run(peer, message, body)
 
         handlers[BackUp] = Handler(note, handler.prepare)
-        with held_up(cluster, "ps-1", CloseStep) as held:
+        with held_up(cluster.ps("ps-1"), CloseStep) as held:
             training.schedule(4)
             await held.came.wait()
             for count in (1, 2):
@@ -81,3 +86,70 @@ async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on()
             await coordinator.join()
             await coordinator.backed_up()
         await training.check()
+
+
+async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
+    """Whoever holds the lock changes the shard before it gives it back."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(1, np.float32))
+        cluster.configure(needed=1)
+        holder, pusher = cluster.client("/job:worker/task:1"), cluster.replica(0)
+        members = [shard.key for shard in v.shards]
+        link = holder.links[1]
+        await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
+        pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
+        groups = cluster.ps[1]._sync._groups
+        await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
+        order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
+        copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
+        await until(lambda: cluster.ps[1].statistics()["backup"])
+        await settle()
+        async with asyncio.timeout(5):
+            await holder.assign(
+                holder.plan((v,)),
+                [np.ones(1, np.float32)],
+                op="add",
+                closure=1,
+                ordinal=0,
+                lock=1,
+            )
+            await link.call(lambda _: UnlockShards(1), locked=True)
+            await pushing
+            await copying
+        (value,) = await pull(cluster.chief, v)
+        assert value[0] == 0.5
+
+
+async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next() -> None:
+    """Of a set that it has named a later backup would never hear which shards it is."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(2 * LARGE, np.float32))
+        task = cluster.ps[1]
+
+        async def back_up(epoch: int) -> None:
+            order = BackUp(epoch, "/job:ps/task:0", "ps0:1", False)
+            await cluster.chief.links[1].call(lambda _: order)
+
+        replicas = [cluster.replica(0), cluster.replica(1)]
+        with held_up(task, CloseStep) as held:
+            pushes = [asyncio.create_task(each.push((v,), (1.0,))) for each in replicas]
+            await held.came.wait()
+            release = hold(task, v)
+            given_up = asyncio.create_task(back_up(1))
+            await until(lambda: task.statistics()["backup"].get("waiting") == 1)
+        await until(lambda: task.statistics()["backup"].get("waiting") == 2)
+        backed_up = asyncio.create_task(back_up(2))
+        await until(lambda: task.statistics()["backup"].get("waiting") == 3)
+        release()
+        await asyncio.gather(given_up, return_exceptions=True)
+        await backed_up
+        tokens = [each.token for each in await asyncio.gather(*pushes)]
+        await asyncio.gather(
+            *(each.push((v,), (1.0,), token) for each, token in zip(replicas, tokens, strict=True))
+        )
+        (backup,) = cluster.ps[0]._host._backups.values()
+        await backup.settle()
+        key = v.shards[0].key
+        assert backup.task._store.version(key) == task._store.version(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psync.closures import Closure, ClosureQueue
 from psync.errors import EndOfData
-from psync.schedule_report import SETTLE_S, ScheduleReports, ScheduleState
+from psync.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:3"
 
@@ -280,3 +280,39 @@ def test_a_full_queue_is_more_than_any_closures():
     assert other.adds_to(few)
     assert not few.adds_to(few)
     assert not few.adds_to(full)
+
+
+def test_who_will_be_back_at_once_is_not_missed_until_it_is():
+    world = World(A, B)
+    world.schedule(1, 2)
+    assert world.here() == [A, B]
+    world.reports.sessions_end()
+    world.lose(A)
+    world.lose(B)
+    world.reports.tell_all()
+    state = world.news()
+    assert state is not None
+    assert (state.workers, state.missing) == (((A, 7), (B, 7)), (C,))
+    world.join(B, 8)
+    state = world.news()
+    assert state is not None
+    assert sorted(state.workers) == [(A, 7), (B, 8)]
+    world.join(A, 8)
+    assert world.here() == [A, B]
+    assert world.reports.next_deadline() is None
+
+
+def test_who_does_not_come_back_is_missed_soon():
+    world = World(A, B)
+    world.reports.sessions_end()
+    world.lose(A)
+    world.lose(B)
+    world.join(B, 8)
+    began = world.now
+    assert sorted(world.here()) == [A, B]
+    assert world.reports.next_deadline() == began + RETURN_S
+    world.now = began + RETURN_S / 2
+    assert world.reports.decide(world.now) is None
+    world.now = began + RETURN_S
+    assert world.here() == [B]
+    assert world.now == began + RETURN_S + SETTLE_S

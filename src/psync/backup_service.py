@@ -212,10 +212,13 @@ class BackupService:
         self._copying.add_done_callback(_seen)
         return self._when_copied()
 
-    async def _frozen(self, committer: Committer) -> tuple[Frozen, list[Entry]]:
-        await self._work.drain()  # what began before there was an order
+    async def _frozen(
+        self, committer: Committer, sender: BackupSender
+    ) -> tuple[Frozen, list[Entry]]:
         accumulated = await self._accumulators()
         while True:
+            if self._sender is not sender:  # what it names would be taken for known to the next
+                raise PsyncError("the copy was given up")
             try:
                 frozen = self._freeze()
             except BusyError:
@@ -228,12 +231,15 @@ class BackupService:
         began = asyncio.get_running_loop().time()
         why = f"backup {sender.order.epoch}"
         try:
+            # What began before there was an order. Not in the queue: it may wait for a lock, and
+            # whoever holds that for its turn there.
+            await self._work.drain()
             try:
                 # A step that is being closed is wholly in the image, or in the log.
                 await self._steps.pause(why)
                 # Entries from now on are kept for the backup; all before them are in the image.
                 first = committer.begin_copy(self._steps.groups()) + 1
-                frozen, entries = await committer.at_turn(lambda: self._frozen(committer))
+                frozen, entries = await committer.at_turn(lambda: self._frozen(committer, sender))
             finally:
                 self._steps.resume(why)
             await sender.copy(frozen, first, entries)

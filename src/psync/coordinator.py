@@ -496,6 +496,7 @@ class Coordinator:
 
     def end_sessions(self) -> None:
         """Give up all workers that are there: each gets a new incarnation."""
+        self._reports.sessions_end()
         self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
 
     def fences(self) -> list[tuple[str, int]]:

@@ -265,6 +265,7 @@ class PsSync(GroupTable):
         self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]
     ) -> Sequence[Part | None]:
         """Return the part of each push that has come with a closing; () is all None."""
+        self.define(message.group, message.config)
         for number, members in message.sets:
             numbered_set(peer, number, members, self._task)
         if not segments:

@@ -20,6 +20,9 @@ too, if the last report is older than ``SETTLE_S``: closures that a program sche
 not worth a report each. News of less is not due before ``SETTLE_S`` has passed: such a program
 leaves a worker idle for a moment, and in that moment its absence must not end a step, nor let the
 others run ahead.
+
+When a ps is lost all sessions are ended, and begun anew at once. For ``RETURN_S`` who took part is
+reported as before: else steps would be closed, as partial ones, without workers that never died.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from psync.closures import ClosureQueue
 
 SETTLE_S = 0.005
 """A worker or closure that is gone for less is not missed, one that is new waits no longer."""
+
+RETURN_S = 1.0
+"""For so long a worker is not missed whose session was ended with those of all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class ScheduleReports:
         self._queue = queue
         self._joined: dict[str, int] = {}  # incarnation of each
         self._exhausted: set[str] = set()  # of these, who met the end of its data
+        self._returning: dict[str, int] = {}  # who took part when all sessions were ended
+        self._returned_by: float | None = None  # then they are missed; None: not asked since
         self._members_changed = False
         self._reported: ScheduleState | None = None
         self._reported_at = 0.0
@@ -77,6 +85,7 @@ class ScheduleReports:
         """A worker is ready for closures, with all of its data before it."""
         self._workers[worker] = None  # it may have been added
         self._joined[worker] = incarnation
+        self._returning.pop(worker, None)
         self._members_changed = True
 
     def worker_lost(self, worker: str) -> None:
@@ -85,6 +94,11 @@ class ScheduleReports:
         self._exhausted.discard(worker)
         self._members_changed = True
         self._check_exhausted()
+
+    def sessions_end(self) -> None:
+        """All workers are about to be lost, and will be back at once."""
+        self._returning |= dict(self._here())
+        self._returned_by = None
 
     def out_of_data(self, worker: str) -> None:
         """A closure met the end of this worker's data."""
@@ -130,6 +144,11 @@ class ScheduleReports:
             now: The time, in seconds, on any clock.
         """
         self._members_changed = False
+        if self._returning:
+            if self._returned_by is None:
+                self._returned_by = now + RETURN_S
+            if now >= self._returned_by:
+                self._returning.clear()
         state = self._state()
         if state == self._reported:
             self._deadline = None
@@ -146,6 +165,8 @@ class ScheduleReports:
 
     def next_deadline(self) -> float | None:
         """Return the time at which ``decide`` is to be asked again, if nothing happens; or None."""
+        if self._deadline is None and self._returning:
+            return self._returned_by
         return self._deadline
 
     def _is_queued(self) -> bool:
@@ -153,14 +174,18 @@ class ScheduleReports:
         return queue.num_queued > 0 or queue.num_in_flight > len(self._joined)
 
     def _state(self) -> ScheduleState:
-        here = [
-            (worker, self._joined[worker])
-            for worker in self._workers
-            if worker in self._joined and worker not in self._exhausted
-        ]
+        here = self._here()
+        here += self._returning.items()  # who has joined anew is none of these
         present = {worker for worker, _ in here}
         missing = tuple(worker for worker in self._workers if worker not in present)
         queued = self._is_queued()
         held = [] if queued else self._queue.in_flight()
         in_flight = tuple((c.id, worker) for worker, c in held if not c.in_collective)
         return ScheduleState(tuple(here), missing, queued, in_flight)
+
+    def _here(self) -> list[tuple[str, int]]:
+        return [
+            (worker, self._joined[worker])
+            for worker in self._workers
+            if worker in self._joined and worker not in self._exhausted
+        ]
