@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from ps_cluster import hold, pull, until
+import pytest
+from ps_cluster import CHIEF, hold, pull, until
 from replica_cluster import replicated
 from sync_cluster import GROUP, SyncCluster
 from test_replica_steps import LARGE, SMALL, Training
@@ -19,6 +20,8 @@ from psync.rpc import Handler
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, UnlockShards
+from psync.wire.messages import Done
+from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
 
@@ -153,3 +156,15 @@ async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next()
         await backup.settle()
         key = v.shards[0].key
         assert backup.task._store.version(key) == task._store.version(key)
+
+
+@pytest.mark.parametrize("addresses", [["ps0:1"], ["ps0:1", "ps1:1", "ps2:1"]])
+async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[str]) -> None:
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(1, np.float32))
+        cluster.configure(needed=1)
+        await cluster.replica(0).push((v,), (1.0,))  # ps 0 is connected to the other one
+        chief = cluster.client(CHIEF, 200)
+        attach = AttachPs(200, 0, addresses, 15.0, keep=True)
+        assert isinstance((await chief.links[0].call(lambda _: attach)).message, Done)

@@ -563,7 +563,10 @@ class PsTask:
     def _moved_to(self, addresses: Sequence[str]) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self._attached is not None, "it is served"
-        if self._follower is None and addresses == self._attached.ps_addresses:
+        known = self._attached.ps_addresses
+        if len(addresses) != len(known):  # of a cluster of another size: these are others
+            return
+        if self._follower is None and addresses == known:
             return
         self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
         if self._closer is not None:
