@@ -203,3 +203,20 @@ async def test_a_take_that_waits_in_a_step_waits_anew_in_its_next_run() -> None:
         program.total += await taken.fetch()
         assert program.total.sum() in (2, 3)
         await program.check()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    "kind", ["DefineAccumulator", "ApplyGradient", "TakeGradient", "LogEntries", "BeginBackup"]
+)
+async def test_whichever_message_is_lost_each_gradient_is_taken_once(kind: str) -> None:
+    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
+        program = Program(coordinator)
+        for name in ("ps-0", "ps-1"):
+            for _ in range(3):
+                await program.round()
+            await cluster.kill(name)
+            await program.round()
+            await cluster.revive(name)
+            await coordinator.backed_up()
+        await program.check()
