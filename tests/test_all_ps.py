@@ -169,3 +169,23 @@ async def test_closed_links_stay_closed() -> None:
             all_ps.ask_others(AskStatistics())
         with pytest.raises(ClosedError, match="has closed its links"):
             await closed(all_ps, close_step(cluster, 0))
+
+
+async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has said so already, and whoever has asked has not seen that yet."""
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        all_ps.expect_moves()
+        link = all_ps._links().links[1]
+
+        async def replaced(*_: object, **__: object) -> None:
+            monkeypatch.undo()
+            all_ps.move([link.address for link in cluster.chief.links])
+            raise FencedError("it was replaced by its backup")
+
+        monkeypatch.setattr(link, "call", replaced)
+        async with asyncio.timeout(5):
+            await all_ps.raise_global_step(config, GROUP, 0)
+        assert await cluster.global_step() == 1

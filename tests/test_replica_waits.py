@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +58,7 @@ def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
 
 def order_anew(coordinator: psync.ClusterCoordinator) -> None:
     """Let all backups be made anew, as after a fail-over: what was being made is given up."""
-    replicas = coordinator._running("replicas").replicas
+    replicas = coordinator._running("replicas").recovery.replicas
     assert replicas is not None
     replicas._pause()
     for ps in range(len(replicas._links)):
@@ -168,3 +170,18 @@ async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[
         chief = cluster.client(CHIEF, 200)
         attach = AttachPs(200, 0, addresses, 15.0, keep=True)
         assert isinstance((await chief.links[0].call(lambda _: attach)).message, Done)
+
+
+async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task._follower)
+        assert follower() is not None
+        await cluster.kill("ps-0")
+        training.schedule(4)
+        await coordinator.join()
+        await training.check()
+        gc.collect()
+        assert follower() is None

@@ -88,6 +88,7 @@ class AllPs:
         self._own_parts: set[asyncio.Task[None]] = set()  # of ps 0, which take long
         self._addresses = list(attach.ps_addresses)
         self._moves = False  # a ps that is lost is served elsewhere soon
+        self._moved = 0  # how often we heard where they are served
 
     @property
     def has_others(self) -> bool:
@@ -260,6 +261,7 @@ class AllPs:
         done: Callable[[Exception | None], None],
     ) -> None:
         ps, group = link.index, message.group
+        moved = self._moved
         ahead = [share for share in wanted if share.ps == ps]
         sets = {share.number: share.members for share in ahead}
         numbers: list[int] = []
@@ -284,8 +286,9 @@ class AllPs:
             )
 
         def answered(outcome: Received | Exception) -> None:
+            nonlocal moved
             if isinstance(outcome, FencedError) and self._moves:
-                link.hold()  # it was replaced by its backup: where that is, we shall hear
+                moved = self._await_move(link, moved)
                 link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
                 return
             if isinstance(outcome, Exception):
@@ -393,18 +396,33 @@ class AllPs:
 
     async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
         """Ask a ps; where it is served by its backup, that."""
-        link = self._links().links[ps]
+        link, moved = self._links().links[ps], self._moved
         while True:
             try:
                 return await link.call(always(message), **options)
             except FencedError:
                 if not self._moves:
                     raise
-                link.hold()  # it was replaced by its backup: where that is, we shall hear
+                moved = self._await_move(link, moved)
+
+    def _await_move(self, link: PsLink, moved: int) -> int:
+        """A ps was replaced by its backup: where that is we shall hear, or have heard already.
+
+        Args:
+            link: To the ps.
+            moved: How often we had heard when it was asked.
+
+        Returns:
+            How often we have heard by now.
+        """
+        if moved == self._moved:
+            link.hold()
+        return self._moved
 
     def move(self, addresses: Sequence[str]) -> None:
         """Take note of where each ps is served now; what is under way goes there."""
         self._addresses = list(addresses)
+        self._moved += 1
         if self._client is None:
             return
         for link, address in zip(self._client.links, addresses, strict=True):

@@ -455,7 +455,7 @@ class PsTask:
         )  # fmt: skip
         self._sync = PsSync(*parts)
         self._sync.serves = bool(self._coordinator) and not self._is_deposed
-        self._follower = None
+        self._follower, self._replayed = None, {}
         self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
@@ -573,7 +573,7 @@ class PsTask:
             self._closer.moved(addresses)
             if self._follower is not None:
                 self._closer.follow(self._follower.steps, self._follower.spread)
-        self._follower = None
+        self._follower, self._replayed = None, {}
 
     def end_of_log(self) -> None:
         """Nobody waits in it; see ``replica_host.BackupTask``."""
