@@ -6,14 +6,16 @@ import asyncio
 
 import numpy as np
 import pytest
-from backups import W, back_up, create, promote, say, take_over
+from backups import W, alone, back_up, create, promote, say, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push
 
-from psync.errors import FencedError, UsageError
+from psync.errors import FencedError, PsyncError, UsageError
+from psync.ps_task import PsTask
 from psync.replica_host import AsIfFrom
+from psync.rpc import Handler, Reply
 from psync.wire.codec import encode
 from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence
+from psync.wire.ps_messages import Fence, Push
 from psync.wire.recovery_messages import (
     BeginBackup,
     FillBackup,
@@ -114,3 +116,26 @@ async def test_entries_are_taken_in_the_turn_in_which_they_come() -> None:
             answer = host.handlers()[LogEntries].run(sender, message, [])  # type: ignore[arg-type]
             assert answer.message == LogTaken(number)  # type: ignore[union-attr]
         await host._backups[0].settle()
+
+
+async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        task = cluster.ps[1]._host._backups[0].task
+        assert isinstance(task, PsTask)
+
+        def no_memory(*_: object) -> Reply:
+            raise MemoryError
+
+        task._endpoint.handlers[Push] = Handler(no_memory)
+        worker = cluster.client()
+        await push(worker, (w,), (1.0,))
+        await cluster.ps[1]._host._backups[0].settle()
+        pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
+        await back_up(cluster, lost=True)  # the one that is backed up says so as well
+        assert not pushing.done()
+        await alone(cluster)
+        await pushing
+        with pytest.raises(PsyncError, match="is damaged"):
+            await promote(cluster)

@@ -123,6 +123,12 @@ class _Backup:
         self.pending_bytes = 0  # of entries that are not done
         self._state: dict[str, Any] = {}  # sets, by their numbers in the log
         self._doing: asyncio.Task[None] | None = None
+        self._failed = False  # an entry has failed as no ps may refuse one
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it may lack what the one that is backed up has."""
+        return self._failed or self.task.is_torn
 
     @property
     def coordinator(self) -> int:
@@ -172,7 +178,7 @@ class _Backup:
         """Do the entries, one after the other."""
         try:
             done = 0
-            while self._entries and not self.task.is_torn:
+            while self._entries and not self.is_damaged:
                 entry = self._entries.popleft()
                 try:
                     run = self.task.handler(type(entry.message)).run
@@ -181,6 +187,9 @@ class _Backup:
                         await cast(Awaitable[Any], outcome)
                 except PsyncError as exc:  # as the one that is backed up has refused it
                     logger.debug("entry %d: %s", entry.number, exc.message)
+                except Exception:  # such as no memory here, where the other one had enough
+                    logger.exception("%s: its backup failed at %d", self.sender, entry.number)
+                    self._failed = True
                 self.pending_bytes -= entry.nbytes
                 done += 1
                 if not done % 64:
@@ -308,7 +317,7 @@ class ReplicaHost:
             raise UsageError(f"{self._task}: {peer.task} is not {known.sender}")
         if known.address is not None or known.epoch != epoch:
             raise FencedError(f"{known.sender} has been replaced by its backup")
-        if known.task.is_torn:
+        if known.is_damaged:
             raise PsyncError(f"the backup of {known.sender} is damaged")
         return known
 
@@ -364,7 +373,7 @@ class ReplicaHost:
 
     async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
         await known.settle()
-        if known.task.is_torn:
+        if known.is_damaged:
             raise PsyncError(f"the backup of {known.sender} is damaged")
         known.task.end_of_log()
         for task, below in fences:
