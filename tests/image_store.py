@@ -23,7 +23,7 @@ async def keep_images(coordinator: psync.ClusterCoordinator, folder: Path) -> li
     async with inner.cuts.take() as cut:
         kept = [await _kept(cut, ps, folder) for ps in range(len(cut.images))]
         cut.check_present()
-    inner.recovery_source = lambda: kept
+    inner.recovery.from_checkpoint.source = lambda: kept
     return kept
 
 

@@ -69,7 +69,8 @@ LAYERS = {
         "closure_results", "worker_session", "worker_leave", "worker_task", "remote_value",
         "closure_messages", "closure_timeout", "watchdog", "closure_service", "gang_merges",
         "gang_run", "gang_runner", "joins", "worker_links", "cluster_links", "schedule_reporter",
-        "events", "ps_recovery", "replica_recovery", "coordinator", "session_links",
+        "events", "ps_recovery", "replica_recovery", "cluster_recovery", "coordinator",
+        "session_links",
     ],
     "L4 user API": [
         "losses", "merged_updates", "row_access", "reads", "value_access", "on_read", "variables",

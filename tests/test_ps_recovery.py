@@ -230,11 +230,11 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
 async def test_what_ends_while_the_first_image_is_written_is_undone_too(tmp_path: Path) -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         variables = declared(coordinator)
-        inner = coordinator._running("test")
+        recovery = coordinator._running("test").recovery.from_checkpoint
         await keep_images(coordinator, tmp_path)
-        source, inner.recovery_source = inner.recovery_source, None  # it is not complete yet
+        source, recovery.source = recovery.source, None  # it is not complete yet
         undone = await run(coordinator, 3, *variables)
-        inner.recovery_source = source
+        recovery.source = source
         await lose(cluster, "ps-0")
         event = await anext(coordinator.events())
         assert event.closures == tuple(value.closure_id for value in undone)

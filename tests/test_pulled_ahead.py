@@ -221,9 +221,9 @@ async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
         assert int(await global_step.read()) == STEPS
 
 
-async def test_without_the_keyword_each_pull_asks() -> None:
+async def test_who_does_not_want_that_pulls_each_time() -> None:
     async with training() as t:
-        model, global_step, optimizer = t.model, t.global_step, t.optimizer()
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=False)
 
         async def loop() -> None:
             for _ in range(STEPS):

@@ -588,7 +588,7 @@ class Counts:
 
 async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
     """Wait until the chief has done what there was to do since a process died."""
-    replicas = coordinator._running("a test").replicas
+    replicas = coordinator._running("a test").recovery.replicas
     assert replicas is not None
     if int(victim[-1]) in replicas._home:
         await anext(coordinator.events())

@@ -102,7 +102,7 @@ class CheckpointManager:
         )
         if coordinator is not None:
             self._offer(path, coordinator)
-            coordinator.recovery.saved(images)
+            coordinator.recovery.from_checkpoint.saved(images)
         in_use = self._images.handed if self._images.asked != asked else None
         if self._max_to_keep is not None:
             for number, old in checkpoints_in(self._directory, PREFIX)[: -self._max_to_keep]:
@@ -154,7 +154,7 @@ class CheckpointManager:
         if self._images.origin != coordinator.runtime.origin:
             self._images = SavedImages(coordinator.runtime.origin)
         self._images.add(path)
-        coordinator.recovery.source = self._images
+        coordinator.recovery.from_checkpoint.source = self._images
 
     async def _offer_restored(self, path: Path) -> None:
         """As ``_offer``, if the images of an earlier program fit this one."""

@@ -428,7 +428,7 @@ class ClusterCoordinator:
 
         Cancellation: Safe.
         """
-        await self._running("backed_up").backed_up()
+        await self._running("backed_up").recovery.backed_up()
 
     def events(self) -> AsyncIterator[Event]:
         """Return the events of this coordinator, from the first on, as they come.

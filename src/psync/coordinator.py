@@ -1,13 +1,14 @@
 """The coordinator: takes closures, sends them, settles them, and knows who is there.
 
-Layer: L3. Imports: errors, closure_messages, closure_service, closure_timeout, closures, cluster,
-cluster_links, creation, cuts, declarations, dispatching, events, failures, flapping, functions,
-gang_runner, joins, payloads, platform, ps_link, ps_recovery, reattachment, remote_value,
-replica_context, replica_recovery, rpc, runtime, schedule_report, schedule_reporter, watchdog, wire.
+Layer: L3. Imports: errors, closure_messages, closure_service, closure_states, closure_timeout,
+closures, cluster, cluster_links, cluster_recovery, creation, cuts, declarations, dispatching,
+events, failures, flapping, functions, gang_runner, joins, open_closures, payloads, platform,
+reattachment, remote_value, replica_context, rpc, runtime, schedule_report, schedule_reporter,
+watchdog, wire.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
-``joins`` knows who waits for what.
+``joins`` knows who waits for what, ``cluster_recovery`` what becomes of ps tasks that are lost.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from typing import Any
 from psync import closure_timeout, watchdog
 from psync.closure_messages import ScheduledCall, run_closures, run_replica
 from psync.closure_service import ClosureService
-from psync.closures import MAX_LOSSES, Cancel, Closure, ClosureQueue, GiveBack, Settle
+from psync.closure_states import Closure
+from psync.closures import MAX_LOSSES, ClosureQueue
 from psync.closures import Action as QueueAction
 from psync.cluster import ClusterSpec, parse_task_name, task_name
 from psync.cluster_links import ClusterLinks
+from psync.cluster_recovery import ClusterRecovery
 from psync.creation import Creation
 from psync.cuts import Cuts
 from psync.declarations import Declaration
-from psync.dispatching import Dispatch
+from psync.dispatching import Dispatch, GiveBack
 from psync.errors import (
     ClosedError,
-    ConnectFailed,
-    ConnectionLost,
     DeadlineExceeded,
     FencedError,
     ParameterServerLost,
@@ -47,14 +48,12 @@ from psync.flapping import LIMIT
 from psync.functions import FunctionTable
 from psync.gang_runner import GangRunner
 from psync.joins import Joins, describe_waiting
+from psync.open_closures import Cancel, Settle
 from psync.payloads import EMPTY, check_size, pack_arguments
 from psync.platform import Platform
-from psync.ps_link import PsLink
-from psync.ps_recovery import PsRecovery, Source
 from psync.reattachment import OwnOptimizers, reattach
 from psync.remote_value import RemoteValue
 from psync.replica_context import forbid_in_merge
-from psync.replica_recovery import ReplicaRecovery
 from psync.rpc import Handler, Peer, Reply
 from psync.runtime import Runtime
 from psync.schedule_report import ScheduleReports
@@ -67,9 +66,6 @@ from psync.wire.sync_messages import FinishSteps
 from psync.wire.worker_messages import CancelClosures, ReachCollective
 
 logger = logging.getLogger(__name__)
-
-RESTART_S = 60.0
-"""A ps that was lost has at least this many seconds to be there again, if it can be recovered."""
 
 FINAL_EVERY = 1024
 """ps tasks are told that closures are final whenever this many more are."""
@@ -149,12 +145,10 @@ class Coordinator:
         self._creation = Creation(declared, self.links.ps)
         self.events = Events()
         self.cuts = Cuts(self.links.ps, functools.partial(self._creation.ensure, last=True))
-        self.recovery = PsRecovery(self.links.ps, self, self.events, max(ps_timeout_s, RESTART_S))
-        self.replicas = (
-            ReplicaRecovery(self.links.ps, self.links.endpoint, self, self.events, self.recovery)
-            if replicate
-            else None
-        )
+        self.recovery = ClusterRecovery(
+            self.links, self._queue, self.gangs, self._reports, self._creation, self.events, self,
+            ps_timeout_s=ps_timeout_s, replicate=replicate,
+        )  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._told_final = 0
@@ -167,25 +161,20 @@ class Coordinator:
         self._watchdog_timeout_s = watchdog_timeout_s
         self._on_stall = on_stall
         self._watchdog: asyncio.Task[None] | None = None
-        # Why nothing can be done any more: a newer coordinator has taken over, or a ps is lost.
-        self._gone: FencedError | ParameterServerLost | None = None
-        self._recovering = False  # the queue stands still until a ps is recovered
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to the cluster; see ``ClusterLinks.start``."""
         await self.links.start(min_workers, timeout_s)
-        if self.replicas is not None:
-            self.replicas.served_in(self.links.homes)
+        self.recovery.links_started()
         if self._attach is not None:
             self._creation.reattachment = await reattach(
                 self.links.ps, self.links.incarnation, self._attach
             )
             self.attached = self._creation.reattachment is not None
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
-        if self.replicas is not None:
-            await self._first_backups(self.replicas, timeout_s)
+        await self.recovery.first_backups(timeout_s, attached=self.attached)
         self._reporting = self._reporter.start()
         if self._closure_timeout_s is not None:
             self._watch = self._loop.create_task(
@@ -196,34 +185,13 @@ class Coordinator:
                 watchdog.watch(self._watchdog_timeout_s, self._progress, self._stalled)
             )
 
-    async def _first_backups(self, replicas: ReplicaRecovery, timeout_s: float) -> None:
-        """Make backups; where something goes on, once all of it is adopted, in the background."""
-        if self.attached:
-            self._creation.on_adopted = replicas.resume
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await replicas.start()
-        except TimeoutError as exc:
-            where = "; ".join(replicas.describe())
-            raise ConnectFailed(
-                f"no backups of all ps tasks within {timeout_s:g} s: {where}"
-            ) from exc
-
-    async def backed_up(self) -> None:
-        """Wait until every ps has a backup; see ``ClusterCoordinator.backed_up``."""
-        if self.replicas is not None:
-            if self._creation.reattachment is not None:
-                await self._creation.ensure(last=True)
-            while not self.replicas.complete:
-                await self.replicas.changed()
-
     async def close(self) -> None:
         """Cancel what is not final and close all connections.
 
         Cancellation: Connections may still be closing.
         """
         self._closed = True
+        self.recovery.stop()
         error = ClosedError("the coordinator was closed")
         self._joins.fail(error)
         actions = self._queue.stop()
@@ -237,8 +205,6 @@ class Coordinator:
             if helpers:
                 await asyncio.wait(helpers)
             await self.gangs.close()
-            if self.replicas is not None:
-                await self.replicas.close()
             await self.recovery.close()
             await self.cuts.close()
             self.events.close()
@@ -312,10 +278,9 @@ class Coordinator:
         forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
-        self._fail_if_gone()
+        self.recovery.fail_if_gone()
         self.prepare()
-        if self.replicas is None:
-            self.recovery.say_once()
+        self.recovery.say_once()
         if self._creating is not None:
             await self._joins.wait(self._creating, deadline, timeout_s)
         future = self._joins.add(cutoff)
@@ -356,7 +321,7 @@ class Coordinator:
             f"coordinator, incarnation {self.links.incarnation}",
             *watchdog.describe_closures(self._queue, self._closures.values(), self._loop.time()),
             *watchdog.describe_missing(missing),
-            *([] if self.replicas is None else self.replicas.describe()),
+            *self.recovery.describe(),
             f"everybody waits for: {self.waits_for()}",
         ]
 
@@ -424,7 +389,7 @@ class Coordinator:
         try:
             await self._creation.ensure(last=True)
         except Exception as exc:
-            self._fail(exc)
+            self.fail(exc)
         finally:
             self._creating = None
             self.perform(self._queue.resume())
@@ -444,6 +409,14 @@ class Coordinator:
         self._reports.worker_lost(worker)
         self.perform(self._queue.worker_lost(worker, blame=blame))
 
+    def ps_lost(self, error: ParameterServerLost) -> None:
+        """Recover it, or end everything."""
+        self.recovery.ps_lost(error)
+
+    def replaced(self, error: FencedError) -> None:
+        """End everything, now and at every join."""
+        self.recovery.replaced(error)
+
     def _give_up(self, worker: str, closure: Closure) -> None:
         error = DeadlineExceeded(f"{closure} took longer than {self._closure_timeout_s:g} s")
         self.links.workers.end_session(worker, error, blame=True)
@@ -460,103 +433,18 @@ class Coordinator:
         self.links.workers.session_ends(peer, message)
         return Reply(Done())
 
-    def ps_lost(self, error: ParameterServerLost) -> None:
-        """Go back to a checkpoint; or, if that cannot be, end everything: variables are gone."""
-        if self._closed:
-            logger.error("%s", error)
-        elif not (self.replicas or self.recovery).takes_over(error):
-            self.recovery_failed(error)
+    # cluster_recovery.ClusterRecoveryOwner, besides ``perform``.
 
-    def ps_moved(self, link: PsLink) -> None:
-        """A ps has another address now."""
-        self.links.ps_moved(link)
-
-    @property
-    def recovery_source(self) -> Source | None:
-        """Where a ps that was lost is brought back from; set by who keeps checkpoints."""
-        return self.recovery.source
-
-    @recovery_source.setter
-    def recovery_source(self, source: Source | None) -> None:
-        self.recovery.source = source
-
-    # ps_recovery.RecoveryOwner.
-
-    def recovery_began(self) -> None:
-        """Send nothing to workers, and give up all that are there: each gets a new incarnation."""
-        self.failover_began()
-        self.end_sessions()
-
-    def failover_began(self) -> None:
-        """Send nothing to workers."""
-        if not self._recovering:
-            self._recovering = True
-            self._queue.pause()
-        self.gangs.fail(ParameterServerLost("/job:ps", "was lost while replicas ran"))
-
-    def end_sessions(self) -> None:
-        """Give up all workers that are there: each gets a new incarnation."""
-        self._reports.sessions_end()
-        self.links.workers.end_sessions(ConnectionLost("a ps was lost"))
-
-    def fences(self) -> list[tuple[str, int]]:
-        """Return (task, lowest incarnation that may still be served) of each worker."""
-        return self.links.membership.fences()
-
-    async def attach_ps(self, link: PsLink) -> None:
-        """Attach a ps that may have been started again."""
-        await self.links.attach_ps(link)
-
-    @property
-    def incarnation(self) -> int:
-        """What ps 0 has granted."""
-        return self.links.incarnation
-
-    def created(self) -> set[tuple[tuple[int, int], str]]:
-        """Return (key, name of the variable) of all shards that were created."""
-        return self._creation.created
-
-    def recovery_ended(self) -> None:
-        """Go on: ps tasks know nothing of what they were told since the checkpoint."""
-        self._reports.tell_all()
-        self._reporter.look()
-        self.links.final_below(self._told_final)
-        if self.replicas is not None:
-            self.replicas.resume()
-        self._resume_after_recovery()
-
-    def recovery_failed(self, error: ParameterServerLost) -> None:
-        """End everything that is scheduled: variables are gone."""
-        logger.error("%s", error)
-        self._gone = self._gone or error
-        self._resume_after_recovery()
-        if not self._closed:
-            self._fail(error)
-            # Pushes that were begun wait for an answer that cannot come.
-            self.links.workers.end_sessions(error)
-
-    def replaced(self, error: FencedError) -> None:
-        """End everything, now and at every join: workers and ps tasks serve another one."""
-        if not isinstance(self._gone, FencedError) and not self._closed:
-            logger.error("a newer coordinator has taken over: %s", error)
-            self._gone = error
-            self._fail(error)
-
-    def _fail_if_gone(self) -> None:
-        """What is scheduled after the end has the same end."""
-        if self._gone is not None and not self._queue.has_failed:
-            self.perform(self._queue.fail(self._gone))
-
-    def _resume_after_recovery(self) -> None:
-        recovering, self._recovering = self._recovering, False
-        if recovering:
-            self.perform(self._queue.resume())
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
         actions = self._queue.fail(error)
         self.gangs.fail(error)
         self.perform(actions)
+
+    def tell_again(self) -> None:
+        """ps tasks know nothing of what they were told: tell them how far closures are."""
+        self._reporter.look()
+        self.links.final_below(self._told_final)
 
     # gang_runner.GangOwner.
 
@@ -613,18 +501,16 @@ class Coordinator:
 
     def will_recover(self, error: ParameterServerLost) -> bool:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
-        if self.recovery.source is None or self._closed:
-            return False
-        self._loop.call_soon(self.ps_lost, error)  # once the worker's other results are noted
-        return True
+        return self.recovery.will_recover(error)
 
     def has_updated(self, closure_id: int, calls: int) -> None:
         """A closure that has ended has made so many calls that update something.
 
         What ends after a cut was begun may have to be named, though nobody keeps that cut yet.
         """
-        if self.cuts.taken or self.recovery.source is not None:
-            self.recovery.ended.ended(closure_id, calls)
+        recovery = self.recovery.from_checkpoint
+        if self.cuts.taken or recovery.source is not None:
+            recovery.ended.ended(closure_id, calls)
 
     def results_came(self) -> None:
         """A worker is alive; and where many closures have become final, ps tasks hear of it."""
@@ -634,7 +520,7 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
-        self._fail_if_gone()
+        self.recovery.fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:

@@ -35,8 +35,8 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
         The same nesting with a numpy array for each variable, the same one wherever a variable
         stands. Each shard is one version of itself, never a torn one; different shards may be
         of different versions. A variable that is synchronized on read is read by itself, as its
-        ``read`` does. With ``SyncReplicasOptimizer(…, pull_ahead=True)`` they may have come with
-        the token: see there.
+        ``read`` does. Where a ``SyncReplicasOptimizer`` trains they may have come with the token:
+        see its ``pull_ahead``.
 
     Raises:
         UsageError: Neither in a step nor within a running coordinator, or variables of two

@@ -87,9 +87,10 @@ class SyncReplicasOptimizer(Optimizer):
             are of the token's step or later, and as new as what this worker has pushed or assigned
             before, and as what the program did before it scheduled the closure that pulls. What
             others change besides, in the moment between the step's end and the pull, is seen by
-            later pulls only. Without effect where the values are more than 64 KiB, where there are
-            several synchronous optimizers, and where a step awaits anything between its push and
-            its pull.
+            later pulls only: False, if a step looks outside of psync (a file, a clock) for what
+            others have just done, without awaiting anything. Without effect where the values are
+            more than 64 KiB, where there are several synchronous optimizers, and where a step
+            awaits anything between its push and its pull.
 
     Raises:
         ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
@@ -134,7 +135,7 @@ class SyncReplicasOptimizer(Optimizer):
         patience_s: float = 30.0,
         reduction: str = "mean",
         sparse_divisor: str = "per_index",
-        pull_ahead: bool = False,
+        pull_ahead: bool = True,
     ) -> None:
         check_wrapped(name, opt)
         config = checked_config(

@@ -16,7 +16,7 @@ from psync.errors import ConfigurationError
 from psync.local import LocalCluster
 
 SMALL = [
-    Case(True, "small", 0.001, 3), Case(True, "small", 0.001, 3, pull_ahead=True),
+    Case(True, "small", 0.001, 3), Case(True, "small", 0.001, 3, pull_ahead=False),
     Case(False, "small", 0.001, 3),
 ]  # fmt: skip
 

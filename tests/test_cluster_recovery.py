@@ -1,0 +1,202 @@
+"""What a coordinator does about a ps that is lost, and about another coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_store import keep_images
+from memory_cluster import cluster_of, coordinating, event_of, shared
+from replica_cluster import ReplicaCluster, declared, replicated, run
+
+import psync
+from psync.errors import ConnectFailed, FencedError, ParameterServerLost
+from psync.events import RollbackEvent
+from psync.lost_messages import MessageLosses
+
+# --- everything ends -------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() -> None:
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step() -> None:
+                await w.read()
+                event_of("read").set()
+                await asyncio.sleep(3600)
+
+            coordinator.schedule(step)
+            await event_of("read").wait()
+            await cluster.stop("ps-0")
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join()
+            value = coordinator.schedule(step)
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join()
+            assert value.status is psync.RemoteValueStatus.ABORTED
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join()  # nothing was scheduled, and nothing ever can be
+
+
+async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_not_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with coordinating(num_ps=2, num_workers=1) as (cluster, old):
+
+        async def never() -> None:
+            event_of("started").set()
+            await asyncio.Event().wait()
+
+        old.schedule(never)
+        await event_of("started").wait()
+        async with psync.ClusterCoordinator(cluster.strategy()) as newer:
+            with pytest.raises(FencedError, match="works for a newer coordinator than"):
+                await old.join()
+            value = old.schedule(never)
+            with pytest.raises(FencedError, match="works for a newer coordinator than"):
+                await old.join()
+            assert value.status is psync.RemoteValueStatus.ABORTED
+
+            async def one() -> int:
+                return 1
+
+            assert await newer.schedule(one) == 1
+    assert caplog.text.count("a newer coordinator has taken over") == 1, "whoever else says it"
+
+
+async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> None:
+    async with coordinating(num_workers=1) as (_, coordinator):
+        recovery = coordinator._running("test").recovery
+        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
+        recovery.replaced(FencedError("it works for a newer coordinator"))
+        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away again"))
+        with pytest.raises(ParameterServerLost, match="is away"):
+            await coordinator.join()  # what had ended already
+        with pytest.raises(FencedError, match="it works for a newer coordinator"):
+            await coordinator.join()
+
+
+async def test_a_gang_ends_with_a_ps_though_it_is_recovered(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_images(coordinator, tmp_path)
+
+        async def replica() -> None:
+            event_of("started").set()
+            await asyncio.Event().wait()
+
+        gang = asyncio.ensure_future(coordinator.strategy.run(replica))
+        await event_of("started").wait()
+        await cluster.stop("ps-1")
+        await cluster.start("ps-1")
+        with pytest.raises(ParameterServerLost, match="was lost while replicas ran"):
+            await gang
+        await run(coordinator, 1, *variables)
+        assert int((await variables[1].read())[0]) == 2
+
+
+# --- ps 0 says that another one is lost ------------------------------------------------------
+
+
+async def told_by_ps_0() -> str:
+    """A step that fails as one does whose push needs a ps that is lost, when it runs first."""
+    import memory_cluster
+
+    import psync.errors
+
+    runs = memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
+    if runs == 1:
+        raise psync.errors.ParameterServerLost("/job:ps/task:1", "is lost, says ps 0")
+    return "done"
+
+
+async def test_a_step_that_hears_first_of_a_lost_ps_runs_again_once_it_is_recovered(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_images(coordinator, tmp_path)
+        value = coordinator.schedule(told_by_ps_0)
+        event = await anext(coordinator.events())
+        assert isinstance(event, RollbackEvent)
+        assert event.lost == ("/job:ps/task:1",)
+        await coordinator.join()
+        assert await value == "done"
+        assert shared["runs"] == 2
+
+
+async def test_where_nothing_can_be_recovered_it_is_the_error_of_that_step() -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        coordinator.schedule(told_by_ps_0)
+        with pytest.raises(ParameterServerLost, match="is lost, says ps 0"):
+            await coordinator.join()
+        assert await coordinator.schedule(told_by_ps_0) == "done"
+
+
+# --- closing ---------------------------------------------------------------------------------
+
+
+async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        await run(coordinator, 1, *declared(coordinator))
+        await keep_images(coordinator, tmp_path)
+        recovery = coordinator._running("test").recovery
+    error = ParameterServerLost("/job:ps/task:1", "went as well")
+    assert not recovery.will_recover(error)
+    with caplog.at_level(logging.ERROR):
+        recovery.ps_lost(error)
+        recovery.replaced(FencedError("another one came"))
+    assert "went as well" in caplog.text
+    assert "another one came" not in caplog.text
+    assert not recovery.from_checkpoint.is_on
+
+
+# --- backups ---------------------------------------------------------------------------------
+
+
+async def test_without_backups_nobody_waits_for_them_or_tells_of_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with coordinating(2, 1) as (_, coordinator):
+        await asyncio.wait_for(coordinator.backed_up(), 5)
+        await coordinator.join()
+        assert coordinator._running("test").recovery.describe() == []
+        assert "no CheckpointManager has saved anything yet" in caplog.text
+
+
+async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpoints(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with replicated() as (_, coordinator):
+        await coordinator.join()
+        where = "/job:ps/task:0 is served in the process of /job:ps/task:0, its backup in that of"
+        assert f"{where} /job:ps/task:1" in coordinator._running("test").describe()
+        assert "no CheckpointManager has saved anything yet" not in caplog.text
+
+
+@pytest.mark.virtual_time
+async def test_first_backups_that_are_not_made_in_time_are_named() -> None:
+    cluster = ReplicaCluster(2, 1)
+    cluster.losses = MessageLosses({"BackUp": {"request": 1}})
+    await cluster.start_all()
+    try:
+        coordinator = psync.ClusterCoordinator(cluster.replica_strategy(), connect_timeout=3)
+        with pytest.raises(ConnectFailed, match=r"within 3 s: /job:ps/task:0 .* is not complete"):
+            async with coordinator:
+                pass
+    finally:
+        await cluster.stop_all()
