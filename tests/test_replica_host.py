@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from backups import W, alone, back_up, create, promote, say, take_over
-from ps_cluster import CHIEF, PsCluster, assign, pull, push
+from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
 
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.ps_task import PsTask
@@ -139,3 +139,18 @@ async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() 
         await pushing
         with pytest.raises(PsyncError, match="is damaged"):
             await promote(cluster)
+
+
+async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        begun = heard(cluster.ps[1], BeginBackup)
+        await back_up(cluster)
+        await push(cluster.client(), (w,), (1.0,))
+        sender = AsIfFrom("/job:ps/task:0", 101, {})
+        host = cluster.ps[1]._host
+        handler = host.handlers()[BeginBackup]
+        assert handler.run(sender, begun[0], [memoryview(b"?")]) == Reply(Done())  # type: ignore[arg-type]
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W - np.float32(0.5))

@@ -301,6 +301,8 @@ class ReplicaHost:
             oldest = known.epoch + (known.address is not None)
             if not newer and message.epoch < oldest:
                 raise FencedError(f"{sender} has been replaced by its backup")
+            if message == known.order:  # a repetition: it may have all of the image, and more
+                return Reply(Done())
         where = f"image of {sender}"
         state = ImageState.from_bytes(bytes(body[0]), where)
         thawed = thaw(state, sender, self._pool, message.coordinator, unpack_answer)

@@ -61,7 +61,7 @@ class Plan:
     @classmethod
     def drawn(cls, rng: random.Random) -> Plan:
         num_workers = rng.choice((2, 3, 4))
-        total = num_workers
+        total = rng.choice((num_workers, num_workers, num_workers, 1))
         needed = max(1, total + rng.choice((-2, -1, 0, 0, 1)))
         options: dict[str, Any] = {}
         match rng.choice(("free", "free", "strict", "deterministic")):
