@@ -62,7 +62,7 @@ class Scene:
         return self.hosted(definition)
 
     def hosted(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
-        return self.service._hosted[definition.name]
+        return self.service.hosted[definition.name]
 
     async def call(
         self, client: PsClient, message: Message, segments: Sequence[memoryview] = ()
@@ -469,7 +469,7 @@ async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
 
 async def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait(scene):
     taking = await scene.waiting(scene.a)
-    (peer,) = next(iter(scene.hosted().waiting.values())).waiters.values()
+    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
     scene.cluster.network.cut("a")
     await until(lambda: peer.is_closed)
     with pytest.raises(ConnectionLost, match="has gone"):
@@ -497,7 +497,7 @@ async def test_a_connection_does_not_remember_takes_that_have_ended(scene):
     await scene.apply(scene.a, [1, 3])
     await scene.value(scene.a)
     taking = await scene.waiting(scene.a, number=2)
-    (peer,) = next(iter(scene.hosted().waiting.values())).waiters.values()
+    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
     assert len(peer.state["takes"]) == 1
     await scene.apply(scene.b, [1, 3], local_step=1)
     await taking

@@ -9,9 +9,8 @@ import pytest
 from backups import W, alone, back_up, create, promote, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
-from psync.errors import ConfigurationError, FencedError, ParameterServerLost, UsageError
+from psync.errors import FencedError, ParameterServerLost, UsageError
 from psync.shard_locks import assign_at_once
-from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.recovery_messages import BackUp
 
 
@@ -90,15 +89,6 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
         await asyncio.gather(pushing, return_exceptions=True)
         with pytest.raises(ParameterServerLost, match="has been replaced by its backup"):
             await back_up(cluster, 10)  # of nothing
-
-
-async def test_what_a_backup_does_not_follow_is_refused() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        message = DefineAccumulator("a", "dense", "float32", [2], "MEAN", "total", False, 0)
-        with pytest.raises(ConfigurationError, match="conditional accumulators do not go with"):
-            await cluster.chief.links[0].call(lambda _: message)
 
 
 async def test_only_the_coordinator_may_order_it() -> None:

@@ -163,3 +163,21 @@ def test_a_gradient_is_checked_ahead_of_those_that_are_held() -> None:
     assert accumulator.as_gradient([[1, 2, 3], [4, 5, 6]]).shape == (2, 3)
     with pytest.raises(GradientError, match="shape mismatch"):
         accumulator.as_gradient(np.zeros((3, 2), np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_an_accumulator_goes_on_from_what_another_one_holds(dtype: str) -> None:
+    first, second = accumulator(None, dtype), accumulator(None, dtype)
+    assert first.held() is None
+    first.apply_grad([1.1, 2.3], weight=0.3)
+    held = first.held()
+    assert held is not None
+    arrays = second.hold(held.count, held.weight, held.shape, held.rows)
+    for mine, its in zip(arrays, held.arrays, strict=True):
+        mine[...] = its
+    assert second.num_accumulated() == 1
+    for each in (first, second):
+        each.apply_grad([0.7, 1e-3], weight=2.0)
+    results = [each.take_grad(2).result() for each in (first, second)]
+    assert results[0].tobytes() == results[1].tobytes()
+    assert second.held() is None

@@ -315,7 +315,7 @@ class TestGoingBack:
             v = await cluster.create("v", np.zeros(3, np.float32))
             accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
             await call(cluster.chief, accumulator)
-            cluster.ps[0]._accumulators._hosted["g"].rule.set_global_step(3)
+            cluster.ps[0]._accumulators.hosted["g"].rule.set_global_step(3)
             state, _ = await freeze(cluster)
             late = dataclasses.replace(accumulator, name="late")
             await call(cluster.chief, late)

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from psync.errors import BusyError, FencedError, UsageError
 from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
-from psync.ledger_image import LedgerState, SenderState, ledger_of, state_of
+from psync.ledger_image import (
+    GradientStates,
+    LedgerState,
+    SenderState,
+    gradients_of,
+    ledger_of,
+    note_gradients,
+    state_of,
+)
 
 W0, W1 = ("/job:worker/task:0", 21), ("/job:worker/task:1", 21)
 FLOOR = 20
@@ -104,6 +112,28 @@ def test_updates_of_accumulators_are_left_out(ledger: Ledger) -> None:
     copy = again(ledger)
     assert isinstance(push(copy, variable_set=b"ApplyGradient a"), Fresh)
     assert isinstance(push(copy, sequence=1, closure=None), Fresh)
+
+
+def test_updates_of_accumulators_are_had_apart_from_the_others(ledger: Ledger) -> None:
+    what = b"ApplyGradient a"
+    apply(ledger, answer="a push")
+    apply(ledger, sequence=1, closure=6, variable_set=what, answer=7)
+    apply(ledger, sequence=2, closure=None, variable_set=what, answer=8)
+    states = gradients_of(ledger, lambda a: b"%d" % a if isinstance(a, int) else None)
+    assert states == GradientStates(
+        [(*W0, 1, 6, 0, b"7"), (*W0, 2, -1, 0, b"8")], [(6, 0, what, "w")]
+    )
+    copy = again(ledger)
+    note_gradients(copy, states, int)
+    assert push(copy) == Duplicate("a push")
+    assert push(copy, sequence=1, closure=6, variable_set=what) == Duplicate(7)
+    assert push(copy, sequence=2, closure=None, variable_set=what) == Duplicate(8)
+    assert isinstance(push(copy, W1, closure=6, variable_set=what), AlreadyApplied)
+    with pytest.raises(UsageError, match="updates other variables"):
+        push(copy, W1, 1, closure=6)
+    copy.acknowledge(W0, 3)
+    copy.final_below(7)
+    assert copy.statistics().calls == 0
 
 
 @pytest.mark.parametrize("closure", [5, None])

@@ -391,3 +391,22 @@ def test_its_size_is_that_of_the_rows_it_holds() -> None:
     assert accumulator.nbytes == 0
     accumulator.apply_grad([3, 0], np.ones((2, 2), np.float32))
     assert accumulator.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
+
+
+@pytest.mark.parametrize("divisor", ["per_index", "total"])
+def test_an_accumulator_goes_on_from_what_another_one_holds(divisor: str) -> None:
+    first, second = accumulator(divisor=divisor), accumulator(divisor=divisor)
+    assert first.held() is None
+    first.apply_grad([4, 1], [[1.1], [2.3]], weight=0.3)
+    first.apply_grad([], zeros(0, 1))
+    held = first.held()
+    assert held is not None
+    arrays = second.hold(held.count, held.weight, held.shape, held.rows)
+    for mine, its in zip(arrays, held.arrays, strict=True):
+        mine[...] = its
+    assert second.num_accumulated() == 2
+    for each in (first, second):
+        each.apply_grad([7, 4], [[0.7], [1e-3]], weight=2.0)
+    one, other = (each.take_grad(3).result() for each in (first, second))
+    assert one.indices.tolist() == other.indices.tolist() == [1, 4, 7]
+    assert one.values.tobytes() == other.values.tobytes()

@@ -434,3 +434,32 @@ def test_the_size_of_a_sparse_sum_is_that_of_its_rows() -> None:
     assert total.nbytes == 0
     total.add(np.array([3, 1]), np.ones((2, 2), np.float32))
     assert total.nbytes == 2 * 2 * 4 + 2 * 8 + 2 * 8  # rows, weights, indices
+
+
+@each_dtype
+def test_a_sum_goes_on_from_what_another_one_holds(dtype: np.dtype) -> None:
+    first, second = DenseSum((2, 3), dtype), DenseSum((2, 3), dtype)
+    first.add(random((2, 3), dtype), 0.3)
+    second.restore(first.count, first.weight)
+    for mine, its in zip(second.arrays(), first.arrays(), strict=True):
+        mine[...] = its
+    for total in (first, second):
+        total.add(random((2, 3), dtype, 1), 3.0)
+    assert (first.count, bits(first.mean())) == (second.count, bits(second.mean()))
+
+
+@each_dtype
+@pytest.mark.parametrize("per_index", [True, False])
+def test_a_sum_of_rows_goes_on_from_what_another_one_holds(
+    dtype: np.dtype, per_index: bool
+) -> None:
+    first, second = SparseSum((3,), dtype), SparseSum((3,), dtype)
+    first.add(np.array([4, 1, 4]), random((3, 3), dtype), 0.3)
+    second.restore(first.indices.size, first.weight)
+    for mine, its in zip(second.arrays(), first.arrays(), strict=True):
+        mine[...] = its
+    for total in (first, second):
+        total.add(np.array([1, 7]), random((2, 3), dtype, 1), 3.0)
+    assert first.indices.tolist() == second.indices.tolist() == [1, 4, 7]
+    assert bits(first.mean(per_index=per_index)) == bits(second.mean(per_index=per_index))
+    assert first.nbytes == second.nbytes

@@ -1,6 +1,7 @@
 """Accumulators on a ps: gradients come in by themselves, and whoever wants their mean waits for it.
 
-Layer: L3. Imports: errors, sums, accumulators, ledger, rpc, long_work, hosted_accumulators, wire.
+Layer: L3. Imports: errors, sums, ledger, rpc, long_work, committer, hosted_accumulators,
+take_waits, gradient_takes, wire.
 
 The rules (``accumulators``) decide; this gives them what comes in, and holds answers back.
 
@@ -10,6 +11,7 @@ The rules (``accumulators``) decide; this gives them what comes in, and holds an
     SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged anew
     TakeGradient          waits in the rule; its value is kept until the client says it is there
     ForgetTakes           drop such values, and takes that nobody wants any more
+    EndTakes              (from here) takes that nobody waits for any more leave the rule
 
 A take waits as long as a connection does on which it was asked for. One whose connection ends, or
 whose client is fenced or does not want it any more, leaves the rule at once and consumes nothing;
@@ -17,17 +19,22 @@ asked for again on another connection, it waits at the end of the queue.
 
 Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator
 is locked, and what else is to be done to it waits its turn.
+
+With a backup each of these messages is an entry of the log, done in its turn to the end. A take's
+turn is over when it waits in the rule: who waits for its value is no matter of the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from psync.accumulators import Take, TakeState
+from psync.committer import Committer
 from psync.errors import (
     ConnectionLost,
     FencedError,
@@ -35,18 +42,18 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
+from psync.gradient_takes import GradientTakes
 from psync.hosted_accumulators import (
     HostedAccumulator,
-    Taker,
-    Wanted,
+    TakeName,
     gradient_of,
     other_parameters,
-    reply_of,
 )
 from psync.ledger import AlreadyApplied, Client, Fresh, InProgress, Ledger, Ticket, Verdict
 from psync.long_work import LongWork
 from psync.rpc import Handler, Peer, Reply
 from psync.sums import Pieces, at_once
+from psync.take_waits import TakeWaits, settle
 from psync.wire.accumulator_messages import (
     AccumulatorState,
     ApplyGradient,
@@ -59,13 +66,15 @@ from psync.wire.accumulator_messages import (
 )
 from psync.wire.codec import Message
 from psync.wire.messages import Done
+from psync.wire.recovery_messages import EndTakes
 
 logger = logging.getLogger(__name__)
 
 MAX_ACCUMULATORS = 65_536
 """Of one ps. Their names come from peers."""
 
-_TAKES = "takes"  # in a peer's state: the takes that wait on its connection
+Turn = Callable[[Client, Any, Sequence[memoryview]], Reply | Awaitable[Reply | None] | None]
+"""Does what a message says: at once, or to its end when it is waited for."""
 
 
 @dataclass(slots=True)
@@ -74,10 +83,11 @@ class _Update:
 
     client: Client
     message: ApplyGradient | SetAccumulatorStep
+    body: Sequence[memoryview]
     hosted: HostedAccumulator
     ledger: Ledger  # stays the same, even if a new coordinator comes meanwhile
-    nbytes: int
     begin: Callable[[], Pieces[GradientApplied]]
+    in_log: bool  # this is its turn in the log
 
     def judge(self) -> Verdict:
         """Ask the ledger."""
@@ -97,28 +107,56 @@ class AccumulatorService:
         task: Name of the ps, for messages.
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
+
+    Attributes:
+        committer: Of the log in whose order all is done. None: there was never a backup.
+        hosted: The accumulators, by their names.
+        ledger: As given.
     """
 
     def __init__(self, task: str, work: LongWork, ledger: Ledger) -> None:
+        self.committer: Committer | None = None
+        self.hosted: dict[str, HostedAccumulator] = {}
+        self.ledger = ledger
         self._task = task
         self._work = work
-        self._ledger = ledger
-        self._hosted: dict[str, HostedAccumulator] = {}
+        self._waits = TakeWaits(task, self._left)
+        self._takes = GradientTakes(task, work, self._waits, self._parts_ways)
+        self._follows = False  # it does what a log says, or has done it
+        self._turns: dict[type[Message], Turn] = {
+            DefineAccumulator: self._define,
+            ApplyGradient: self._apply,
+            SetAccumulatorStep: self._set_step,
+            TakeGradient: self._enter,
+            ForgetTakes: self._forget,
+            EndTakes: self._end,
+        }
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {
-            DefineAccumulator: Handler(self._define),
-            ApplyGradient: Handler(self._apply),
-            SetAccumulatorStep: Handler(self._set_step),
+            DefineAccumulator: Handler(self._do),
+            ApplyGradient: Handler(self._do),
+            SetAccumulatorStep: Handler(self._do),
             TakeGradient: Handler(self._take),
-            ForgetTakes: Handler(self._forget),
+            ForgetTakes: Handler(self._notified),
             AskAccumulator: Handler(self._ask),
         }
 
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who does which entry of the log of the one that is backed up."""
+        self._follows = True
+
+        def handler(turn: Turn) -> Handler:
+            return Handler(
+                lambda peer, message, body: turn((peer.task, peer.incarnation), message, body)
+            )
+
+        return {kind: handler(turn) for kind, turn in self._turns.items()}
+
     def definitions(self) -> list[tuple[DefineAccumulator, int]]:
         """Return what each accumulator was defined as, and its global step."""
-        return [(each.definition, each.rule.step) for each in self._hosted.values()]
+        return [(each.definition, each.rule.step) for each in self.hosted.values()]
 
     def restart(
         self, ledger: Ledger, definitions: Iterable[tuple[DefineAccumulator, int]] = ()
@@ -129,74 +167,102 @@ class AccumulatorService:
             ledger: Of what is served from now on.
             definitions: Those that there are, with their global steps.
         """
-        old, self._hosted, self._ledger = self._hosted.values(), {}, ledger
+        self.hosted, self.ledger, self.committer = {}, ledger, None
         for definition, step in definitions:
-            hosted = self._hosted[definition.name] = HostedAccumulator(definition)
+            hosted = self.hosted[definition.name] = HostedAccumulator(definition)
             hosted.rule.set_global_step(step)
-        waiting = [wanted for hosted in old for wanted in hosted.waiting.values()]
-        self._give_up(waiting, FencedError(f"{self._task} serves a new coordinator"))
+        self._waits.settle_all(FencedError(f"{self._task} serves a new coordinator"))
 
-    def fence(self, task: str, below: int) -> None:
-        """Let incarnations of ``task`` below ``below`` wait no more, and forget their values."""
-        error = FencedError(f"{self._task}: {task} has been replaced by incarnation {below}")
-        for hosted in self._hosted.values():
-            for client in [c for c in hosted.takers if c[0] == task and c[1] < below]:
-                self._give_up(hosted.takers.pop(client).takes.values(), error)
+    def promoted(self) -> None:
+        """The log that it has followed has ended: takes wait no longer, nobody waits for them.
+
+        The connections are gone on which they were asked for. Who wants one asks again.
+        """
+        for hosted in self.hosted.values():
+            for wanted in list(hosted.waiting.values()):
+                hosted.withdraw(wanted)
+
+    def fence(self, task: str, below: int) -> Awaitable[None] | None:
+        """Let incarnations of ``task`` below ``below`` wait no more, and forget their values.
+
+        Returns:
+            What is to be waited for until all is done that follows from it.
+        """
+        return self._takes.fence(self.hosted.values(), task, below)
 
     def statistics(self) -> dict[str, int]:
         """Return sizes, and how many takes wait or have answers that are kept."""
-        hosted = self._hosted.values()
+        hosted = self.hosted.values()
         takes = sum(len(taker.takes) for each in hosted for taker in each.takers.values())
         waiting = sum(len(each.waiting) for each in hosted)
         return {
-            "accumulators": len(self._hosted),
+            "accumulators": len(self.hosted),
             "gradients": sum(each.rule.num_accumulated() for each in hosted),
             "bytes": sum(each.rule.nbytes for each in hosted),
             "waiting": waiting,
             "kept": takes - waiting,
         }
 
-    def _known(self, peer: Peer, name: str) -> HostedAccumulator:
-        self._ledger.check_incarnation(peer.task, peer.incarnation)
-        hosted = self._hosted.get(name)
+    def _known(self, client: Client, name: str) -> HostedAccumulator:
+        self.ledger.check_incarnation(*client)
+        hosted = self.hosted.get(name)
         if hosted is None:
             raise UnknownVariableError(f'{self._task}: accumulator "{name}" is not defined')
         return hosted
 
-    def _define(self, peer: Peer, message: DefineAccumulator, _: list[memoryview]) -> Reply:
-        self._ledger.check_incarnation(peer.task, peer.incarnation)
-        known = self._hosted.get(message.name)
+    def _do(
+        self, peer: Peer, message: Message, body: Sequence[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        """Do what a message says when it is its turn."""
+        client = (peer.task, peer.incarnation)
+        return cast("Reply | Awaitable[Reply]", self._in_turn(client, message, body))
+
+    def _in_turn(
+        self, client: Client, message: Message, body: Sequence[memoryview] = ()
+    ) -> Reply | Awaitable[Reply | None] | None:
+        turn = self._turns[type(message)]
+        if self.committer is None:
+            return turn(client, message, body)
+        return self.committer.commit(client, message, body, lambda: turn(client, message, body))
+
+    def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
+        with contextlib.suppress(PsyncError):  # nobody hears of it
+            self._in_turn((peer.task, peer.incarnation), message)
+
+    def _define(self, client: Client, message: DefineAccumulator, _: Sequence[memoryview]) -> Reply:
+        self.ledger.check_incarnation(*client)
+        known = self.hosted.get(message.name)
         if known is None:
-            if len(self._hosted) >= MAX_ACCUMULATORS:
+            if len(self.hosted) >= MAX_ACCUMULATORS:
                 raise UsageError(f"{self._task}: more than {MAX_ACCUMULATORS} accumulators")
-            self._hosted[message.name] = HostedAccumulator(message)
+            self.hosted[message.name] = HostedAccumulator(message)
         elif known.definition != message:
             raise other_parameters(known.definition, message)
         return Reply(Done())
 
     def _ask(self, peer: Peer, message: AskAccumulator, _: list[memoryview]) -> Reply:
-        rule = self._known(peer, message.accumulator).rule
+        rule = self._known((peer.task, peer.incarnation), message.accumulator).rule
         return Reply(AccumulatorState(rule.num_accumulated(), rule.step))
 
     # What changes an accumulator.
 
     def _apply(
-        self, peer: Peer, message: ApplyGradient, body: list[memoryview]
+        self, client: Client, message: ApplyGradient, body: Sequence[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        hosted = self._known(peer, message.accumulator)
+        hosted = self._known(client, message.accumulator)
         given = gradient_of(message, body, hosted.rule)
 
         def offering() -> Pieces[GradientApplied]:
             applied = yield from hosted.rule.offering(given, message.local_step, message.weight)
-            self._complete(hosted, applied.completed)
+            self._takes.complete(hosted, applied.completed)
             return GradientApplied(applied.outcome.value, applied.count, applied.step)
 
-        return self._update(peer, message, hosted, sum(map(len, body)), offering)
+        return self._update(client, message, body, hosted, offering)
 
     def _set_step(
-        self, peer: Peer, message: SetAccumulatorStep, _: list[memoryview]
+        self, client: Client, message: SetAccumulatorStep, _: Sequence[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        hosted = self._known(peer, message.accumulator)
+        hosted = self._known(client, message.accumulator)
 
         def setting() -> Pieces[GradientApplied]:
             yield from ()
@@ -205,35 +271,41 @@ class AccumulatorService:
                 logger.warning("%s: %s", self._task, warning)
             return _state("accepted", hosted)
 
-        return self._update(peer, message, hosted, 0, setting)
+        return self._update(client, message, (), hosted, setting)
 
     def _update(
         self,
-        peer: Peer,
+        client: Client,
         message: ApplyGradient | SetAccumulatorStep,
+        body: Sequence[memoryview],
         hosted: HostedAccumulator,
-        nbytes: int,
         begin: Callable[[], Pieces[GradientApplied]],
     ) -> Reply | Awaitable[Reply]:
-        client = (peer.task, peer.incarnation)
-        update = _Update(client, message, hosted, self._ledger, nbytes, begin)
+        in_log = self.committer is not None
+        return self._judge(_Update(client, message, body, hosted, self.ledger, begin, in_log))
+
+    def _judge(self, update: _Update) -> Reply | Awaitable[Reply]:
         verdict = update.judge()
         if isinstance(verdict, InProgress):
-            return self._update_later(update, verdict)
+            return self._update_later(update, verdict.ticket)
         return self._act(update, verdict)
 
-    async def _update_later(self, update: _Update, verdict: Verdict) -> Reply:
+    async def _update_later(self, update: _Update, ticket: Ticket) -> Reply:
         """The same update is under way for another message: its end decides."""
-        while isinstance(verdict, InProgress):
-            while not verdict.ticket.settled:
-                await self._work.next_turn()
-            verdict = update.judge()
-        answer = self._act(update, verdict)
+        while not ticket.settled:
+            await self._work.next_turn()
+        answer: Reply | Awaitable[Reply]
+        if self.committer is not None and not update.in_log:  # there is a log since
+            answer = self.committer.commit(
+                update.client, update.message, update.body, lambda: self._judge(update)
+            )
+        else:
+            answer = self._judge(update)
         return answer if isinstance(answer, Reply) else await answer
 
     def _act(self, update: _Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
         if isinstance(verdict, Fresh):
-            if not update.hosted.fits_now(update.nbytes):
+            if not update.hosted.fits_now(sum(map(len, update.body))):
                 return self._work.to_the_end(self._do_slowly(update, verdict.ticket))
             try:
                 answer = at_once(update.begin())
@@ -259,129 +331,54 @@ class AccumulatorService:
 
     def _failed(self, update: _Update, ticket: Ticket, error: Exception) -> None:
         update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
-        if update.hosted.rule.is_torn:
+        if update.hosted.rule.is_torn or self._parts_ways(error):
             self._work.give_up(error)
+
+    def _parts_ways(self, error: Exception) -> bool:
+        """Return whether an error would let this ps and its backup come to different ends."""
+        return (self._follows or self.committer is not None) and not isinstance(error, PsyncError)
 
     # Takes.
 
     def _take(
         self, peer: Peer, message: TakeGradient, _: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        hosted = self._known(peer, message.accumulator)
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
-        taker = hosted.takers.setdefault((peer.task, peer.incarnation), Taker())
-        self._acknowledge(taker, message.acked_below)
-        wanted = taker.takes.get(message.take)
-        if wanted is not None and wanted.answer is not None:
-            return wanted.answer
-        if message.take < taker.acked_below:
-            raise UsageError(
-                f"{self._task}: {peer.task} does not want take {message.take} any more"
-            )
-        is_new = wanted is None
-        if wanted is None:
-            take = hosted.rule.enter(message.num_required)
-            wanted = Wanted(hosted, taker, message.take, take)
-            taker.takes[message.take] = hosted.waiting[take] = wanted
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._add_waiter(wanted, future, peer)
-        if is_new:
-            self._serve(hosted)
-        return future.result() if future.done() else self._answered(wanted, future)
-
-    def _add_waiter(self, wanted: Wanted, future: asyncio.Future[Reply], peer: Peer) -> None:
-        wanted.waiters[future] = peer
-        if _TAKES not in peer.state:
-            peer.state[_TAKES] = set()
-            peer.on_closed.append(self._note_closed)
-        peer.state[_TAKES].add(wanted)
-
-    async def _answered(self, wanted: Wanted, future: asyncio.Future[Reply]) -> Reply:
+        client = (peer.task, peer.incarnation)
+        name = TakeName(client, message.accumulator, message.take)
+        future = self._waits.add(name, peer)
+        in_log = self.committer is not None
         try:
-            return await future
-        finally:
-            self._leave([(wanted, future)])
+            turn = self._in_turn(client, message)
+        except Exception:
+            self._waits.end(name, future)
+            raise
+        if in_log:
+            queued = cast("asyncio.Future[Any]", turn)
+            queued.add_done_callback(functools.partial(_refused, future))
+        return future.result() if future.done() else self._waits.answer(name, future)
 
-    def _note_closed(self, peer: Peer) -> None:
-        waits = [
-            (wanted, future)
-            for wanted in peer.state[_TAKES]
-            for future, other in wanted.waiters.items()
-            if other is peer
-        ]
-        error = ConnectionLost(f"{self._task}: {peer.task} has gone")
-        for _, future in waits:
-            _settle(future, error)
-        self._leave(waits)
+    def _enter(
+        self, client: Client, message: TakeGradient, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        return self._takes.enter(self._known(client, message.accumulator), client, message)
 
-    def _leave(self, waits: Iterable[tuple[Wanted, asyncio.Future[Reply]]]) -> None:
-        """Let requests wait no longer, and neither takes for which there is no other request."""
-        left: dict[HostedAccumulator, None] = {}
-        for wanted, future in waits:
-            peer = wanted.waiters.pop(future, None)
-            if peer is None:  # it has left before
-                continue
-            if peer not in wanted.waiters.values():
-                peer.state[_TAKES].discard(wanted)
-            if wanted.waiters or wanted.answer is not None:
-                continue
-            hosted = wanted.hosted
-            wanted.taker.takes.pop(wanted.number, None)
-            if hosted.waiting.pop(wanted.take, None) is not None:
-                hosted.rule.withdraw(wanted.take)
-                left[hosted] = None
-        for hosted in left:  # not before all have left: those that leave get nothing
-            self._serve(hosted)
+    def _forget(
+        self, client: Client, message: ForgetTakes, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        hosted = self.hosted.get(message.accumulator)  # a notification: nobody hears of an error
+        return None if hosted is None else self._takes.forget(hosted, client, message)
 
-    def _forget(self, peer: Peer, message: ForgetTakes, _: list[memoryview]) -> None:
-        hosted = self._hosted.get(message.accumulator)  # a notification: nobody hears of an error
-        taker = None if hosted is None else hosted.takers.get((peer.task, peer.incarnation))
-        if taker is not None:
-            self._acknowledge(taker, message.acked_below)
+    def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
+        message = EndTakes([(name.accumulator, name.number) for name in takes])
+        with contextlib.suppress(PsyncError):  # the log has ended: nobody waits in it
+            self._in_turn(client, message)
 
-    def _acknowledge(self, taker: Taker, acked_below: int) -> None:
-        if acked_below <= taker.acked_below:
-            return
-        taker.acked_below = acked_below
-        over = [taker.takes.pop(n) for n in list(taker.takes) if n < acked_below]
-        self._give_up(over, UsageError(f"{self._task}: nobody wants this take any more"))
-
-    def _give_up(self, takes: Iterable[Wanted], error: PsyncError) -> None:
-        """End those takes that wait."""
-        waits = [(each, future) for each in takes if not each.answer for future in each.waiters]
-        for _, future in waits:
-            _settle(future, error)
-        self._leave(waits)
-
-    # Values.
-
-    def _serve(self, hosted: HostedAccumulator) -> None:
-        """Complete takes that have enough gradients now."""
-        if hosted.fits_now(0):
-            self._complete(hosted, at_once(hosted.rule.serving()))
-        else:
-            self._work.to_the_end(self._serve_slowly(hosted))
-
-    async def _serve_slowly(self, hosted: HostedAccumulator) -> None:
-        def serving() -> Pieces[None]:
-            completed = yield from hosted.rule.serving()
-            self._complete(hosted, completed)
-
-        await hosted.in_turn(serving)
-
-    def _complete(self, hosted: HostedAccumulator, takes: Iterable[Take[Any]]) -> None:
-        """Answer those who wait for takes that have ended."""
-        for take in takes:
-            wanted = hosted.waiting.pop(take)
-            outcome: Reply | Exception
-            if take.state is TakeState.READY:
-                outcome = wanted.answer = reply_of(take)
-            else:
-                outcome = take.error or PsyncError(f"{self._task}: the take has no result")
-            for future in wanted.waiters:
-                _settle(future, outcome)
-            self._leave([(wanted, future) for future in wanted.waiters])
+    def _end(
+        self, client: Client, message: EndTakes, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        return self._takes.end(self.hosted, client, message)
 
 
 def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
@@ -396,12 +393,7 @@ def _finished(update: _Update, ticket: Ticket, answer: GradientApplied) -> Reply
     return Reply(answer)
 
 
-def _settle(future: asyncio.Future[Reply], outcome: Reply | Exception) -> None:
-    """End a wait; who waited may have been cancelled meanwhile and never look at it."""
-    if future.done():
-        return
-    if isinstance(outcome, Reply):
-        future.set_result(outcome)
-    else:
-        future.set_exception(outcome)
-        future.exception()
+def _refused(future: asyncio.Future[Reply], turn: asyncio.Future[Any]) -> None:
+    """End a wait if the turn of its take has ended with an error."""
+    if not turn.cancelled() and (error := turn.exception()) is not None:
+        settle(future, cast(Exception, error))

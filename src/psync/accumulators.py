@@ -298,6 +298,17 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return f'accumulator "{self.name}"'
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The gradients that an accumulator holds, as a sum that another one can go on with."""
+
+    count: int  # gradients in it, at least 1
+    weight: float  # sum of their weights
+    shape: tuple[int, ...]  # of the sum; of a sparse one: of a row
+    rows: int  # of a sparse one; 0 of a dense one
+    arrays: list[np.ndarray]  # its memory: not to be kept beyond the next call
+
+
 class ArrayAccumulator(Accumulator[GradientT, ResultT]):
     """An accumulator of gradients made of one array of numbers, dense or some rows of it.
 
@@ -351,6 +362,18 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
     @property
     def is_torn(self) -> bool:
         return self._sum is not None and self._sum.is_torn
+
+    @abstractmethod
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+
+    @abstractmethod
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds, instead of what is there; arguments as of ``Held``.
+
+        Returns:
+            Arrays to which what is in those of the other one is to be written.
+        """
 
     def _clear(self) -> None:
         self._sum = None

@@ -29,7 +29,6 @@ from psync.commit_log import LogState
 from psync.committer import MAX_KEPT_BYTES, Build, Committer, Entry
 from psync.errors import (
     BusyError,
-    ConfigurationError,
     FencedError,
     ParameterServerLost,
     PsyncError,
@@ -66,6 +65,10 @@ class SyncState(Protocol):
         """Return (client, message, segments) of entries that give a backup all of it."""
 
 
+Contents = Callable[[], Awaitable[list[tuple[Client, Build, Sequence[memoryview]]]]]
+"""Returns (client, message, segments) of entries that give a backup what no image has."""
+
+
 class BackupService:
     """Keeps the backup of one ps.
 
@@ -79,6 +82,7 @@ class BackupService:
         begun: Told, once, that from now on every change goes through the committer.
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
+        accumulators: What is in conditional accumulators.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class BackupService:
         begun: Callable[[Committer], None],
         deposed: Callable[[], None],
         steps: SyncState,
+        accumulators: Contents,
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._platform = platform
@@ -103,6 +108,7 @@ class BackupService:
         self._begun = begun
         self._deposed = deposed
         self._steps = steps
+        self._accumulators = accumulators
         self._epoch = 0
         self._sender: BackupSender | None = None
         self._copying: asyncio.Task[None] | None = None
@@ -170,19 +176,6 @@ class BackupService:
 
         return Handler(run)
 
-    def refused(self, handler: Handler, what: str) -> Handler:
-        """Return a handler of what a backup does not follow."""
-
-        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
-            if self.committer is not None:
-                raise ConfigurationError(
-                    f'{what} do not go with ps_recovery="replica": a backup does not follow them',
-                    hint='ParameterServerStrategy(..., ps_recovery="checkpoint")',
-                )
-            return handler.run(peer, message, body)
-
-        return Handler(run, handler.prepare)
-
     # The coordinator's word.
 
     def _back_up(
@@ -222,6 +215,7 @@ class BackupService:
     async def _frozen(
         self, committer: Committer, sender: BackupSender
     ) -> tuple[Frozen, list[Entry]]:
+        accumulated = await self._accumulators()
         while True:
             if self._sender is not sender:  # what it names would be taken for known to the next
                 raise PsyncError("the copy was given up")
@@ -230,7 +224,8 @@ class BackupService:
             except BusyError:
                 await self._work.next_turn()
             else:
-                return frozen, [committer.in_full(*each) for each in self._steps.entries()]
+                entries = [*self._steps.entries(), *accumulated]
+                return frozen, [committer.in_full(*each) for each in entries]
 
     async def _copy(self, committer: Committer, sender: BackupSender) -> None:
         began = asyncio.get_running_loop().time()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator
+from psync.accumulators import Applied, ArrayAccumulator, Held
 from psync.sums import DenseSum, Pieces, at_once
 
 
@@ -54,6 +54,20 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
         gradient = self._as_array(given)
         self._check_shape(gradient, self.shape)
         return gradient
+
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+        total = self._sum
+        if total is None:
+            return None
+        return Held(total.count, total.weight, total.shape, 0, total.arrays())
+
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds; see ``ArrayAccumulator``."""
+        self._sum = DenseSum(shape, self.dtype)
+        self._sum.restore(count, weight)
+        self._count = count
+        return self._sum.arrays()
 
     def _convert(self, given: Any) -> np.ndarray:
         return self._as_array(given)

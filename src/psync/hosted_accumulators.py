@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from psync.dense_accumulators import ConditionalAccumulator
 from psync.errors import ConfigurationError, GradientError, RemoteProtocolError
 from psync.ledger import Client
 from psync.long_work import INLINE_BYTES
-from psync.rpc import Peer, Reply
+from psync.rpc import Reply
 from psync.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
 from psync.specs import dtype_name, dtype_of
 from psync.sums import Pieces
@@ -33,15 +33,20 @@ from psync.wire.tensors import to_bytes_view
 T = TypeVar("T")
 
 
+class TakeName(NamedTuple):
+    """What a take is known by."""
+
+    client: Client
+    accumulator: str
+    number: int
+
+
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A take that a client has asked for."""
 
-    hosted: HostedAccumulator
-    taker: Taker
-    number: int
-    take: Take[Any]
-    waiters: dict[asyncio.Future[Reply], Peer] = field(default_factory=dict)  # several: repeated
+    name: TakeName
+    take: Take[Any] | None  # None: the one that is backed up has made its value
     answer: Reply | None = None  # once it has its value
 
 
@@ -61,11 +66,36 @@ class HostedAccumulator:
         self.rule = rule_of(definition)
         self.lock = asyncio.Lock()  # held while something is done to it in pieces
         self.takers: dict[Client, Taker] = {}
-        self.waiting: dict[Take[Any], Wanted] = {}
+        self.waiting: dict[Take[Any], Wanted] = {}  # in the order in which they are served
 
     def fits_now(self, nbytes: int) -> bool:
         """Return whether work on so many bytes, and on the sum held, may be done at once."""
         return not self.lock.locked() and nbytes + self.rule.nbytes <= INLINE_BYTES
+
+    def enter(self, name: TakeName, num_required: int) -> None:
+        """Let a take wait.
+
+        Raises:
+            ConfigurationError: ``num_required`` is not above 0.
+        """
+        wanted = Wanted(name, self.rule.enter(num_required))
+        self.takers[name.client].takes[name.number] = wanted
+        assert wanted.take is not None, "it was made here"
+        self.waiting[wanted.take] = wanted
+
+    def wanted(self, client: Client, number: int) -> Wanted | None:
+        """Return a take, if it waits or its value is kept."""
+        taker = self.takers.get(client)
+        return None if taker is None else taker.takes.get(number)
+
+    def withdraw(self, wanted: Wanted) -> bool:
+        """Let a take wait no longer; False: it does not wait, and stays as it is."""
+        if wanted.take is None or self.waiting.pop(wanted.take, None) is None:
+            return False
+        if (taker := self.takers.get(wanted.name.client)) is not None:
+            taker.takes.pop(wanted.name.number, None)
+        self.rule.withdraw(wanted.take)
+        return True
 
     async def in_turn(self, begin: Callable[[], Pieces[T]]) -> T:
         """Do work in pieces, with the loop running in between, when it is its turn."""

@@ -7,7 +7,8 @@ a message that was answered, with that answer; AlreadyApplied to the call of ano
 still being applied has no place in a state: there is none at a cut.
 
 Updates of conditional accumulators are left out, since images do not have what is in these: a
-closure that runs again is to accumulate again what went with them. Nor do the other parts of an
+closure that runs again is to accumulate again what went with them. Whoever has what is in these
+has them by ``gradients_of``. Nor do the other parts of an
 update matter (``Ledger.others``): a cut has all of them or none. Counters begin anew.
 """
 
@@ -30,6 +31,16 @@ class SenderState:
     incarnation: int  # the lowest one served
     acked_below: int  # it has the answers to all sequences below
     answers: tuple[tuple[int, Call | None, bytes], ...]  # (sequence, call, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStates:
+    """What a ledger remembers of conditional accumulators."""
+
+    answers: list[tuple[str, int, int, int, int, bytes]]
+    """(task, incarnation, sequence, closure or -1, ordinal, answer) of each message."""
+    calls: list[tuple[int, int, bytes, str]]
+    """(closure, ordinal, what was called, accumulator) of each call that counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +120,46 @@ def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object])
         calls[ordinal] = _Applied(ticket, variable_set, names, count)
     ledger.final_below(state.final_below)
     return ledger
+
+
+def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:
+    """Return what ``state_of`` leaves out of a ledger of which nothing is being applied.
+
+    Args:
+        ledger: The ledger.
+        pack: Makes bytes of an answer; None: it is not that of an accumulator.
+    """
+    answers = []
+    for task, sender in ledger._senders.items():
+        for sequence, message in sender.messages.items():
+            answer = pack(message.answer)
+            if answer is not None:
+                closure, ordinal = message.ticket.call or (-1, 0)
+                answers.append((task, sender.incarnation, sequence, closure, ordinal, answer))
+    calls = [
+        (closure, ordinal, applied.variable_set, applied.variables[0])
+        for closure, by_ordinal in ledger._closures.items()
+        for ordinal, applied in by_ordinal.items()
+        if isinstance(applied.variable_set, bytes)
+    ]
+    return GradientStates(answers, calls)
+
+
+def note_gradients(
+    ledger: Ledger, states: GradientStates, unpack: Callable[[bytes], object]
+) -> None:
+    """Let a ledger remember what ``gradients_of`` another one has returned.
+
+    Args:
+        ledger: Made of the ``state_of`` the other one.
+        states: Of the other one.
+        unpack: Makes answers of what ``pack`` returned.
+    """
+    for task, incarnation, sequence, closure, ordinal, packed in states.answers:
+        call = None if closure < 0 else (closure, ordinal)
+        ticket = Ticket((task, incarnation), sequence, call, first=False, settled=True)
+        ledger._senders[task].messages[sequence] = _Message(ticket, unpack(packed))
+    for closure, ordinal, what, accumulator in states.calls:
+        ticket = Ticket(_NOBODY, 0, (closure, ordinal), first=True, settled=True)
+        calls = ledger._closures.setdefault(closure, {})
+        calls[ordinal] = _Applied(ticket, what, (accumulator,))

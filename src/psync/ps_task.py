@@ -1,9 +1,9 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
 Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
-updates, long_work, accumulator_service, clock_service, session_service, ps_locks, gate_service,
-ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation, step_closer,
-image_service, committer, backup_sender, backup_service, replica_host, wire.
+updates, long_work, accumulator_service, accumulator_image, clock_service, session_service,
+ps_locks, gate_service, ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation,
+step_closer, image_service, committer, backup_sender, backup_service, replica_host, wire.
 
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
@@ -21,6 +21,7 @@ import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from psync.accumulator_image import AccumulatorImage
 from psync.accumulator_service import AccumulatorService
 from psync.adoption_service import AdoptionService
 from psync.apply_log import ApplyLog
@@ -139,6 +140,7 @@ class PsTask:
         self._ledger = Ledger()
         self._log = ApplyLog(platform.apply_log, index)
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
+        self._accumulated = AccumulatorImage(self._accumulators)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._follower: SyncFollower | None = None  # while this is a backup
         self._replayed: dict[type[Message], Handler] = {}  # what only a log says
@@ -460,6 +462,7 @@ class PsTask:
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,
             lambda: self.freeze()[0], self._committing, self._depose, self._sync_image,
+            self._accumulated.entries,
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
@@ -476,9 +479,7 @@ class PsTask:
         for kind in COMMITTED:
             handlers[kind] = backup.committed(handlers[kind])
         handlers[FinalBelow] = backup.notified(Handler(self._final_below))
-        for kind, handler in self._accumulators.handlers().items():
-            handlers[kind] = backup.refused(handler, "conditional accumulators")
-        return {**handlers, **backup.handlers()}
+        return {**handlers, **self._accumulators.handlers(), **backup.handlers()}
 
     # Backups: that of this ps, and those of others in this process.
 
@@ -490,7 +491,7 @@ class PsTask:
 
     def _committing(self, committer: Committer) -> None:
         """From now on every change is done in the order of a log."""
-        self._updates.committer = committer
+        self._updates.committer = self._accumulators.committer = committer
         self._sync.commit_with(committer)
         if self._closer is not None:
             self._closer.expect_moves()
@@ -538,7 +539,10 @@ class PsTask:
         self._follower = SyncFollower(
             self.task, self._sync, None if closer is None else closer.shares
         )
-        self._replayed = self._follower.handlers()
+        self._replayed = {
+            **self._follower.handlers(), **self._accumulators.replayed(),
+            **self._accumulated.handlers(),
+        }  # fmt: skip
 
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know; see ``served_service.OwnTask``."""
@@ -571,6 +575,10 @@ class PsTask:
                 self._closer.follow(self._follower.steps, self._follower.spread)
         self._follower, self._replayed = None, {}
 
+    def end_of_log(self) -> None:
+        """Nobody waits in it; see ``replica_host.BackupTask``."""
+        self._accumulators.promoted()
+
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task; see ``replica_host.BackupTask``."""
         self._refuse_below(task, below)
@@ -590,19 +598,20 @@ class PsTask:
     def _resume_steps(self) -> None:
         self._sync_image.resume("cut")
 
-    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply:
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
         if peer.task != CLOSER or peer.incarnation != self._closer_incarnation:
             self._check_coordinator(peer)
-        self._refuse_below(message.task, message.below)
-        return Reply(Done())
+        rest = self._refuse_below(message.task, message.below)
+        return Reply(Done()) if rest is None else _done_after(rest)
 
-    def _refuse_below(self, task: str, below: int) -> None:
+    def _refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
+        """Serve no lower incarnation of a task; return what large work follows from that."""
         self._ledger.fence(task, below)
         self._sync.fence(task, below)
         self._gate.look_again()
-        self._accumulators.fence(task, below)
         if self._closer is not None:
             self._closer.lost(task, below)
+        return self._accumulators.fence(task, below)
 
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self._coordinator:  # a notification: nobody hears of an error
@@ -648,6 +657,11 @@ class PsTask:
         _check_chief(peer)
         if peer.incarnation != self._coordinator:
             raise FencedError(f"{self.task}: {peer.task} is not the coordinator that it serves")
+
+
+async def _done_after(rest: Awaitable[None]) -> Reply:
+    await rest
+    return Reply(Done())
 
 
 def _check_chief(peer: Peer) -> None:

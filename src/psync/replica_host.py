@@ -75,6 +75,9 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
+    def end_of_log(self) -> None:
+        """All entries are done, and none comes any more: it is about to serve."""
+
     def refuse_below(self, task: str, below: int) -> None:
         """Serve no lower incarnation of a task."""
 
@@ -374,6 +377,7 @@ class ReplicaHost:
         await known.settle()
         if known.is_damaged:
             raise PsyncError(f"the backup of {known.sender} is damaged")
+        known.task.end_of_log()
         for task, below in fences:
             known.task.refuse_below(task, below)
         listener = await known.task.start()

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, as_integer
+from psync.accumulators import Applied, ArrayAccumulator, Held, as_integer
 from psync.sums import Pieces, SparseSum, at_once
 
 
@@ -127,6 +127,21 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         gradient = self._convert((indices, values, dense_shape))
         self._check_shapes(gradient, None)
         return gradient
+
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+        total = self._sum
+        if total is None:
+            return None
+        rows = total.indices.size
+        return Held(self._count, total.weight, total.row_shape, rows, total.arrays())
+
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds; see ``ArrayAccumulator``."""
+        self._sum = SparseSum(shape, self.dtype)
+        self._sum.restore(rows, weight)
+        self._count = count
+        return self._sum.arrays()
 
     def _convert(self, given: Any) -> GivenSlices:
         indices, values, dense_shape = given

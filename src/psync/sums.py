@@ -192,6 +192,19 @@ class DenseSum:
         """Size of the sum in bytes."""
         return self._total.nbytes
 
+    def arrays(self) -> list[np.ndarray]:
+        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        return [self._total]
+
+    def restore(self, count: int, weight: float) -> None:
+        """Be the same as another sum, once what that holds is written to ``arrays``.
+
+        Args:
+            count: Of the other one: arrays added.
+            weight: Of the other one.
+        """
+        self.count, self.weight = count, weight
+
     def add(self, values: np.ndarray, weight: float = 1.0) -> None:
         """Add ``weight * values``. They are not kept.
 
@@ -257,6 +270,21 @@ class SparseSum:
     def nbytes(self) -> int:
         """Size of the sum in bytes."""
         return self._rows.nbytes + self._weights.nbytes + self.indices.nbytes
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        return [self.indices, self._weights, self._rows]
+
+    def restore(self, rows: int, weight: float) -> None:
+        """Be the same as another sum, once what that holds is written to ``arrays``.
+
+        Args:
+            rows: Of the other one: how many there are.
+            weight: Of the other one.
+        """
+        self.indices, self._weights = np.empty(rows, np.int64), np.empty(rows)
+        self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
+        self.weight = weight
 
     def add(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> None:
         """Add ``weight * values`` to the rows ``indices``; neither is kept.

@@ -293,6 +293,50 @@ class SetSteps(Message):
     groups: list[tuple[int, dict[str, Any], int, int]]
 
 
+# In logs alone: what a ps tells its backup of conditional accumulators, likewise.
+
+
+@message(121)
+@dataclass(frozen=True, slots=True)
+class EndTakes(Message):
+    """No request of this client waits for these takes: those that wait wait no longer."""
+
+    takes: list[tuple[str, int]]  # (accumulator, number)
+
+
+@message(122)
+@dataclass(frozen=True, slots=True)
+class HoldGradients(Message):
+    """What is in an accumulator, of an image that comes with a log.
+
+    Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
+    """
+
+    accumulator: str
+    count: int  # gradients; 0: this message says nothing of them, nor do the next three
+    weight: float  # sum of their weights
+    shape: list[int]  # of the sum; of a sparse one: of a row
+    rows: int  # of a sparse one
+    # (task, incarnation, below which number it has its takes or wants them no more)
+    takers: list[tuple[str, int, int]]
+    waiting: list[tuple[str, int, int, int]]  # (task, incarnation, number, gradients required)
+
+
+@message(123)
+@dataclass(frozen=True, slots=True)
+class KeepAnswers(Message):
+    """What was answered of accumulators and may be asked again, likewise.
+
+    Segments: of all takes.
+    """
+
+    # As in ``ledger_image.GradientStates``.
+    answers: list[tuple[str, int, int, int, int, bytes]]
+    calls: list[tuple[int, int, bytes, str]]
+    # (task, incarnation, accumulator, number, GradientTaken, number of segments)
+    takes: list[tuple[str, int, str, int, bytes, int]]
+
+
 # Workers that leave.
 
 
