@@ -9,8 +9,9 @@ import pytest
 from memory_cluster import coordinating
 
 import psync
+from psync.closure_states import Closure
 from psync.closure_timeout import watch
-from psync.closures import Closure, ClosureQueue
+from psync.closures import ClosureQueue
 from psync.errors import ClosureError
 
 pytestmark = pytest.mark.virtual_time

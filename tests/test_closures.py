@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psync.closure_states import Closure, Replica, State
-from psync.closures import (
-    Action,
-    Cancel,
-    ClosureQueue,
-    Dispatch,
-    GiveBack,
-    QueueStatistics,
-    Settle,
-    WorkerStatistics,
-)
+from psync.closures import Action, ClosureQueue, QueueStatistics
+from psync.dispatching import Dispatch, GiveBack, WorkerStatistics
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -24,6 +16,7 @@ from psync.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
+from psync.open_closures import Cancel, Settle
 
 SLOW = 1.0  # seconds per closure: one is held ahead
 

@@ -20,17 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from psync.closures import (
-    Action,
-    Cancel,
-    Closure,
-    ClosureQueue,
-    Dispatch,
-    GiveBack,
-    Settle,
-    State,
-)
+from psync.closure_states import Closure, State
+from psync.closures import Action, ClosureQueue
+from psync.dispatching import Dispatch, GiveBack
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
+from psync.open_closures import Cancel, Settle
 
 MAX_AHEAD = 8
 MAX_AHEAD_BYTES = 100

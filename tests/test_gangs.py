@@ -9,15 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psync.closures import (
-    Cancel,
-    Closure,
-    ClosureQueue,
-    Dispatch,
-    Replica,
-    Settle,
-    State,
-)
+from psync.closure_states import Closure, Replica, State
+from psync.closures import ClosureQueue
+from psync.dispatching import Dispatch
 from psync.errors import (
     ClosureCancelled,
     EndOfData,
@@ -27,6 +21,7 @@ from psync.errors import (
     WorkerLost,
 )
 from psync.gangs import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
+from psync.open_closures import Cancel, Settle
 from psync.schedule_report import ScheduleReports
 
 

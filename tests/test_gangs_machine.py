@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from test_closures_machine import ClosureQueueMachine
 
-from psync.closures import Action, Barrier, Closure, Replica, State
+from psync.closure_states import Closure, Replica, State
+from psync.closure_waits import Barrier
+from psync.closures import Action
 
 
 @dataclass(eq=False)

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
-from psync.closures import Closure, ClosureQueue, Settle
+from psync.closure_states import Closure
+from psync.closures import ClosureQueue
 from psync.errors import DeadlineExceeded, EndOfData
 from psync.joins import Joins, describe_waiting
+from psync.open_closures import Settle
 
 WORKERS = ("w0", "w1")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from psync.closures import Closure, ClosureQueue
+from psync.closure_states import Closure
+from psync.closures import ClosureQueue
 from psync.errors import EndOfData
 from psync.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 

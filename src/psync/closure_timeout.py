@@ -1,6 +1,6 @@
 """Giving up a worker on which one closure has been running for too long.
 
-Layer: L3. Imports: closures.
+Layer: L3. Imports: closure_states, closures.
 
 A step may compute for minutes on its worker's loop, which then says nothing: a silent worker is
 not taken for dead. Only the program knows how long its steps may take, so it is the program
@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from psync.closures import Closure, ClosureQueue
+from psync.closure_states import Closure
+from psync.closures import ClosureQueue
 
 LOOKS = 8
 """How often it is looked within the limit; a closure is given up that much late at most."""

@@ -44,21 +44,6 @@ from psync.dispatching import (
 from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
 from psync.open_closures import Cancel, OpenClosures, Settle
 
-__all__ = [
-    "Action",
-    "Barrier",
-    "Cancel",
-    "Closure",
-    "ClosureQueue",
-    "Dispatch",
-    "GiveBack",
-    "QueueStatistics",
-    "Replica",
-    "Settle",
-    "State",
-    "WorkerStatistics",
-]
-
 MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
 
 

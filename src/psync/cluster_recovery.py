@@ -1,7 +1,7 @@
 """What a coordinator does about a lost ps: it is brought back, or everything ends.
 
-Layer: L3. Imports: cluster_links, creation, errors, events, gang_runner, ps_link, ps_recovery,
-replica_recovery, schedule_report, closures.
+Layer: L3. Imports: errors, closures, cluster_links, creation, events, gang_runner, ps_link,
+ps_recovery, replica_recovery, schedule_report.
 
     RUNNING    --a ps is lost, and ``replicas`` or ``from_checkpoint`` takes it over--> RECOVERING
     RUNNING    --a ps is lost, and nobody takes it over-->                            GONE

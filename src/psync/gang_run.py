@@ -1,6 +1,7 @@
 """One gang between the call of ``run`` and its end: its replicas, and who has come to what.
 
-Layer: L3. Imports: errors, closures, functions, gangs, payloads, remote_value, rpc.
+Layer: L3. Imports: errors, closure_states, closure_waits, functions, gangs, payloads,
+remote_value, rpc.
 
 ``GangRunner`` moves it on.
 """
@@ -11,7 +12,8 @@ import asyncio
 import contextvars
 from typing import Any, NamedTuple
 
-from psync.closures import Barrier, Replica
+from psync.closure_states import Replica
+from psync.closure_waits import Barrier
 from psync.errors import ClosureInputError, ReplicaValueError
 from psync.functions import Function
 from psync.gangs import Gang

@@ -1,7 +1,8 @@
 """Runs gangs: one after the other, each on all workers that live when its turn comes.
 
-Layer: L3. Imports: errors, closure_messages, closures, distributed_values, failures, functions,
-gang_merges, gang_run, gangs, payloads, remote_value, replica_context, rpc, wire.
+Layer: L3. Imports: errors, closure_messages, closure_states, closures, distributed_values,
+failures, functions, gang_merges, gang_run, gangs, payloads, remote_value, replica_context, rpc,
+wire.
 
     coordinator → RunReplica to each worker, then CancelClosures if need be
     worker      → ReachCollective (a request, answered when all are there), ClosureResults
@@ -20,7 +21,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from psync.closure_messages import ReplicaCall
-from psync.closures import Action, Closure, ClosureQueue, Replica
+from psync.closure_states import Closure, Replica
+from psync.closures import Action, ClosureQueue
 from psync.distributed_values import local_results, regroup
 from psync.errors import (
     ClosedError,

@@ -1,6 +1,6 @@
 """Who waits in ``join``, for what, and what each of them is told.
 
-Layer: L3. Imports: errors, closures, failures.
+Layer: L3. Imports: errors, closure_states, closures, failures.
 
 A join waits for the closures that were scheduled before it (ids below its cut-off). An error ends
 all joins that wait, at once: it has ended everything that they wait for. The end of a worker's
@@ -15,7 +15,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from psync.closures import Closure, ClosureQueue, State
+from psync.closure_states import Closure, State
+from psync.closures import ClosureQueue
 from psync.errors import DeadlineExceeded
 from psync.failures import text_of
 

@@ -1,6 +1,6 @@
 """The watchdog: says where work is stuck, once nothing has finished for too long.
 
-Layer: L3. Imports: closures, failures, task_reports.
+Layer: L3. Imports: closure_states, closures, failures, task_reports.
 
 A program that hangs in a cluster looks the same from outside whatever the reason: a step that
 loops, a task that waits for a token which nobody publishes, a ps that is away. The watchdog writes
@@ -17,7 +17,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from psync.closures import Closure, ClosureQueue, QueueStatistics, State
+from psync.closure_states import Closure, State
+from psync.closures import ClosureQueue, QueueStatistics
 from psync.failures import text_of
 from psync.task_reports import report_text
 
