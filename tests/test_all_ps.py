@@ -17,7 +17,9 @@ from psync.sync_config import SyncConfig
 from psync.whole_sets import Values
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import BackUp, Promote, Promoted
 from psync.wire.sync_messages import CloseStep
+from tests.backups import say
 from tests.ps_cluster import CHIEF, hold, until
 from tests.sync_cluster import GROUP, SyncCluster
 
@@ -188,4 +190,41 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
         monkeypatch.setattr(link, "call", replaced)
         async with asyncio.timeout(5):
             await all_ps.raise_global_step(config, GROUP, 0)
+        assert await cluster.global_step() == 1
+
+
+async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster:
+        config = SyncConfig.from_config(cluster.config)
+        async with all_ps_of(cluster) as all_ps:
+            all_ps.expect_moves()
+            await all_ps.raise_global_step(config, GROUP, 0)
+            cluster.network.refuse("ps1:1")
+            cluster.network.cut("ps1:1")
+            raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 1))
+            await asyncio.sleep(0.5)
+            assert not raising.done()
+        with pytest.raises(ClosedError):
+            async with asyncio.timeout(5):
+                await raising
+
+
+async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        await say(cluster, 1, BackUp(1, "/job:ps/task:0", "ps0:1", False))
+        promoted = await say(cluster, 0, Promote(1, 9, 100, []))
+        assert isinstance(promoted, Promoted)
+        all_ps.expect_moves()
+        cluster.ps[1]._depose()
+        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
+        config = SyncConfig.from_config(cluster.config)
+        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
+        await asyncio.wait((closing, raising), timeout=0.1)
+        assert not closing.done()
+        assert not raising.done()
+        all_ps.move(["ps0:1", promoted.address])
+        await asyncio.gather(closing, raising)
+        link = cluster.chief.links[1]
+        link.revive()
+        link.address = promoted.address
         assert await cluster.global_step() == 1
