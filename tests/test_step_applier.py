@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -83,3 +84,17 @@ async def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
         with pytest.raises(FencedError, match="replaced by its backup"):
             await under_way
         assert (told, sync.steps()) == ([], [])
+
+
+async def test_a_repetition_hears_as_well_that_whoever_was_replaced_closed_nothing() -> None:
+    """Else ps 0 would take the step for closed, of which the one that serves has not heard."""
+    async with with_backup() as (cluster, committer):
+        applier = cluster.ps[0]._sync.applier
+        first = applier.close(closing(cluster))
+        again = applier.close(closing(cluster))
+        assert first is not None
+        assert again is not None
+        waiting = asyncio.gather(first, again, return_exceptions=True)
+        await until(lambda: len(committer.log.to_ship(9, 1 << 20)))
+        committer.depose()
+        assert [type(outcome) for outcome in await waiting] == [FencedError, FencedError]

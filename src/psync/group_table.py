@@ -25,6 +25,7 @@ class KnownGroup:
     raw: dict[str, Any]  # the configuration as it came
     config: SyncConfig
     closing: int | None = None  # the step that is being applied
+    failed: Exception | None = None  # why a step was not applied that was to be
     averages: list[Average] | None = None  # that are kept here; None: not looked up yet
 
 

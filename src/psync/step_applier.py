@@ -117,7 +117,7 @@ class StepApplier:
         if self.committer is None or is_closed:
             begun()
         if is_closed:
-            return None if known.closing is None else self._closed_by_another(known, step)
+            return None if known.closing is None else self._closed_by_another(known, group, step)
         update = self._gather(message, known, along)
         if self.committer is None and not self._locks.blocks(update.touched):
             return self._apply(update, known)
@@ -148,17 +148,21 @@ class StepApplier:
             under_way = act()
             if under_way is not None:
                 await under_way
+        except Exception as exc:
+            known.failed = exc
+            raise
         finally:
-            self._over(known, claim)
+            self._over(known, claim, update.step)
 
     def _ended_in_log(self, task: asyncio.Task[None]) -> None:
         self._in_log.discard(task)
         if not task.cancelled():
             task.exception()  # seen, even if ps 0 has gone
 
-    def _over(self, known: KnownGroup, claim: Claim) -> None:
+    def _over(self, known: KnownGroup, claim: Claim, step: int) -> None:
         self._locks.end(claim)
-        known.closing = None
+        if known.closing == step:  # else the next one has begun
+            known.closing = None
         self._work.wake()  # repetitions that wait for the end
 
     def _apply(self, update: StepUpdate, known: KnownGroup) -> Awaitable[None] | None:
@@ -187,10 +191,13 @@ class StepApplier:
             )
         return True
 
-    async def _closed_by_another(self, known: KnownGroup, step: int) -> None:
-        """Wait for the end of a closing that another message began."""
+    async def _closed_by_another(self, known: KnownGroup, group: int, step: int) -> None:
+        """Wait for the end of a closing that another message began; raise what that has raised."""
         while known.closing == step:
             await self._work.next_turn()
+        present = self._staging.step(group)
+        if (present is None or present <= step) and known.failed is not None:
+            raise known.failed.with_traceback(None)
 
     def _gather(
         self, message: CloseStep, known: KnownGroup, along: Sequence[Part | None]
@@ -230,7 +237,7 @@ class StepApplier:
         try:
             self._closed(update)
         finally:
-            self._over(known, claim)
+            self._over(known, claim, update.step)
 
     def _closed(self, update: StepUpdate) -> None:
         self._staging.closed(update.group, update.step)
