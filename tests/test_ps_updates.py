@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psync.commit_log import CommitLog
+from psync.committer import Committer, Entry
 from psync.errors import (
     GradientError,
     PartitionError,
@@ -90,6 +92,24 @@ class TestIdentity:
             release()
             assert outcomes(await pushing) == ["accepted"]
             assert await self.value(cluster, v) == -1
+
+    async def test_a_retry_that_finds_a_log_begun_meanwhile_does_not_wait_for_itself(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            ps = cluster.ps[0]
+            release = hold(ps, v)
+            pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
+            await until(lambda: ps._ledger.statistics().fresh)
+            log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
+            committer = Committer(ps.task, 100, ps._store, log)
+            ps._committing(committer)
+            cluster.network.cut("w")
+            await until(lambda: ps._ledger.statistics().in_progress)
+            assert committer.waiting == 1
+            release()
+            assert outcomes(await pushing) == ["accepted"]
+            assert await self.value(cluster, v) == -1
+            committer.end()
 
     async def test_the_second_run_of_a_closure_is_a_duplicate_on_each_shard(self) -> None:
         async with PsCluster(2) as cluster:

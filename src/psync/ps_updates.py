@@ -22,7 +22,7 @@ the lock ends, unless it is the holder's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 from psync.apply_log import LoggedStore
@@ -198,23 +198,34 @@ class PsUpdates:
         try:
             return committer.commit(
                 update.client, message, (update.body,) if len(update.body) else (),
-                lambda: self._judge(update), keys=update.known.keys, ended=ended,
+                lambda: self._judge_in_turn(update), keys=update.known.keys, ended=ended,
             )  # fmt: skip
         except Exception:
             ended()
             raise
 
     def _judge(self, update: Update) -> Reply | Awaitable[Reply]:
+        return self._judge_by(update, self._judged)
+
+    def _judge_in_turn(self, update: Update) -> Reply | Awaitable[Reply]:
+        """As ``_judge``, for an entry of the log, whose turn this is, however long it takes."""
+        return self._judge_by(update, self._judge_in_turn)
+
+    def _judge_by(
+        self, update: Update, again: Callable[[Update], Reply | Awaitable[Reply]]
+    ) -> Reply | Awaitable[Reply]:
         verdict = update.judge()
         if isinstance(verdict, InProgress):
-            return self._update_later(update, verdict.ticket)
+            return self._update_later(update, verdict.ticket, again)
         return self._act(update, verdict)
 
-    async def _update_later(self, update: Update, ticket: Ticket) -> Reply:
+    async def _update_later(
+        self, update: Update, ticket: Ticket, again: Callable[[Update], Reply | Awaitable[Reply]]
+    ) -> Reply:
         """The same update is being applied for another message: its end decides."""
         while not ticket.settled:
             await self._work.next_turn()
-        answer = self._judged(update)
+        answer = again(update)
         return answer if isinstance(answer, Reply) else await answer
 
     def _act(self, update: Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
