@@ -501,3 +501,17 @@ class TestAverages:
             two.cluster.configure(decay=0.5, averages=((two.w.variable_id, 99),))
             with pytest.raises(ConfigurationError, match="must be on the same ps tasks"):
                 await two.close(0)
+
+
+async def test_a_part_comes_with_a_closing_to_one_that_does_not_know_the_group() -> None:
+    """A backup that serves: the one before was asked whether the part fits, and is lost."""
+    async with SyncCluster() as cluster:
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        closer = cluster.client("/job:ps/task:0", 100)
+        message = CloseStep(
+            GROUP, cluster.config, 0, [("/job:worker/task:0", 1000, 1, 1.0)], [5],
+            [(5, [v.shards[0].key])],
+        )  # fmt: skip
+        assert await ask(closer, message, [memoryview(np.ones(2, np.float32).tobytes())]) == Done()
+        (value,) = await pull(cluster.chief, v)
+        assert value.tolist() == [-0.5, -0.5]
