@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,32 @@ import psync
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
 from psync.events import RollbackEvent
 from psync.lost_messages import MessageLosses
+from psync.rpc import Handler
+from psync.wire.codec import Message
+from psync.wire.ps_messages import FinalBelow
+from psync.wire.sync_messages import ReportSchedule
+
+
+@contextlib.contextmanager
+def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
+    """What a task is told meanwhile, of these kinds."""
+    heard: list[Any] = []
+    handlers = task._endpoint.handlers
+
+    def listening(handler: Handler) -> Handler:
+        def run(peer: Any, message: Any, body: Any) -> Any:
+            heard.append(message)
+            return handler.run(peer, message, body)
+
+        return Handler(run, handler.prepare)
+
+    before = {kind: handlers[kind] for kind in kinds}
+    handlers.update({kind: listening(handler) for kind, handler in before.items()})
+    try:
+        yield heard
+    finally:
+        handlers.update(before)
+
 
 # --- everything ends -------------------------------------------------------------------------
 
@@ -138,6 +166,32 @@ async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: P
         assert isinstance(await anext(coordinator.events()), RollbackEvent)
         await train()
         assert (await v.read() == -8).all()
+
+
+@pytest.mark.virtual_time
+async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_changed() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        await run(coordinator, 3, *declared(coordinator))
+        await asyncio.sleep(5)
+        with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
+            coordinator._running("test").recovery.recovery_ended()
+            await asyncio.sleep(5)
+        (final,) = [message for message in heard if isinstance(message, FinalBelow)]
+        (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
+        assert final.closure == 3
+        assert [index for index, _ in report.workers] == [0, 1]
+
+
+@pytest.mark.virtual_time
+async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        await run(coordinator, 3, *declared(coordinator))
+        await asyncio.sleep(5)
+        with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
+            coordinator._running("test").recovery.end_sessions()
+            await asyncio.sleep(5)
+        assert heard
+        assert [report.missing for report in heard] == [[]] * len(heard)
 
 
 # --- ps 0 says that another one is lost ------------------------------------------------------
