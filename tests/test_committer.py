@@ -107,6 +107,23 @@ async def test_an_error_is_its_sender_s_and_the_next_is_done() -> None:
     assert ended == ["ended"] * 2
 
 
+async def test_what_an_entry_brings_with_it_is_done_when_that_has_been_done() -> None:
+    committer, log, _ = paired()
+    done: list[str] = []
+
+    def fence() -> Reply:
+        committer.at_turn(lambda: done.append("told"))
+        done.append("fenced")
+        return DONE
+
+    committer.commit(CLIENT, NOTE, (), fence)
+    committer.commit(CLIENT, NOTE, (), lambda: done.append("next"))
+    shipped(log)
+    log.note_taken(2)
+    committer.advance()
+    assert done == ["fenced", "next", "told"]
+
+
 async def test_a_caller_that_has_gone_does_not_stop_it() -> None:
     committer, log, _ = paired()
     done: list[int] = []

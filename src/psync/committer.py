@@ -90,6 +90,7 @@ class Committer:
         self._queue: deque[_Queued] = deque()
         self._busy: asyncio.Task[None] | None = None  # the entry that takes longer than a turn
         self._again = False  # the loop will look again
+        self._acting = False  # an entry is being done just now
         self._optimizers: set[int] = set()  # that the backup knows
         self._names = LogNames()
         self._over: PsyncError | None = None
@@ -207,7 +208,7 @@ class Committer:
 
     def advance(self) -> None:
         """Do what may be done; to be called when the backup has more, or is given up."""
-        if self._again:
+        if self._again or self._acting:  # what an entry brings with it comes after that
             return
         done = 0
         while self._queue and self._busy is None and self._over is None:
@@ -220,7 +221,11 @@ class Committer:
                 return
             done += 1
             self._queue.popleft()
-            self._act(head)
+            self._acting = True
+            try:
+                self._act(head)
+            finally:
+                self._acting = False
 
     def _may_act(self, number: int) -> bool:
         try:
