@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attach_cluster import backing_one_another_up, life, silence
+from chief_lives import own_process_again
 from ps_cluster import CHIEF, hold, pull, until
-from replica_cluster import replicated
+from replica_cluster import ReplicaCluster, replicated
 from sync_cluster import GROUP, SyncCluster
+from test_replica_attach_steps import Training as StepsOfTwo
 from test_replica_steps import LARGE, SMALL, Training
 
 import psync
@@ -185,3 +188,35 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
         await training.check()
         gc.collect()
         assert follower() is None
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("step_ps", [0, 1])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
+    size: int, step_ps: int
+) -> None:
+    with own_process_again():
+        async with backing_one_another_up() as cluster:
+            async with life(cluster) as first:
+                training = StepsOfTwo(first, size, step_ps)
+                training.schedule(6)
+                await first.join()
+                with held_up(cluster.ps("ps-1"), CloseStep) as held:
+                    training.schedule(40)
+                    await held.came.wait()
+                    silence(cluster, first)
+                    attaching = asyncio.create_task(attached(cluster, held))
+                    async with life(cluster) as second:
+                        await attaching
+                        training = StepsOfTwo(second, size, step_ps)
+                        assert await training.check() == 4
+
+
+async def attached(cluster: ReplicaCluster, held: Held) -> None:
+    """Let what was held up go on once ps 0 serves the next chief."""
+    ps_0 = cluster.ps("ps-0")
+    before = ps_0._coordinator
+    await until(lambda: ps_0._coordinator != before)
+    await settle()
+    held.go_on.set()
