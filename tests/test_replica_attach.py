@@ -38,7 +38,7 @@ def _own_process_again() -> Iterator[None]:
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    return coordinator._running("incarnation").incarnation
+    return coordinator._running("incarnation").links.incarnation
 
 
 def served(cluster: ChiefsCluster, name: str) -> list[str]:
