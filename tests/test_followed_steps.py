@@ -31,6 +31,16 @@ def test_what_counts_is_left_in_order_until_its_step_is_closed() -> None:
     assert steps.calls() == [(GROUP, 10, 1, SET), (GROUP, 11, 1, SET)]
 
 
+def test_a_push_of_which_the_log_tells_twice_counts_once() -> None:
+    """With what an image is completed with, and as an entry, if it came in between."""
+    steps: FollowedSteps[str] = FollowedSteps()
+    for _ in range(2):
+        steps.count(GROUP, 3, push(0, 1, 10))
+    assert steps.left() == {GROUP: [(3, push(0, 1, 10))]}
+    steps.close(GROUP, 3, named(push(0, 1), push(0, 2)), "how")
+    assert (steps.left(), steps.calls()) == ({}, [(GROUP, 10, 1, SET)])
+
+
 def test_a_push_outside_a_closure_leaves_no_call() -> None:
     steps: FollowedSteps[str] = FollowedSteps()
     steps.count(GROUP, 0, push(0, 1))

@@ -220,3 +220,28 @@ async def attached(cluster: ReplicaCluster, held: Held) -> None:
     await until(lambda: ps_0._coordinator != before)
     await settle()
     held.go_on.set()
+
+
+async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> None:
+    """It is in what the image is completed with, and in the log."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([0, 0])
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        large = await cluster.create("large", np.zeros(2 * LARGE, np.float32))
+        cluster.configure(needed=2)
+        await asyncio.gather(*(cluster.replica(index).push((v,), (1.0,)) for index in range(2)))
+        release = hold(cluster.ps[0], large)
+        order = BackUp(1, "/job:ps/task:1", "ps1:1", False)
+        copying = asyncio.create_task(cluster.chief.links[0].call(lambda _: order))
+        await until(lambda: cluster.ps[0].statistics()["backup"].get("waiting"))
+        pushing = asyncio.create_task(cluster.replica(2).push((v,), (1.0,), 1))
+        await until(lambda: cluster.group()["counted"])
+        release()
+        await copying
+        (backup,) = cluster.ps[1]._host._backups.values()
+        await backup.settle()
+        assert isinstance(backup.task, PsTask)
+        assert backup.task._follower is not None
+        assert len(backup.task._follower.steps.left()[GROUP]) == 1
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)

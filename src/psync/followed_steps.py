@@ -1,6 +1,6 @@
 """What the backup of ps 0 knows of synchronous steps, from the log: enough to go on with them.
 
-Layer: L1. Imports: sync_groups.
+Layer: L1. Imports: sync_groups, tokens.
 
     entry              then
     a push counts      kept, in order
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from psync.sync_groups import Contribution
+from psync.tokens import Replica
 
 S = TypeVar("S")
 
@@ -38,25 +39,22 @@ class FollowedSteps(Generic[S]):
 
     def __init__(self) -> None:
         self.last: dict[int, LastStep[S]] = {}  # by group
-        self._counted: dict[int, list[tuple[int, Contribution]]] = {}
+        self._counted: dict[int, dict[tuple[Replica, int], tuple[int, Contribution]]] = {}
         self._calls: list[Call] = []
 
     def count(self, group: int, step: int, push: Contribution) -> None:
-        """A push counts in a step that is not closed."""
-        self._counted.setdefault(group, []).append((step, push))
+        """A push counts in a step that is not closed; the log may say so more than once."""
+        self._counted.setdefault(group, {}).setdefault((push.replica, push.number), (step, push))
 
     def close(
         self, group: int, step: int, pushes: Sequence[tuple[str, int, int, float]], closing: S
     ) -> None:
         """A step is closed with these pushes: (task, incarnation, number, weight) of each."""
-        named = {((task, incarnation), number) for task, incarnation, number, _ in pushes}
-        left = []
-        for at, push in self._counted.get(group, ()):
-            if (push.replica, push.number) not in named:
-                left.append((at, push))
-            elif push.closure is not None:
+        counted = self._counted.get(group, {})
+        for task, incarnation, number, _ in pushes:
+            _, push = counted.pop(((task, incarnation), number), (step, None))
+            if push is not None and push.closure is not None:
                 self._calls.append((group, push.closure, push.ordinal, push.variable_set))
-        self._counted[group] = left
         self.last[group] = LastStep(step, closing)
 
     def final_below(self, closure: int) -> None:
@@ -69,4 +67,6 @@ class FollowedSteps(Generic[S]):
 
     def left(self) -> dict[int, list[tuple[int, Contribution]]]:
         """Return (step, push) of what counts in steps that are not closed, of each group."""
-        return {group: list(counted) for group, counted in self._counted.items() if counted}
+        return {
+            group: list(counted.values()) for group, counted in self._counted.items() if counted
+        }
