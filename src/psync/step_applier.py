@@ -136,7 +136,9 @@ class StepApplier:
         task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
         self._in_log.add(task)
         task.add_done_callback(self._ended_in_log)
-        return asyncio.shield(task)
+        under_way = asyncio.shield(task)
+        under_way.add_done_callback(_seen)
+        return under_way
 
     async def _when_unlocked(
         self, update: StepUpdate, known: KnownGroup, act: Callable[[], Awaitable[None] | None]
@@ -156,8 +158,7 @@ class StepApplier:
 
     def _ended_in_log(self, task: asyncio.Task[None]) -> None:
         self._in_log.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, even if ps 0 has gone
+        _seen(task)
 
     def _over(self, known: KnownGroup, claim: Claim, step: int) -> None:
         self._locks.end(claim)
@@ -242,3 +243,9 @@ class StepApplier:
     def _closed(self, update: StepUpdate) -> None:
         self._staging.closed(update.group, update.step)
         self._failpoints.hit("ps.step.applied")
+
+
+def _seen(ended: asyncio.Future[None]) -> None:
+    """Take note of an error, even if ps 0 has gone, so that nobody waits for it."""
+    if not ended.cancelled():
+        ended.exception()
