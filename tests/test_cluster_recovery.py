@@ -77,6 +77,30 @@ async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() ->
                 await coordinator.join()  # nothing was scheduled, and nothing ever can be
 
 
+@pytest.mark.virtual_time
+async def test_a_step_whose_update_will_not_be_answered_any_more_does_not_hold_up_the_error() -> (
+    None
+):
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step() -> None:
+                event_of("started").set()
+                try:
+                    await asyncio.Event().wait()
+                finally:  # it is cancelled
+                    await w.assign_add(np.ones(4, np.float32))
+
+            coordinator.schedule(step)
+            await event_of("started").wait()
+            await cluster.stop("ps-0")
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join(timeout=60)
+
+
 async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_not_hang(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
