@@ -14,7 +14,7 @@ import safetensors
 from local_training import in_step, training
 
 import psync
-from psync import checkpoint_arrays, image_service
+from psync import checkpoint_arrays, frozen_images
 from psync.checkpoint_files import Reader
 from psync.checkpoint_images import stored_images
 from psync.checkpoint_reports import differences, inspection
@@ -121,7 +121,7 @@ async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
         seen.append(path)
         return len(seen) == 2
 
-    monkeypatch.setattr(image_service, "has_text", only_the_second)
+    monkeypatch.setattr(frozen_images, "has_text", only_the_second)
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
         program = Program(strategy)
         await program.train(coordinator)

@@ -229,6 +229,8 @@ async def train(seed: int, folder: Path) -> list[psync.RollbackEvent]:
 
 
 @pytest.mark.parametrize("seed", [*range(30), 67, 76])  # two in which ps 0 notices a loss first
-def test_what_is_not_listed_counts_once(seed: int, tmp_path: Path) -> None:
-    logging.getLogger("psync").setLevel(logging.ERROR)
+def test_what_is_not_listed_counts_once(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "psync")
     run_virtual(train, seed, tmp_path, seed=seed)

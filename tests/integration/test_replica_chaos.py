@@ -356,6 +356,8 @@ async def simulate(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_dies_each_push_counts_once(seed: int, tmp_path: Path) -> None:
-    logging.getLogger("psync").setLevel(logging.CRITICAL)
+def test_whoever_dies_each_push_counts_once(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "psync")
     run_virtual(simulate, seed, tmp_path, seed=seed)
