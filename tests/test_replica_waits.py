@@ -271,3 +271,26 @@ async def test_two_processes_die_at_once_and_steps_go_on(
         training.schedule(10)
         await coordinator.join()
         await training.check()
+
+
+async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
+    """Sent before a fail-over, over a connection that was lost, and served after it."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        links = coordinator._coordinator.links
+        before = links._ps_attachment(0)
+        await cluster.kill("ps-1")
+        training.schedule(4)
+        await coordinator.join()
+        ps_0 = cluster.ps("ps-0")
+        now = ps_0._closer._all_ps._addresses if ps_0._closer is not None else []
+        assert now != before.ps_addresses
+        chief = next(peer for peer in ps_0._endpoint.peers if peer.task == CHIEF)
+        await ps_0._attach(chief, before, [])
+        assert ps_0._closer is not None
+        assert ps_0._closer._all_ps._addresses == now
+        training.schedule(4)
+        await coordinator.join()
+        await training.check()

@@ -102,6 +102,7 @@ class ClusterLinks:
         workers = _addresses(cluster, "worker")
         self._processes = _addresses(cluster, "ps")  # where each ps is at first, and grants
         self._ps = dict(self._processes)  # where it is served
+        self._moves = 0  # how often that has changed
         self.homes = list(range(len(self._ps)))  # in whose process
         self._platform = platform
         self.incarnation = 0  # until ps 0 has granted one
@@ -310,6 +311,7 @@ class ClusterLinks:
     def ps_moved(self, link: PsLink) -> None:
         """A ps has another address now, which workers that are attached from now on are told."""
         self._ps[link.task] = link.address
+        self._moves += 1
 
     @property
     def endpoint(self) -> Endpoint:
@@ -320,7 +322,7 @@ class ClusterLinks:
         # One that was started again while this program runs is of no life: see ``adoption``.
         keep = self._keep or self._up
         addresses = list(self._ps.values())
-        return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep)
+        return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep, self._moves)
 
     # worker_links.WorkerLinksOwner.
 

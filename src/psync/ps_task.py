@@ -304,7 +304,7 @@ class PsTask:
                 logger.info("%s: a new coordinator takes over, variables are %s", self.task, kept)
             if message.keep and self._attached is not None:
                 # What was decided gets to its end, wherever the others are served by now.
-                self._moved_to(message.ps_addresses)
+                self._moved_to(message.ps_addresses, self._attached.moves)
             self._coordinator = message.coordinator
             self._ledger.raise_floor(message.coordinator)  # also for what waits for its turn
             store = self._store
@@ -316,7 +316,7 @@ class PsTask:
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
                 self._host.end_below(message.coordinator)
         else:
-            self._moved_to(message.ps_addresses)
+            self._moved_to(message.ps_addresses, message.moves)
         return self._adoption.settled()
 
     def _begin(self, attach: AttachPs) -> None:
@@ -560,15 +560,17 @@ class PsTask:
         """Return who does an entry; see ``replica_host.BackupTask``."""
         return self._replayed.get(kind) or self._endpoint.handlers[kind]
 
-    def _moved_to(self, addresses: Sequence[str]) -> None:
+    def _moved_to(self, addresses: Sequence[str], moves: int) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
         assert self._attached is not None, "it is served"
         known = self._attached.ps_addresses
         if len(addresses) != len(known):  # of a cluster of another size: these are others
             return
-        if self._follower is None and addresses == known:
+        if moves < self._attached.moves or (self._follower is None and addresses == known):
             return
-        self._attached = dataclasses.replace(self._attached, ps_addresses=list(addresses))
+        self._attached = dataclasses.replace(
+            self._attached, ps_addresses=list(addresses), moves=moves
+        )
         if self._closer is not None:
             self._closer.moved(addresses)
             if self._follower is not None:

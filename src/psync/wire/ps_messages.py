@@ -29,6 +29,7 @@ class AttachPs(Message):
     ps_addresses: list[str]  # of all ps tasks: ps 0 talks to the others
     ps_timeout_s: float
     keep: bool = False  # what is held; what has begun is then carried to its end first
+    moves: int = 0  # how often a ps was served elsewhere before: of two addresses the newer counts
 
 
 @message(33)
