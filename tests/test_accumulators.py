@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from accumulator_tools import accumulator, array, refusal
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -19,25 +20,6 @@ from psync.sums import PIECE_BYTES, Pieces, at_once
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED
-
-
-def accumulator(
-    shape: tuple[int | None, ...] | None = (2,), dtype: object = "float32", **options
-) -> ConditionalAccumulator:
-    return ConditionalAccumulator(dtype, shape, name="w/part_0", **options)
-
-
-def array(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
-def refusal(call, *args, error: type[Exception] = GradientError, **options) -> str:
-    """What the error says, which names the accumulator."""
-    with pytest.raises(error) as info:
-        call(*args, **options)
-    prefix, _, message = str(info.value).partition(": ")
-    assert prefix == 'accumulator "w/part_0"'
-    return message
 
 
 class Unconvertible:

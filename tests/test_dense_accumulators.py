@@ -10,28 +10,10 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from accumulator_tools import accumulator, array, refusal
 
 from psync.dense_accumulators import ConditionalAccumulator, fits
 from psync.errors import GradientError
-
-
-def accumulator(
-    shape: tuple[int | None, ...] | None = (2,), dtype: object = "float32", **options
-) -> ConditionalAccumulator:
-    return ConditionalAccumulator(dtype, shape, name="w/part_0", **options)
-
-
-def array(*values: float) -> np.ndarray:
-    return np.array(values, np.float32)
-
-
-def refusal(call, *args, error: type[Exception] = GradientError, **options) -> str:
-    """What the error says, which names the accumulator."""
-    with pytest.raises(error) as info:
-        call(*args, **options)
-    prefix, _, message = str(info.value).partition(": ")
-    assert prefix == 'accumulator "w/part_0"'
-    return message
 
 
 class TestReduction:
