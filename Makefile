@@ -31,7 +31,7 @@ DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help demo demo-short examples test test-processes test-others chaos chaos-short coverage lint fuzz bench clean
+.PHONY: help demo demo-short examples test test-processes test-others chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,8 @@ help:
 	@echo "make examples     the other examples"
 	@echo "make test         the test suite"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
+	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
+	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
 	@echo "make coverage     every branch of the rules and of the wire, by their own tests"
 	@echo "make fuzz         what comes from outside, attacked for a minute a target (FUZZ_SECONDS=600 for longer)"
 	@echo "make lint         style, types, import law"
@@ -81,6 +83,15 @@ chaos: $(VENV)/.installed-test
 
 chaos-short: $(VENV)/.installed-test
 	$(BIN)/python -m psync.testing.chaos --seed 15 --minutes 0.7 --mode both --at-least worker=4,ps=3,chief=1
+
+# Another shape: make sim SIM="--shape sync-replica". What else there is: make sim SIM=--help
+SEEDS := 300
+sim: $(VENV)/.installed-test
+	$(BIN)/python -m psync.testing.simulation --seeds $(SEEDS) --seed $(SEED) $(if $(REPLAY),--replay $(REPLAY)) $(SIM)
+
+# Each rule that is wrong on purpose has to be noticed: an hour at most.
+sim-mutants: $(VENV)/.installed-test
+	$(BIN)/python -m psync.testing.simulation --mutants --seeds 2000 --seed $(SEED)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -399,6 +399,66 @@ async def test_a_partition_between_two_hosts_leaves_the_others_alone() -> None:
     await end(*lonely, *other)
 
 
+async def test_one_direction_between_two_hosts_may_be_closed() -> None:
+    network = MemoryNetwork()
+    accepting = await Accepting().listen(network.host("ps0"), "ps0:2222")
+    client, server = await accepting.connect(network.host("worker0"))
+    network.deafen("worker0", "ps0")
+    client.transport.write(b"lost for now")
+    server.transport.write(b"hello")
+    await client.until_received(5)
+    await settle()
+    assert server.received == b""
+    connecting = asyncio.create_task(accepting.connect(network.host("worker0")))
+    await settle()
+    assert not connecting.done()
+    network.undeafen("worker0", "ps0")
+    await server.until_received(12)
+    await end(client, server, *await connecting)
+
+
+def test_a_machine_that_has_died_answers_nobody_until_it_is_back() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        accepting = await Accepting().listen(network.host("ps0"), "ps0:2222")
+        client, _ = await accepting.connect(network.host("worker0"))
+        network.crash("ps0", silently=True)
+        connecting = asyncio.create_task(network.connect("ps0:2222", Recorder))
+        await asyncio.sleep(10)
+        assert not connecting.done()
+        assert "lost" not in client.events
+        network.revive("ps0")
+        with pytest.raises(ConnectionRefusedError):  # nobody listens there yet
+            await connecting
+        await client.until(lambda client: "lost" in client.events)
+        assert asyncio.get_running_loop().time() < 16  # it did not take the kernel's patience
+
+    run_virtual(main)
+
+
+def test_links_of_unequal_speed_deliver_out_of_the_order_of_their_making() -> None:
+    async def main() -> list[int]:
+        network = MemoryNetwork(latency=(0.001, 0.002), spread=2.0)
+        accepted: list[Recorder] = []
+
+        def accept() -> Recorder:
+            accepted.append(Recorder())
+            return accepted[-1]
+
+        await network.listen("ps0:1", accept)
+        for number in range(8):
+            transport, _ = await network.connect("ps0:1", Recorder)
+            transport.write(bytes([number]))
+        for each in [*accepted]:
+            await each.until_received(1)
+        await asyncio.sleep(1)
+        return [each.received[0] for each in accepted]
+
+    order = run_virtual(main)
+    assert sorted(order) == list(range(8))
+    assert order != sorted(order)
+
+
 async def test_connecting_through_a_partition_waits_until_it_heals() -> None:
     network = MemoryNetwork()
     accepting = await Accepting().listen(network, "ps0:2222")
@@ -533,6 +593,7 @@ def test_latency_is_virtual_time_and_nothing_overtakes() -> None:
         ({"chunk": (0, 5)}, r"expected 1 <= chunk\[0\] <= chunk\[1\], got \(0, 5\)"),
         ({"chunk": (6, 5)}, r"expected 1 <= chunk\[0\] <= chunk\[1\], got \(6, 5\)"),
         ({"kernel_bytes": -1}, "expected kernel_bytes >= 0, got -1"),
+        ({"spread": -1.0}, "expected spread >= 0, got -1.0"),
     ],
 )
 def test_impossible_settings_are_refused(options, message) -> None:

@@ -54,9 +54,12 @@ class Fabric:
     chunk: tuple[int, int]
     check_buffers: bool
     kernel_bytes: int
+    spread: float = 0.0
     problems: list[BufferChanged] = field(default_factory=list)
     links: dict[int, Link] = field(default_factory=dict)  # live ones, by number
     separations: list[tuple[str, str | None]] = field(default_factory=list)
+    deaf: list[tuple[str, str]] = field(default_factory=list)  # from whom nothing gets to whom
+    stopped: set[str] = field(default_factory=set)  # hosts whose processes take nothing
     on_delivery: Callable[[Link, str, int], None] | None = None
 
     def stream(self, name: str) -> random.Random:
@@ -92,6 +95,11 @@ class Direction:
         self._stalled = False
         self._cut_after: int | None = None
         self._random = link.fabric.stream(f"{link.number}:{name}")
+        ends = link.ends
+        hosts = ends.client_host, ends.server_host
+        self._hosts = hosts if name == "to_server" else hosts[::-1]  # from, to
+        spread = link.fabric.spread
+        self._slower = 10 ** (self._random.random() * spread) if spread else 1.0
         self._context = contextvars.Context()  # nobody's: the transports have their own
 
     def __repr__(self) -> str:
@@ -154,7 +162,11 @@ class Direction:
         self.end(reset_error("the peer aborted the connection") if is_reset else None)
 
     def drop_unsent(self) -> None:
-        """Forget what is in the sender's write buffer."""
+        """Forget what is in the sender's write buffer, and not in the kernel's.
+
+        The kernel has what is on its way, as far as it has room; it goes on sending that.
+        """
+        self._take()
         self._segments = deque(segment for segment in self._segments if segment.is_taken)
         self.buffered_bytes = 0
 
@@ -176,7 +188,8 @@ class Direction:
             self._pump_handle = loop.call_soon(self._pump, due, context=context)
 
     def _draw_arrival(self) -> float:
-        arrival = self.link.loop.time() + self._random.uniform(*self.link.fabric.latency)
+        latency = self._random.uniform(*self.link.fabric.latency) * self._slower
+        arrival = self.link.loop.time() + latency
         self._last_due = max(self._last_due, arrival)  # nothing overtakes
         return self._last_due
 
@@ -187,7 +200,10 @@ class Direction:
         return size if self._cut_after is None else min(size, self._cut_after)
 
     def _is_blocked(self) -> bool:
-        if self.link.is_partitioned:
+        fabric = self.link.fabric
+        if self.link.is_partitioned or self._hosts[1] in fabric.stopped:
+            return True
+        if fabric.deaf and self._hosts in fabric.deaf:
             return True
         return not self.receiver.is_lost and (self._stalled or not self.receiver.takes_bytes())
 
@@ -248,18 +264,26 @@ class Direction:
 
     def _absorb(self) -> None:
         """Let the kernel take whole segments while it has room."""
+        changed = self._take()
+        if changed is None:
+            self.sender.sent()
+        else:
+            self._verify(changed)
+
+    def _take(self) -> Segment | None:
+        """Copy whole segments out of the writer's hands; return one that was changed there."""
         for segment in self._segments:
             if segment.is_taken:
                 continue
             num_bytes = segment.left_bytes
             if self._kernel_bytes + num_bytes > self.link.fabric.kernel_bytes:
                 break
-            if not self._verify(segment):
-                return
+            if not segment.is_intact():
+                return segment
             segment.take()
             self._kernel_bytes += num_bytes
             self.buffered_bytes -= num_bytes
-        self.sender.sent()
+        return None
 
     def _refuse(self) -> None:
         """Answer bytes for a closed socket as a kernel does: with a reset."""

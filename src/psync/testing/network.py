@@ -24,6 +24,12 @@ Factory = Callable[[], asyncio.BufferedProtocol]
 
 _FIRST_FREE_PORT = 20_000
 
+KEEPALIVE_S = 25.0
+"""Until a kernel gives up a connection to a machine that has died."""
+
+PING_S = 5.0
+"""Within which it sends something on a connection: if that machine runs again, it says no."""
+
 
 class MemoryHost:
     """A network as one host sees it: what it connects and listens to bears its name.
@@ -108,6 +114,9 @@ class MemoryNetwork:
         check_buffers: Whether to watch over what was written; costs two checksums of it.
         kernel_bytes: What the kernels hold per direction while the receiver takes nothing; only
             what is beyond counts in ``get_write_buffer_size()``.
+        spread: How unequal links are: each direction of one has latencies of its own, which are
+            up to ``10 ** spread`` times longer, and connections are accepted late, so perhaps in
+            another order than they were made. 0: all are alike.
 
     Attributes:
         problems: Every ``BufferChanged`` so far.
@@ -124,6 +133,7 @@ class MemoryNetwork:
         chunk: tuple[int, int] = (1, 65_536),
         check_buffers: bool = True,
         kernel_bytes: int = 65_536,
+        spread: float = 0.0,
     ) -> None:
         if not 0 <= latency[0] <= latency[1]:
             raise ConfigurationError(f"expected 0 <= latency[0] <= latency[1], got {latency}")
@@ -131,13 +141,16 @@ class MemoryNetwork:
             raise ConfigurationError(f"expected 1 <= chunk[0] <= chunk[1], got {chunk}")
         if kernel_bytes < 0:
             raise ConfigurationError(f"expected kernel_bytes >= 0, got {kernel_bytes}")
-        self._fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes)
+        if spread < 0:
+            raise ConfigurationError(f"expected spread >= 0, got {spread}")
+        self._fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes, spread)
         self._random = self._fabric.stream("connect")
         self._numbers = itertools.count()
         self._ports = itertools.count(_FIRST_FREE_PORT)
         self._listeners: dict[str, MemoryListener] = {}
         self._refused: set[str] = set()
         self._unreachable: list[asyncio.Future[None]] = []  # who waits for a partition to heal
+        self._dead: dict[str, tuple[list[str], list[Link]]] = {}  # machines: addresses, connections
 
     # The interface of a network.
 
@@ -214,6 +227,17 @@ class MemoryNetwork:
         self._fabric.separations.remove((a, b))
         self._look_again()
 
+    def deafen(self, a: str, b: str) -> None:
+        """Let nothing through from host ``a`` to host ``b`` until ``undeafen``; what ``b`` sends
+        arrives. New connections between them wait."""
+        self._fabric.deaf.append((a, b))
+        self._look_again()
+
+    def undeafen(self, a: str, b: str) -> None:
+        """End a ``deafen`` with the same arguments."""
+        self._fabric.deaf.remove((a, b))
+        self._look_again()
+
     def refuse(self, where: str) -> None:
         """Refuse new connections to ``where``, until ``admit``."""
         self._refused.add(where)
@@ -221,6 +245,53 @@ class MemoryNetwork:
     def admit(self, where: str) -> None:
         """End ``refuse``."""
         self._refused.discard(where)
+
+    def stop(self, host: str) -> None:
+        """Let a host's process take nothing until ``go_on``, as if it had got SIGSTOP.
+
+        Its kernel lives: connections are accepted, and so much is taken as there is room for.
+        """
+        self._fabric.stopped.add(host)
+        self._look_again()
+
+    def go_on(self, host: str) -> None:
+        """End ``stop``."""
+        self._fabric.stopped.discard(host)
+        self._look_again()
+
+    def crash(self, host: str, *, silently: bool = False) -> None:
+        """End what a host's process has on the network, as its kernel does when it is killed.
+
+        Args:
+            host: Whose process has died.
+            silently: The machine has died, too: nobody is told, what was on its way is lost, and
+                who connects waits until ``revive``.
+        """
+        self._fabric.stopped.discard(host)
+        for listener in list(self._listeners.values()):
+            if listener.host == host:
+                listener.close()
+                if silently:
+                    self._dead.setdefault(host, ([], []))[0].append(listener.address)
+        for link in self.links(host):
+            if silently:
+                link.partition()
+                self._dead.setdefault(host, ([], []))[1].append(link)
+                # Keepalive finds it out at last.
+                link.loop.call_later(KEEPALIVE_S, link.cut, context=contextvars.Context())
+                continue
+            if link.ends.client_host == host:
+                link.client.abort()
+            if link.ends.server_is(host):
+                link.server.abort()
+
+    def revive(self, host: str) -> None:
+        """Let a machine that has died silently run again: it knows no connection of before."""
+        _, links = self._dead.pop(host, ([], []))
+        for link in links:  # it answers with a reset when the next ping comes
+            after = self._random.uniform(0.0, PING_S)
+            link.loop.call_later(after, link.cut, context=contextvars.Context())
+        self._look_again()
 
     def trace_deliveries(self, trace: Callable[[Link, str, int], None] | None) -> None:
         """Let ``trace(link, direction, num_bytes)`` be called for every delivered piece."""
@@ -236,6 +307,15 @@ class MemoryNetwork:
     def _ends(self, client_host: str, address: str) -> Ends:
         listener = self._listeners.get(address)
         return Ends(client_host, listener.host if listener else "", address)
+
+    def _cannot_reach(self, host: str, address: str) -> bool:
+        """Whether nobody answers who connects there, not even with a refusal."""
+        ends = self._ends(host, address)
+        return (
+            self._fabric.are_separated(ends)
+            or any(ends.are(a, b) for a, b in self._fabric.deaf)
+            or any(address in addresses for addresses, _ in self._dead.values())
+        )
 
     def _listen(self, host: str, address: str, factory: Factory) -> MemoryListener:
         name, colon, port = address.rpartition(":")
@@ -253,7 +333,7 @@ class MemoryNetwork:
     ) -> tuple[asyncio.Transport, asyncio.BufferedProtocol]:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self._random.uniform(*self._fabric.latency))
-        while self._fabric.are_separated(self._ends(host, address)):
+        while self._cannot_reach(host, address):
             waiter = loop.create_future()
             self._unreachable.append(waiter)
             try:
@@ -270,7 +350,11 @@ class MemoryNetwork:
         client_context, server_context = contextvars.copy_context(), listener.context.copy()
         link = Link(next(self._numbers), ends, self._fabric, client_context, server_context)
         opened = loop.create_future()
-        loop.call_soon(listener.accept, link, context=server_context)
+        if self._fabric.spread:
+            late = self._random.uniform(*self._fabric.latency) * self._random.choice((0, 1, 10))
+            loop.call_later(late, listener.accept, link, context=server_context)
+        else:
+            loop.call_soon(listener.accept, link, context=server_context)
         loop.call_soon(_open_client, link, protocol, opened, context=client_context)
         try:
             is_open = await opened

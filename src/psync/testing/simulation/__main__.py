@@ -1,0 +1,213 @@
+"""Command line of the simulator: many seeds, one seed again, one plan made smaller.
+
+Layer: L5. Imports: testing.simulation.drawing, testing.simulation.marks,
+testing.simulation.mutants, testing.simulation.plan, testing.simulation.shrink,
+testing.simulation.sweep, testing_switches.
+
+    python -m psync.testing.simulation --seeds 300 --seed 1     # what CI does
+    python -m psync.testing.simulation --replay 17              # one seed, and all that happened
+    python -m psync.testing.simulation --replay 17 --shrink out/17.json
+    python -m psync.testing.simulation --plan out/17.json       # what shrinking has left
+    python -m psync.testing.simulation --mutants                # what finds what is wrong?
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from psync.testing.simulation.drawing import SHAPES, drawn
+from psync.testing.simulation.marks import MARKS, MUST_BE_REACHED_BY
+from psync.testing.simulation.mutants import MUTANTS
+from psync.testing.simulation.plan import Plan
+from psync.testing.simulation.shrink import shrunk, table
+from psync.testing.simulation.sweep import (
+    Job,
+    Sweep,
+    commit,
+    difference,
+    hunt,
+    run_all,
+    seeds,
+    serve,
+    told,
+)
+from psync.testing_switches import NAMES
+
+NOISE = ("bytes", "message", "place")
+"""Entries of a trace that are shown only if they are asked for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code: 1 if something was found."""
+    options = _parser().parse_args(argv)
+    if options.serve:
+        answers, sys.stdout = sys.stdout, sys.stderr
+        serve(sys.stdin, answers)
+        return 0
+    if options.mutants:
+        return asyncio.run(_mutants(options))
+    if options.replay is not None or options.plan is not None:
+        return _replay(options)
+    return asyncio.run(_sweep(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m psync.testing.simulation",
+        description="Simulate whole clusters that things happen to, and look for broken promises.",
+    )
+    parser.add_argument("--seeds", type=int, default=300, help="how many (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="the first (%(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="any", help="what is drawn")
+    parser.add_argument("--commit-share", type=float, default=0.0, metavar="SHARE",
+                        help="so many seeds are drawn from the commit's hash")  # fmt: skip
+    parser.add_argument("--twins", type=float, default=0.05, metavar="SHARE",
+                        help="so many run twice and are compared (%(default)s)")  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--without", action="append", choices=sorted(NAMES), default=[],
+                        help="switch a safeguard off")  # fmt: skip
+    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
+    parser.add_argument("--canary", action="store_true", help="one seed in 100 fails on purpose")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one, and print everything")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="replay what --shrink wrote")
+    parser.add_argument("--shrink", type=Path, metavar="FILE", help="make a plan smaller")
+    parser.add_argument("--twice", action="store_true", help="run --replay twice, and compare")
+    parser.add_argument("-v", "--verbose", action="store_true", help="messages and places, too")
+    parser.add_argument("--mutants", action="store_true", help="look for each mutant")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _job(options: argparse.Namespace, seed: int, plan: str = "", *, trace: bool = False) -> Job:
+    without = tuple(options.without)
+    return Job(seed, options.shape, plan, without, options.mutant, options.canary, trace)
+
+
+async def _sweep(options: argparse.Namespace) -> int:
+    """Run many seeds, and print what they have shown."""
+    began = time.monotonic()
+    sweep = Sweep()
+    drawn_seeds = seeds(options.seed, options.seeds, options.commit_share)
+    jobs = [_job(options, seed) for seed in drawn_seeds]
+    hashes = {}
+    async for job, report in run_all(jobs, options.jobs):
+        sweep.add(job, report)
+        hashes[job] = report.trace_hash
+        if report.oracle:
+            _print_violation(job, report.oracle, report.violation, report.at_s, report.entry)
+        if sweep.seeds % 1000 == 0:
+            print(f"... {sweep.seeds} seeds, {len(sweep.violations)} violations", flush=True)
+    seconds = time.monotonic() - began
+    twins = jobs[:: round(1 / options.twins)] if options.twins else []
+    for job in await _differing(twins, hashes, options.jobs):
+        found = await difference(job) or (
+            f"two runs of seed {job.seed} differ, but not in fresh processes: what ran before it "
+            "in its process has left something"
+        )
+        print(f"\n{found}")
+        return 1
+    _print_summary(sweep, seconds, len(twins))
+    missed = [name for name in MARKS if not sweep.marks[name]]
+    blind = bool(missed) and sweep.seeds >= MUST_BE_REACHED_BY and options.shape == "any"
+    if blind:
+        print(f"the simulator has gone blind: never reached in {sweep.seeds} seeds: {missed}")
+    return 1 if sweep.violations or blind else 0
+
+
+async def _differing(twins: Sequence[Job], hashes: dict[Job, str], num_children: int) -> list[Job]:
+    """Run jobs again, each in a fresh process with another PYTHONHASHSEED."""
+    return [
+        job
+        async for job, report in run_all(twins, num_children, hash_seed=1001, fresh=True)
+        if report.trace_hash != hashes[job]
+    ]
+
+
+def _print_violation(job: Job, oracle: str, violation: str, at_s: float, entry: int) -> None:
+    at = commit()[:10]
+    print(f"{'at ' + at + ': ' if at else ''}{job.command()}  # {oracle}, at {at_s:.4f} s, "
+          f"entry {entry}")  # fmt: skip
+    for line in violation.splitlines()[:5]:
+        print(f"    {line[:1000]}")
+    sys.stdout.flush()
+
+
+def _print_summary(sweep: Sweep, seconds: float, num_twins: int) -> None:
+    print(f"\nfaults that happened, by kind:\n{_columns(sweep.injected)}")
+    print("\nmarks: how often reached, in how many seeds:")
+    for name in MARKS:
+        print(f"  {sweep.marks[name]:7d} {sweep.reached[name]:6d}  {name}")
+    print(f"\n{sum(bool(sweep.marks[name]) for name in MARKS)} of {len(MARKS)} marks reached; "
+          f"{num_twins} seeds ran twice and were the same")  # fmt: skip
+    print(f"{sweep.seeds} seeds, {sweep.virtual_s:.0f} virtual seconds, {seconds:.0f} s, "
+          f"{sweep.seeds / max(seconds, 0.001):.1f} seeds a second, "
+          f"{len(sweep.violations)} violations")  # fmt: skip
+    for job, report in sweep.violations:
+        print(f"  {job.command()}  # {report.oracle}, at {report.at_s:.4f} s, entry {report.entry}")
+
+
+def _columns(counts: dict[str, int]) -> str:
+    return "\n".join(f"  {counts[name]:7d}  {name}" for name in sorted(counts))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    """Run one plan here, and print all that happened; make it smaller if that is wanted."""
+    if options.plan is not None:
+        plan = Plan.from_json(options.plan.read_text())
+    else:
+        plan = drawn(options.replay, options.shape)
+    job = _job(options, plan.seed, plan.to_json(), trace=True)
+    if options.twice:
+        found = asyncio.run(difference(job))
+        print(found or "the same twice")
+        return 1 if found else 0
+    if options.shrink is not None:
+        smaller, report = shrunk(
+            plan, lambda each: _job(options, each.seed, each.to_json(), trace=True).run(), print
+        )
+        options.shrink.parent.mkdir(parents=True, exist_ok=True)
+        options.shrink.write_text(smaller.to_json())
+        print(table(smaller, report))
+        print(f"\npython -m psync.testing.simulation --plan {options.shrink}")
+        return 1 if report.oracle else 0
+    print(table(plan, None))
+    report = job.run()
+    for entry in report.trace:
+        if options.verbose or entry[2] not in NOISE:
+            print(told(entry))
+    print(f"\nseed {plan.seed}: {report.virtual_s:.4f} virtual seconds, {report.turns} turns, "
+          f"trace {report.trace_hash}")  # fmt: skip
+    print(f"marks: {', '.join(sorted(report.marks))}")
+    if report.oracle:
+        print(f"violation at {report.at_s:.4f} s, entry {report.entry}:\n{report.violation}")
+    return 1 if report.oracle else 0
+
+
+async def _mutants(options: argparse.Namespace) -> int:
+    """Look for each mutant, and print the table; one that is not found is a failure."""
+    began = time.monotonic()
+    names = [options.mutant] if options.mutant else list(MUTANTS)
+    print("| mutant | the rule that it breaks | found by | seeds |\n|---|---|---|---|")
+    missed = []
+    for name in names:
+        found = await hunt(name, options.seed, options.seeds, options.jobs)
+        print(f"| `{name}` | {MUTANTS[name].breaks} | {found.oracle or '-'} | {found.tried} |",
+              flush=True)  # fmt: skip
+        if found.job is None:
+            missed.append(name)
+        elif options.verbose:
+            print(f"  {found.job.command()}")
+    print(f"\n{len(names) - len(missed)} of {len(names)} found, {time.monotonic() - began:.0f} s")
+    if missed:
+        print(f"not found within {options.seeds} seeds: {', '.join(missed)}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

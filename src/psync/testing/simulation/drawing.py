@@ -1,0 +1,231 @@
+"""The plan of a seed, drawn: cluster, program and faults.
+
+Layer: L5. Imports: testing.simulation.faults, testing.simulation.plan, testing.simulation.tight.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from psync.testing.simulation.faults import FaultDraw
+from psync.testing.simulation.plan import Batch, Call, ClosurePlan, GroupPlan, Plan
+from psync.testing.simulation.tight import SIZES
+
+
+def drawn(seed: int, shape: str = "any") -> Plan:
+    """Return the plan of a seed.
+
+    Args:
+        seed: Of everything.
+        shape: One of ``SHAPES``: what is drawn is of this kind.
+    """
+    rng = random.Random(f"{seed}:{shape}:plan")
+    return _Draw(seed, rng, shape).plan()
+
+
+def _duration(batches: Sequence[Batch], num_workers: int) -> float:
+    """Estimate how long the program trains if nothing happens, in seconds."""
+    pauses = sum(
+        call.pause_s for batch in batches for each in batch.closures for call in each.calls
+    )
+    return 0.3 + sum(batch.pause_s + 0.1 for batch in batches) + 1.5 * pauses / num_workers
+
+
+RULES = ("Momentum", "Adam", "Adagrad", "RMSprop", "AMSGrad", "Nadam", "Lamb")
+"""Of groups; all but the last also of table "moved"."""
+
+ASYNCHRONOUS = ("dense", "rows", "added", "both", "moved", "scattered", "held", "counted",
+                "averaged", "metered")  # fmt: skip
+
+WORKS = ("ganged", "visited")
+
+SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint")
+
+
+class _Draw:
+    """Draws one plan."""
+
+    def __init__(self, seed: int, rng: random.Random, shape: str) -> None:
+        self.seed = seed
+        self.rng = rng
+        self.shape = shape
+        self.columns: dict[str, int] = {}
+
+    def plan(self) -> Plan:
+        rng, shape = self.rng, self.shape
+        recovery = {
+            "replica": "replica", "sync-replica": "replica", "checkpoint": "checkpoint"
+        }.get(shape) or rng.choice(
+            ("replica", "replica", "replica", "checkpoint", "checkpoint", "none"))  # fmt: skip
+        num_ps = rng.choice((2, 2, 3)) if recovery == "replica" else rng.choice((1, 2, 2, 3))
+        num_workers = rng.choice((1, 2, 2, 3))
+        num_groups = rng.choice((0, 1, 1, 2))
+        if shape.startswith("sync"):
+            num_groups = rng.choice((1, 1, 2))
+        elif shape == "async":
+            num_groups = 0
+        groups = tuple(self._group(num_workers) for _ in range(num_groups))
+        kinds = self._kinds(num_groups)
+        self.weighted = {
+            f"sync{number}"
+            for number, group in enumerate(groups)
+            if not group.rows and rng.random() < 0.5  # of rows each is divided by its own weights
+        }
+        batches = tuple(self._batch(kinds, recovery) for _ in range(rng.choice((1, 1, 2, 3))))
+        train_s = _duration(batches, num_workers) * rng.choice((0.7, 1.0, 1.5))
+        low = rng.choice((0.0, 0.0002, 0.001))
+        padding = rng.choice((0, 0, 0, 0, 9_000))
+        latency = (low, low + rng.choice((0.0, 0.001, 0.01, 0.1)))
+        tightness = rng.choice((0.0, 0.0, 0.0, 0.1, 0.5))
+        bound = rng.choice((-1, -1, 0, 1, 3))
+        self.num_shards = rng.choice((1, num_ps, num_ps, 2 * num_ps))
+        return Plan(
+            seed=self.seed,
+            num_ps=num_ps,
+            num_workers=num_workers,
+            num_shards=self.num_shards,
+            recovery=recovery,
+            attach=rng.random() < 0.5,
+            latency=latency,
+            chunk=rng.choice(((1, 4096), (1 << 10, 1 << 16), (1 << 14, 1 << 20))),
+            padding=padding,
+            fillers=rng.randrange(3),
+            groups=groups,
+            bound=bound,
+            batches=batches,
+            faults=FaultDraw(
+                rng, num_ps, num_workers, recovery, train_s, has_steps=bool(groups)
+            ).draw(),
+            train_s=train_s,
+            # With both, a ping takes as long as a peer may be silent.
+            spread=rng.choice((0.0, 0.0, 1.0, 1.0 if latency[1] >= 0.1 else 2.0)),
+            limits=self._limits(),
+            first_step=rng.choice((0, 0, 5)) if groups else 0,
+            all_workers=rng.random() < (0.3 if bound < 0 else 0.6),  # then clocks are certain
+            rule=rng.choice(RULES[:-1]),
+            accumulator={
+                "reduction_type": rng.choice(("SUM", "MEAN")),
+                "max_staleness": rng.choice((0, 0, 2)),
+            },
+            cancels_takes=rng.random() < 0.3,
+            works=tuple(name for name in WORKS if rng.random() < 0.15),
+            sizes=self._sizes(tightness, has_padding=padding > 0),
+            layouts=self._layouts(recovery, num_ps, groups),
+        )
+
+    def _sizes(self, tightness: float, *, has_padding: bool) -> dict[str, int]:
+        """Draw which sizes are small; blocks often are, so that others come in between."""
+        rng = self.rng
+        if has_padding:  # of many pieces, which would take long
+            return {}
+        sizes = {
+            name: rng.choice(sizes)
+            for name, (_, sizes) in SIZES.items()
+            if rng.random() < tightness
+        }
+        if rng.random() < 0.25:
+            sizes |= {"blocks": rng.choice((8, 64)), "turns": 0}
+        return sizes
+
+    def _layouts(
+        self, recovery: str, num_ps: int, groups: Sequence[GroupPlan]
+    ) -> tuple[tuple[int, int], ...]:
+        """Draw as how many ps tasks and shards later lives restore."""
+        rng = self.rng
+        if recovery == "none" or rng.random() < 0.75:
+            return ()
+        # A norm is summed up shard by shard, so with others its last bit may differ.
+        shards = (1, 2, 3, num_ps, 2 * num_ps)
+        cut_alike = any(group.limits or group.rule == "Lamb" for group in groups)
+        least = 2 if recovery == "replica" else 1
+        return tuple(
+            (rng.randint(least, num_ps), self.num_shards if cut_alike else rng.choice(shards))
+            for _ in range(rng.choice((1, 2)))
+        )
+
+    def _kinds(self, num_groups: int) -> list[str]:
+        """Draw which tables are used, with wild weights."""
+        rng = self.rng
+        of_groups = [f"sync{number}" for number in range(num_groups)]
+        if self.shape.startswith("sync"):
+            return of_groups
+        kinds = rng.sample(ASYNCHRONOUS, rng.choice((1, 1, 2, 3))) + of_groups
+        return [kind for kind in kinds for _ in range(rng.choice((1, 1, 5)))]
+
+    def _group(self, num_workers: int) -> GroupPlan:
+        rng = self.rng
+        total = rng.choice((num_workers, num_workers, max(1, num_workers - 1), 1))
+        needed = max(1, total + rng.choice((-2, -1, 0, 0, 0, 1, 3)))
+        options: dict[str, Any] = {
+            "reduction": rng.choice(("sum", "sum", "mean")), "pull_ahead": rng.random() < 0.5
+        }  # fmt: skip
+        match rng.choice(("free", "free", "strict", "deterministic", "tensorflow_compat")):
+            case "free":
+                pass
+            case bound:
+                options[bound] = True
+                needed = total if bound == "deterministic" else needed
+        options |= {
+            "replicas_to_aggregate": needed,
+            "total_num_replicas": total,
+            "min_replicas": rng.choice((1, 1, 1, min(2, total), total)),
+            "patience_s": rng.choice((10_000.0, 10_000.0, 1.0)),
+        }
+        rows = rng.random() < 0.2
+        if rows and rng.random() < 0.5:
+            options["sparse_divisor"] = "total"
+        rule = rng.choice(("SGD", "SGD", "SGD", rng.choice(RULES)))
+        if rule == "Lamb" and rows:
+            rule = "Adam"
+        limits = rng.choice(({}, {}, {}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}))
+        decay = {"decay": rng.choice((0.0, 0.5, 0.99)), "num_updates": rng.random() < 0.5}
+        averages = rng.choice(({}, {}, decay))
+        return GroupPlan(options, rng.random() < 0.5, rule, dict(limits), rows, averages)
+
+    def _weight(self, kind: str) -> float:
+        """Draw a weight: a power of two, with which sums are exact."""
+        drawn: float = self.rng.choice((1.0, 1.0, 0.5, 2.0))
+        return drawn if kind in self.weighted else 1.0
+
+    def _limits(self) -> dict[str, int]:
+        """Draw limits that are legal, and so low that tasks wait for each other all the time."""
+        rng = self.rng
+        low = {"unfinished_bytes": (1, 4096), "handshakes": (2, 4)}
+        if rng.random() < 0.75:
+            return {}
+        return {name: rng.choice(values) for name, values in low.items() if rng.random() < 0.5}
+
+    def _column(self, kind: str) -> int:
+        self.columns[kind] = self.columns.get(kind, -1) + 1
+        return self.columns[kind]
+
+    def _batch(self, kinds: Sequence[str], recovery: str) -> Batch:
+        rng = self.rng
+        pause_s = rng.choice((0.0, 0.002, 0.02, 0.3, 1.0))
+        may_fail, may_cancel = rng.choice((0, 0, 0.1)), rng.choice((0, 0, 0.2))
+        closures = []
+        for number in range(rng.choice((1, 2, 4, 12))):
+            calls = []
+            for _ in range(rng.choice((1, 1, 2))):
+                kind = rng.choice(kinds)
+                calls.append(
+                    Call(
+                        kind,
+                        self._column(kind),
+                        rng.random() < 0.7,
+                        round(rng.random() * pause_s, 5),
+                        self._weight(kind),
+                    )
+                )
+            closures.append(
+                ClosurePlan(
+                    tuple(calls),
+                    fails=rng.random() < may_fail,
+                    cancel_s=rng.random() * 2 if rng.random() < may_cancel else None,
+                    needs=rng.randrange(number) if number and rng.random() < 0.1 else -1,
+                )
+            )
+        save = "" if recovery == "none" else rng.choice(("", "hot", "quiet", "hot"))
+        return Batch(tuple(closures), save, rng.choice((0.0, 0.0, 0.5, 3.0)))

@@ -1,0 +1,448 @@
+"""The journal of a simulated run: what the program did, what it and its steps were told.
+
+Layer: L5. Imports: context, events, testing.simulation.oracle, testing.simulation.plan,
+testing.simulation.processes, testing.simulation.tables.
+
+The journal lives outside of the simulated processes, so no death takes anything back. What a dead
+process would still say is not heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from psync.context import current_closure
+from psync.events import FailoverEvent, RollbackEvent
+from psync.testing.simulation import oracle
+from psync.testing.simulation.plan import Call, ClosurePlan, Plan
+from psync.testing.simulation.processes import current_process
+from psync.testing.simulation.tables import Fault, Look, Table, Values
+
+LOOKED_AFTER_S = 1.0
+"""After which what was pulled is compared: until then the program has heard of every rollback."""
+
+
+class Violation(AssertionError):
+    """A promise was broken.
+
+    Attributes:
+        oracle: Which check found it: shrinking keeps to the same one.
+        at_s: When it was found.
+    """
+
+    def __init__(self, oracle: str, message: str, at_s: float | None = None) -> None:
+        super().__init__(f"{oracle}: {message}")
+        self.oracle = oracle
+        self.at_s = asyncio.get_running_loop().time() if at_s is None else at_s
+
+
+@dataclass
+class Note:
+    """One call of a run, as its worker saw it."""
+
+    call: str  # numbers of its closure, and of it in the closure
+    began: float
+    local: int | None = None  # step of the values, as far as it is known; -1: the first
+    outcome: str | None = None  # None: nobody was told
+    staleness: int = 0
+    token: int = -1
+    partial: bool = False
+    count: int = 0  # pushes in its step
+
+    def told(self, result: Any) -> Note:
+        """Note the result of a push."""
+        self.outcome, self.staleness = str(result.outcome.value), result.staleness
+        self.token, self.partial, self.count = result.step, result.partial, result.count
+        return self.heard()
+
+    def heard(self, outcome: str = "") -> Note:
+        """Say what was told."""
+        self.outcome = outcome or self.outcome
+        Journal.current().say("told", f"{self.call} {self.outcome}")
+        return self
+
+
+@dataclass
+class Run:
+    """One run of a closure on a worker."""
+
+    closure: int
+    worker: str
+    era: tuple[int, int]  # lives of the program, and rollbacks that it had heard of
+    session: object  # one for each incarnation of the worker
+    pulled: dict[str, int] = field(default_factory=dict)  # lowest step that was seen, by table
+    notes: dict[int, Note] = field(default_factory=dict)  # by the ordinal of a call
+    ordinal: int = 0  # of the call that is made
+
+    def say(self, kind: str) -> None:
+        """Note something for the report."""
+        Journal.current().say(kind)
+
+    def end_round(self, table: str, note: Note) -> None:
+        """A push that may have to wait for others was answered."""
+        Journal.current().end_round(table, self, note)
+
+    def begin(self, call: Call) -> Note:
+        """Note that a call is made."""
+        Journal.current().rounds_of(self.worker)[0] += 1
+        name = f"{self.closure} {self.ordinal}"
+        note = self.notes[self.ordinal] = Note(name, asyncio.get_running_loop().time())
+        Journal.current().say("call", name)
+        return note
+
+
+@dataclass
+class Closure:
+    """One closure of one life of the program."""
+
+    number: int
+    plan: ClosurePlan
+    life: int
+    id: int = -1  # as rollback events name it
+    state: str = "open"  # then "done", "failed" or "cancelled"; "lost" with its program
+    outcomes: tuple[str, ...] = ()
+    undone: bool = False  # named by a rollback
+    settled: bool = False  # a join without an error has returned since then
+    runs: list[Run] = field(default_factory=list)
+
+    def ended(self, state: str, outcomes: Sequence[str] = ()) -> None:
+        """Note what the program was told."""
+        if _is_heard():
+            self.state, self.outcomes = state, tuple(outcomes)
+            Journal.current().say("ended", f"{self.number} {state}")
+
+
+@dataclass
+class Save:
+    """One attempt to save."""
+
+    began: frozenset[int]  # closures that had ended then, and were not undone
+    settled: frozenset[int]  # those of them whose synchronous pushes were applied
+    noted: Mapping[str, Any]  # what tables knew then, by name
+    life: int
+    layout: tuple[int, int]  # numbers of ps tasks, and of shards of a variable
+    name: str | None = None  # of the checkpoint; None: it failed, or was cut short
+    scheduled: int | None = None  # how many closures had been scheduled when it ended
+    marks: Mapping[str, np.ndarray] = field(default_factory=dict)  # in its files, by table
+
+    def failed(self, error: Exception) -> None:
+        """It was refused, or a ps was lost meanwhile."""
+        Journal.current().say("save failed", repr(error))
+
+    def ended(self, name: str) -> None:
+        """It is complete."""
+        if _is_heard():
+            self.name = name
+            self.scheduled = len(Journal.current().closures)
+            Journal.current().say("saved", name)
+
+
+def _is_heard() -> bool:
+    process = current_process.get()
+    return process is None or not process.is_dead
+
+
+class Journal:
+    """Of one run.
+
+    Args:
+        plan: Of the run.
+        tables: That its closures change, by name.
+    """
+
+    _current: Journal
+
+    def __init__(self, plan: Plan, tables: Mapping[str, Table]) -> None:
+        Journal._current = self
+        self.plan = plan
+        self.tables = tables
+        self.closures: list[Closure] = []
+        self.saves: list[Save] = []
+        self.events: list[Any] = []
+        self.lives = 0
+        self.next_batch = 0
+        self.next_spare = 0
+        self.ended = False
+        self.ends = 0  # lives that came to the end of the program
+        self.left: Any = None  # name of the last checkpoint at such an end, and all values there
+        self.listener: Callable[..., None] = lambda *_: None  # told of all that is said
+        self.violations: list[Violation] = []
+        self.own = [0, 0]  # updates of the program itself: begun, ended
+        self.own_base = np.zeros(1, np.int64)  # what was there on each shard before
+        self.baseline: dict[str, np.ndarray] = {}  # marks when this life began
+        self.held: frozenset[int] = frozenset()  # closures of former lives that still count
+        self.dropped = 0  # closures whose marks are not on the ps tasks since they began anew
+        self.kept: dict[str, np.ndarray] | None = None  # marks then; None: nobody knows
+        self.moved: dict[str, str] = {}  # in whose process a ps is served, since one was lost
+        self._rolled_back = False  # in this life
+        self.gangs = 0  # that run
+        self.worked = 0  # how often what works beside the batches has scheduled something
+        self.is_calm = True  # nothing has gone wrong yet
+        self.at_work: Counter[str] = Counter()  # runs that are under way, by worker
+        self._rounds: dict[str, list[int]] = {}  # by worker: rounds begun, rounds ended
+
+    @classmethod
+    def current(cls) -> Journal:
+        """Return the journal of the run that is under way."""
+        return cls._current
+
+    @property
+    def has_rolled_back(self) -> bool:
+        """Whether anything was rolled back in any life."""
+        return any(isinstance(event, RollbackEvent) for event in self.events)
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether anything was rolled back in this life."""
+        return self._rolled_back
+
+    @property
+    def era(self) -> tuple[int, int]:
+        """How many lives and rollbacks there were: what was told in another one may be undone."""
+        return self.lives, sum(isinstance(event, RollbackEvent) for event in self.events)
+
+    def calls_of(self, table: str) -> dict[int, tuple[Closure, int, Call]]:
+        """Return all calls that change a table, by their columns."""
+        return {
+            call.column: (closure, ordinal, call)
+            for closure in self.closures
+            for ordinal, call in enumerate(closure.plan.calls)
+            if call.kind == table
+        }
+
+    def marks(self, values: Values) -> dict[str, np.ndarray]:
+        """Return the marks of all tables."""
+        return {name: table.marks(values[name]) for name, table in self.tables.items()}
+
+    def say(self, kind: str, what: object = "") -> None:
+        """Note something for the report."""
+        if _is_heard():
+            self.listener(kind, what)
+
+    # What the program does.
+
+    def begin_life(self, attached: bool, restored: str | None, values: Values) -> None:
+        """A chief has begun, with these values; what was open in the life before it is lost."""
+        if not _is_heard():
+            return
+        self.say("life", f"attached {attached}, restored {restored}")
+        for closure in self.closures:
+            if closure.state == "open":
+                closure.state = "lost"
+        self.find(oracle.faults_of_beginning(self, attached, restored, values))
+        self.lives += 1
+        self._rolled_back, self.gangs = False, 0
+        self.moved.clear()
+        self.baseline = self.marks(values)
+        if attached:
+            self.held |= {each.number for each in self.closures[self.dropped :]}
+        else:
+            self.kept = self.baseline
+            for save in self.saves:
+                if restored is not None and save.name == restored:
+                    self.held = save.began
+                    for number in save.began:
+                        self.closures[number].settled = number in save.settled
+        self.own, self.own_base = [0, 0], values["own"]["count"].ravel()
+
+    def end_life(self, left: Mapping[str, Any]) -> None:
+        """A life has come to the end of the program, and these are all values."""
+        if _is_heard():
+            self.ends += 1
+            self.left = self.saves[-1].name if self.saves else None, left
+
+    def begin_anew(self) -> None:
+        """The ps tasks hold nothing any more, or are about to be told to drop it.
+
+        What a life without attach then puts there is known when it has begun, if it lives so long.
+        """
+        if _is_heard():
+            self.dropped, self.kept, self.held = len(self.closures), None, frozenset()
+
+    def schedule(self, plan: ClosurePlan) -> Closure:
+        """Note a closure that is about to be scheduled."""
+        closure = Closure(len(self.closures), plan, self.lives)
+        self.closures.append(closure)
+        return closure
+
+    def begin_run(self, number: int) -> Run:
+        """Note that a closure runs on a worker."""
+        process, context = current_process.get(), current_closure()
+        worker = "" if process is None else process.name
+        run = Run(number, worker, self.era, context and context.runtime)
+        if _is_heard():
+            self.say("run", number)
+            self.closures[number].runs.append(run)
+        return run
+
+    @contextlib.contextmanager
+    def working(self, run: Run) -> Iterator[None]:
+        """A worker is in a step."""
+        self.at_work[run.worker] += 1
+        try:
+            yield
+        finally:
+            self.at_work[run.worker] -= 1
+
+    def rounds_of(self, worker: str) -> list[int]:
+        """Return how many rounds a worker has begun, and ended."""
+        return self._rounds.setdefault(worker, [0, 0])
+
+    def end_round(self, table: str, run: Run, note: Note) -> None:
+        """A push under a bound was answered: nobody who works is further behind than that.
+
+        Looked at where each clock is certain: in the first batch, which all workers begin at one
+        clock, as long as all closures are about one table and nothing has gone wrong.
+        """
+        if note.outcome != "accepted" or not _is_heard():
+            return
+        mine, plan = self.rounds_of(run.worker), self.plan
+        mine[1] += 1
+        if not (
+            self.is_calm and plan.bound >= 0 and plan.all_workers and not plan.works
+            and (self.lives, self.next_batch) == (1, 1)
+            and all(
+                (each.fails, each.cancel_s, each.needs) == (False, None, -1)
+                and {call.kind for call in each.calls} == {table}
+                for each in plan.batches[0].closures
+            )
+        ):  # fmt: skip
+            return
+        for worker, runs in self.at_work.items():
+            if not runs or worker == run.worker:
+                continue
+            begun = self.rounds_of(worker)[0]
+            if mine[1] == begun + plan.bound:
+                self.say("mark", "a worker is ahead by all that a bound allows")
+            self.look(
+                mine[1] <= begun + plan.bound,
+                f"{table}: {run.worker} has ended round {mine[1]}, {worker} has begun {begun}, and "
+                f"works; the bound is {plan.bound}",
+                "ahead",
+            )
+
+    def note_event(self, event: Any) -> None:
+        """Note a rollback or failover."""
+        if not _is_heard():
+            return
+        self.events.append(event)
+        self.say("event", f"{event}")
+        if isinstance(event, FailoverEvent):
+            self.moved |= dict(zip(event.lost, event.served_by, strict=True))
+        if isinstance(event, RollbackEvent):
+            self._rolled_back = True
+            undone, self.held = set(self.held), frozenset()  # of former lives: perhaps
+            for closure in self.closures:
+                if closure.life == self.lives and closure.id in event.closures:
+                    closure.undone = True
+                    undone.add(closure.number)
+            for save in self.saves:
+                if save.name is None:  # one that is under way is of what there is afterwards
+                    save.began, save.settled = save.began - undone, save.settled - undone
+
+    def settle(self) -> None:
+        """A join has returned without an error: what was accepted in open steps is applied."""
+        for closure in self.closures:
+            if closure.life == self.lives and closure.state == "done" and _is_heard():
+                closure.settled = True
+
+    @contextlib.contextmanager
+    def own_update(self) -> Iterator[None]:
+        """Note an update that the program makes itself."""
+        self.own[0] += 1
+        yield
+        if _is_heard():
+            self.own[1] += 1
+
+    def begin_save(self, layout: tuple[int, int]) -> Save:
+        """Note that a checkpoint is saved."""
+        done = [
+            each
+            for each in self.closures
+            if each.state == "done" and not each.undone
+            and (each.life == self.lives or each.number in self.held)
+        ]  # fmt: skip
+        save = Save(
+            frozenset(each.number for each in done),
+            frozenset(each.number for each in done if each.settled),
+            {name: table.noted() for name, table in self.tables.items()},
+            self.lives,
+            layout,
+        )
+        if _is_heard():
+            self.saves.append(save)
+            self.say("save")
+        return save
+
+    # What must hold.
+
+    def look_into(self, save: Save, values: Values) -> None:
+        """Compare what a checkpoint holds with what the program is told.
+
+        Args:
+            save: That has ended.
+            values: Of tables, from its files.
+        """
+        save.marks = {
+            name: self.tables[name].marks(parts)
+            for name, parts in values.items()
+            if self.tables[name].has_marks
+        }
+        asyncio.get_running_loop().call_later(
+            LOOKED_AFTER_S, lambda: self.find(oracle.faults_of_save(self, save))
+        )
+
+    def look(self, holds: bool, message: str, oracle: str = "torn") -> None:
+        """Note a violation unless something holds."""
+        if not holds and _is_heard():
+            self.violations.append(Violation(oracle, message))
+
+    def find(self, faults: Iterable[Fault]) -> None:
+        """Note what an oracle has found."""
+        self.violations += [Violation(*fault) for fault in faults]
+
+    def known(self) -> tuple[int, int]:
+        """Return how many events and own updates the program has heard of."""
+        return len(self.events), self.own[1]
+
+    def check(self, values: Values, when: str, known: tuple[int, int], **more: Any) -> None:
+        """Compare values with what the program was told.
+
+        Args:
+            values: Of all tables, pulled after everything that was told.
+            when: For the message.
+            known: Before the pull: a rollback in between, which the program has not heard of
+                yet, may have undone anything.
+            **more: As for ``Look``.
+        """
+        if not _is_heard():
+            return
+        told = [(each, each.state, each.outcomes, self._rolled_back) for each in self.closures]
+        asyncio.get_running_loop().call_later(
+            LOOKED_AFTER_S, functools.partial(self._check, told, values, when, known, more)
+        )
+
+    def _check(
+        self,
+        told: Sequence[oracle.Told],
+        values: Values,
+        when: str,
+        known: tuple[int, int],
+        more: Any,
+    ) -> None:
+        events, own = known
+        late = any(isinstance(event, RollbackEvent) for event in self.events[events:])
+        look = Look(self, values, when, late, **more)
+        self.find(oracle.faults_of_calls(look, told))
+        for table in self.tables.values():
+            self.find(table.check(look))
+        self.find(oracle.faults_of_steps(look))
+        self.find(oracle.faults_of_own_updates(look, own, has_rolled_back=self._rolled_back))

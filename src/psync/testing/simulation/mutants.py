@@ -1,0 +1,406 @@
+"""Rules that are wrong on purpose, to see that an oracle notices.
+
+Layer: L5. Imports: accumulators, clock_service, closures, commit_log, coordinator, followed_steps,
+gang_merges, global_steps, ledger, ledger_image, lock_table, ps_image, ps_task, replica_host,
+rollback_rules, shards, step_takeover, step_updates, sync_groups, sync_steps, update_gate,
+visitation, visits, wire.
+
+A mutant takes the place of one function for the length of a run, so the code that trains knows
+nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
+
+Rules behind which another one stands are no mutants, for without them nothing is wrong: that a
+backup takes an entry once (its ledger knows it), that a fence holds on every ps (a call of a
+closure counts once on each), that a step publishes its tokens once (what comes from values of
+before it is stale), that a backup follows no former copy (its entries are known, or fenced).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from psync import gang_merges, ledger_image, ps_image, replica_host, step_takeover, step_updates
+from psync.accumulators import Accumulator, ArrayAccumulator
+from psync.clock_service import ClockService
+from psync.closures import ClosureQueue
+from psync.commit_log import CommitLog, LogState
+from psync.coordinator import Coordinator
+from psync.followed_steps import FollowedSteps
+from psync.global_steps import GlobalSteps
+from psync.ledger import AlreadyApplied, Fresh, Ledger
+from psync.lock_table import LockTable
+from psync.ps_task import PsTask
+from psync.replica_host import _Backup
+from psync.rollback_rules import EndedClosures
+from psync.shards import ShardTable
+from psync.sync_groups import Group
+from psync.sync_steps import SyncSteps
+from psync.update_gate import UpdateGate
+from psync.visitation import Visitation
+from psync.visits import Visits
+from psync.wire.codec import decode, encode
+from psync.wire.ps_messages import FinalBelow
+
+Make = Callable[[Callable[..., Any]], Any]
+"""Given what is there, returns what takes its place."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rule that is wrong.
+
+    Attributes:
+        breaks: What.
+        shapes: Of the plans among which it is looked for.
+        where: Class or module, the name there, and what takes its place; more than one if need be.
+        without: Safeguards that are switched off.
+    """
+
+    breaks: str
+    shapes: tuple[str, ...] = ("any",)
+    where: tuple[tuple[Any, str, Make], ...] = ()
+    without: frozenset[str] = frozenset()
+
+
+def _switched(name: str, breaks: str, *shapes: str) -> dict[str, Mutant]:
+    return {name: Mutant(breaks, shapes, without=frozenset({name}))}
+
+
+def _may_apply_shipped(original: Callable[..., Any]) -> Any:
+    def may_apply(self: CommitLog[Any], number: int) -> bool:
+        shipped = self.state is LogState.PAIRED and number <= self._shipped
+        return shipped or bool(original(self, number))
+
+    return may_apply
+
+
+def _is_nearly_complete(original: Any) -> Any:
+    return property(lambda self: len(self._counted) >= max(1, self._target - 1))
+
+
+def _fresh_by_one(original: Callable[..., Any]) -> Any:
+    def contribute(self: SyncSteps, group: int, push: Any) -> Any:
+        if 0 <= push.local_step == self.step(group) - 1:
+            push = dataclasses.replace(push, local_step=push.local_step + 1)
+        return original(self, group, push)
+
+    return contribute
+
+
+def _first_are_not_done(original: Callable[..., Any]) -> Any:
+    def add(self: Any, number: int, entry: Any, body: Any) -> None:
+        if number > self.order.first + 4:
+            original(self, number, entry, body)
+        self.taken = number
+
+    return add
+
+
+def _drops_calls(original: Callable[..., Any]) -> Any:
+    def ledger_of(state: Any, floor: int, unpack: Any) -> Ledger:
+        fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
+        ledger: Ledger = original(fewer, floor, unpack)
+        return ledger
+
+    return ledger_of
+
+
+def _one_forgets_to_take(original: Callable[..., Any]) -> Any:
+    def take(self: PsTask, thawed: Any, message: Any) -> None:
+        if self._index != 0:
+            original(self, thawed, message)
+
+    return take
+
+
+def _all_weigh_one(original: Callable[..., Any]) -> Any:
+    def close(self: Group, *, partial: bool) -> Any:
+        made = original(self, partial=partial)
+        self.closing = dataclasses.replace(
+            made, pushes=tuple((*push[:3], 1.0) for push in made.pushes)
+        )
+        return self.closing
+
+    return close
+
+
+def _one_higher(original: Callable[..., Any]) -> Any:
+    return lambda self, closure: original(self, closure + 1)
+
+
+def _one_lower(original: Callable[..., Any]) -> Any:
+    return lambda self, closure: original(self, closure - 1)
+
+
+def _without_last(original: Callable[..., Any]) -> Any:
+    def go_on(group: int, last: Any, left: Any, sync: Any, rounds: Any) -> Any:
+        return original(group, None, left, sync, rounds)
+
+    return go_on
+
+
+def _does_nothing(result: Any) -> Make:
+    return lambda original: lambda *_: result
+
+
+def _messages_not_remembered(original: Callable[..., Any]) -> Any:
+    def finish(self: Ledger, ticket: Any, answer: Any) -> Any:
+        original(self, ticket, answer)
+        if ticket.call is None:
+            self._senders[ticket.client[0]].messages.pop(ticket.sequence, None)
+        return answer
+
+    return finish
+
+
+def _other_runs_are_fresh(original: Callable[..., Any]) -> Any:
+    def begin(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        verdict = original(self, *args, **kwargs)
+        return Fresh(verdict.ticket) if isinstance(verdict, AlreadyApplied) else verdict
+
+    return begin
+
+
+def _one_is_not_done(original: Callable[..., Any]) -> Any:
+    def add(self: Any, number: int, entry: Any, body: Any) -> None:
+        if number % 3:
+            original(self, number, entry, body)
+        self.taken = number
+
+    return add
+
+
+def _writes_are_let_in(original: Callable[..., Any]) -> Any:
+    def claim(self: LockTable, keys: Any, *, exclusive: bool) -> Any:
+        return original(self, keys, exclusive=False)
+
+    return claim
+
+
+def _read_at_any_time(self: ShardTable, key: Any) -> Any:
+    return self._shard(key).values.export()
+
+
+def _only_values(shard: Any) -> Iterator[Any]:
+    yield -1, "", shard.values
+
+
+def _one_is_missing(original: Callable[..., Any]) -> Any:
+    async def merge(strategy: Any, brought: Any, *args: Any, **kwargs: Any) -> Any:
+        return await original(strategy, [*brought[:-1], brought[0]], *args, **kwargs)
+
+    return merge
+
+
+def _is_of_now(original: Callable[..., Any]) -> Any:
+    def offering(self: Accumulator[Any, Any], given: Any, local_step: int, weight: float) -> Any:
+        return original(self, given, max(local_step, self._step), weight)
+
+    return offering
+
+
+def _takes_leave_it(original: Callable[..., Any]) -> Any:
+    def clear(self: ArrayAccumulator[Any, Any]) -> None:
+        if self._step % 2:
+            original(self)
+
+    return clear
+
+
+def _begins_anew(original: Callable[..., Any]) -> Any:
+    def begin(self: Group, *args: Any, goes_on: bool = False) -> None:
+        original(self, *args)
+
+    return begin
+
+
+def _allows_one_more(original: Callable[..., Any]) -> Any:
+    def bound(self: ClockService, message: Any) -> Any:
+        return original(self, dataclasses.replace(message, max_staleness=message.max_staleness + 1))
+
+    return bound
+
+
+def _without_the_last(original: Callable[..., Any]) -> Any:
+    return lambda *args: original(*args)[:-1]
+
+
+def _passes_over_finality(original: Callable[..., Any]) -> Any:
+    def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+        message = decode(entry[2])
+        if isinstance(message, FinalBelow):
+            entry = (*entry[:2], encode(dataclasses.replace(message, closure=0)), entry[3])
+        original(self, number, entry, body)
+
+    return add
+
+
+async def _nothing(*_: Any) -> None:
+    pass
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    **_switched("dedup", "each update is remembered", "async"),
+    **_switched("fencing", "who was replaced is refused", "async"),
+    **_switched("low_water", "calls are kept until their closures are final", "async"),
+    **_switched("staleness", "a push of an old step does not count", "sync"),
+    **_switched("staged_commit", "a push counts when all its parts are there", "sync"),
+    **_switched("one_cut", "a checkpoint is one cut", "checkpoint"),
+    **_switched("timeline", "who trained before a rollback is refused after it", "checkpoint"),
+    **_switched("commit_marker", "COMMIT comes last", "checkpoint"),
+    **_switched("replica_ack", "an answer waits for the backup", "replica"),
+    "ack_early": Mutant(
+        "what is on its way to the backup does not count as taken", ("replica",),
+        ((CommitLog, "may_apply", _may_apply_shipped),),
+    ),
+    "one_too_few": Mutant(
+        "a step is closed with as many pushes as it needs", ("sync",),
+        ((Group, "is_complete", _is_nearly_complete),),
+    ),
+    "stale_by_one": Mutant(
+        "a push of the step before does not count", ("sync",),
+        ((SyncSteps, "contribute", _fresh_by_one),),
+    ),
+    "first_not_done": Mutant(
+        "a backup goes on where its image ends", ("replica",),
+        ((replica_host._Backup, "add", _first_are_not_done),),
+    ),
+    "copy_drops_calls": Mutant(
+        "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
+        ((ledger_image, "ledger_of", _drops_calls),),
+    ),
+    "rollback_without_one": Mutant(
+        "all ps tasks go back", ("checkpoint",), ((PsTask, "take", _one_forgets_to_take),)
+    ),
+    "checkpoint_without_slots": Mutant(
+        "a checkpoint has the slots of optimizers", ("checkpoint",),
+        ((ps_image, "_arrays_of", lambda original: _only_values),),
+    ),
+    "weight_ignored": Mutant(
+        "a push counts with its weight", ("sync",), ((Group, "close", _all_weigh_one),)
+    ),
+    "low_water_too_high": Mutant(
+        "calls of a closure that runs are not forgotten", ("async",),
+        ((Ledger, "final_below", _one_higher),),
+    ),
+    "promoted_closes_nothing": Mutant(
+        "a promoted ps 0 closes the last step again", ("sync-replica",),
+        ((step_takeover, "go_on", _without_last),),
+    ),
+    "promoted_counts_nothing": Mutant(
+        "a promoted ps 0 counts what had counted", ("sync-replica",),
+        ((FollowedSteps, "left", _does_nothing({})),),
+    ),
+    "lost_step": Mutant(
+        "values of before a step that another one has closed are stale", ("sync-replica",),
+        ((Group, "__init__", _begins_anew),),
+    ),
+    "message_forgotten": Mutant(
+        "an update outside of closures is remembered until it is acknowledged", ("async",),
+        ((Ledger, "finish", _messages_not_remembered),),
+    ),
+    "second_run_counts": Mutant(
+        "of the runs of a closure the first counts", ("async",),
+        ((Ledger, "begin", _other_runs_are_fresh),),
+    ),
+    "sync_second_run_counts": Mutant(
+        "of the runs of a closure one counts in a step", ("sync",),
+        ((Group, "_was_counted", _does_nothing(False)),),
+    ),
+    "entry_not_done": Mutant(
+        "a backup does each entry that it has taken", ("replica",),
+        ((replica_host._Backup, "add", _one_is_not_done),),
+    ),
+    "join_too_early": Mutant(
+        "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _one_lower),)
+    ),
+    "join_leaves_steps": Mutant(
+        "join waits for steps that have begun", ("sync",),
+        ((Coordinator, "_finish_steps", lambda original: _nothing),),
+    ),
+    "cut_does_not_wait": Mutant(
+        "a cut waits for updates that have begun", ("checkpoint",),
+        ((UpdateGate, "unsettled", _does_nothing([])),),
+    ),
+    "cut_knows_no_others": Mutant(
+        "a cut has all parts of an update or none", ("checkpoint",),
+        ((UpdateGate, "others", _does_nothing([])),),
+    ),
+    "locks_of_two": Mutant(
+        "who writes under a lock is alone", ("any",), ((LockTable, "claim", _writes_are_let_in),)
+    ),
+    "step_raised_again": Mutant(
+        "the global step is raised once for each step", ("sync-replica",),
+        ((GlobalSteps, "raised", _does_nothing(-1)),),
+    ),
+    "rollback_names_nobody": Mutant(
+        "a RollbackEvent names the closures that it undoes", ("checkpoint",),
+        ((EndedClosures, "undone", _does_nothing(())),),
+    ),
+    "gang_without_one": Mutant(
+        "a collective has what every replica has brought", ("any",),
+        ((gang_merges, "merge", _one_is_missing),),
+    ),
+    "account_forgets_runs": Mutant(
+        "the account of data shards names those that ran again", ("any",),
+        ((Visitation, "lose", _does_nothing(None)),),
+    ),
+    "shards_done_again": Mutant(
+        "visits that are restored know which data shards are done", ("any",),
+        ((Visits, "restore_checkpoint_state", _does_nothing(None)),),
+    ),
+    "takes_are_given_again": Mutant(
+        "a gradient in an accumulator is taken once", ("any",),
+        ((ArrayAccumulator, "_clear", _takes_leave_it),),
+    ),
+    "stale_gradient_is_held": Mutant(
+        "a gradient of an old step is in no take", ("async",),
+        ((Accumulator, "offering", _is_of_now),),
+    ),
+    "ahead_by_one_more": Mutant(
+        "no worker is further ahead than a bound of staleness allows", ("async",),
+        ((ClockService, "_bound", _allows_one_more),),
+    ),
+    "average_of_one_shard": Mutant(
+        "each step moves the averages of all shards", ("sync",),
+        ((step_updates, "averages_of", _without_the_last),),
+    ),
+    "backup_forgets_nothing": Mutant(
+        "a backup does each entry, also those that nobody waits for", ("replica",),
+        ((_Backup, "add", _passes_over_finality),),
+    ),
+    "reads_in_between": Mutant(
+        "nobody reads what is half updated", ("any",),
+        ((ShardTable, "read", lambda original: _read_at_any_time),),
+    ),
+}  # fmt: skip
+"""By name."""
+
+
+@contextlib.contextmanager
+def mutated(name: str) -> Iterator[None]:
+    """Let the rule of a mutant be wrong; ``""``: none."""
+    mutant = MUTANTS[name] if name else Mutant("")
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, attribute, make in mutant.where:
+            original = vars(owner)[attribute]
+            wrong = make(original)
+            owners = [owner]
+            if owner in sys.modules.values():  # others have imported the function
+                owners = [
+                    module
+                    for module_name, module in list(sys.modules.items())
+                    if module_name.startswith("psync.") and vars(module).get(attribute) is original
+                ]
+            for each in owners:
+                changed.append((each, attribute, original))
+                setattr(each, attribute, wrong)
+        yield
+    finally:
+        for owner, attribute, original in changed:
+            setattr(owner, attribute, original)

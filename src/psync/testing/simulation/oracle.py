@@ -1,0 +1,238 @@
+"""The oracle of a simulated run: what must hold of values, by what the program was told.
+
+Layer: L5. Imports: testing.simulation.tables.
+
+Each function yields (oracle, message) for each fault. What must hold of one kind of table is said
+by its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from psync.testing.simulation.tables import COUNTED, Fault, Look, Seen, Values
+
+if TYPE_CHECKING:
+    from psync.testing.simulation.journal import Closure, Journal, Save
+
+Told = tuple["Closure", str, tuple[str, ...], bool]
+"""A closure, its state and outcomes at the time of a look, and whether its life was rolled back."""
+
+
+def faults_of_calls(look: Look, told: Sequence[Told]) -> Iterator[Fault]:
+    """Compare the marks of all calls with what was told of them."""
+    journal = look.journal
+    marks = journal.marks(look.values)
+    for closure, state, outcomes, rolled_back in told:
+        for ordinal, call in enumerate(closure.plan.calls):
+            table = journal.tables[call.kind]
+            if not table.has_marks or (table.synchronous and not look.settled):
+                continue
+            seen = Seen(
+                closure,
+                state,
+                outcomes[ordinal] if outcomes else "",
+                marks[call.kind][:, call.column],
+                journal.baseline[call.kind][:, call.column],
+                closure.life != journal.lives,
+                rolled_back or look.late,
+                look.late,
+            )
+            wrong = table.wrong(seen)
+            if wrong:
+                undone = "undone" if closure.undone else "not undone"
+                yield wrong, _described(look, seen, f"{state}, {undone}", ordinal)
+
+
+def _described(look: Look, seen: Seen, state: str, ordinal: int) -> str:
+    closure, call = seen.closure, seen.closure.plan.calls[ordinal]
+    return (
+        f"{look.when}: closure {closure.number} (id {closure.id}, life {closure.life} of "
+        f"{look.journal.lives}, {state}), call {ordinal}, {call.kind} column {call.column}, "
+        f"{seen.outcome or 'no outcome'}: marks {seen.found.tolist()}, before this life "
+        f"{seen.before.tolist()}"
+    )
+
+
+def faults_of_steps(look: Look) -> Iterator[Fault]:
+    """A global step is the number of steps that its groups have made."""
+    if look.late or not look.settled:
+        return
+    plan = look.journal.plan
+    made: dict[int, int] = {}
+    for name, table in look.journal.tables.items():
+        if table.synchronous:
+            number = plan.step_of(int(name.removeprefix("sync")))
+            made[number] = made.get(number, 0) + table.num_steps(look.values[name])
+    for number, steps in made.items():
+        expected = steps + (plan.first_step if number == 0 else 0)
+        found = int(look.values["steps"][str(number)])
+        if found != expected:
+            yield "global step", f"{look.when}: global step {number} is {found}, not {expected}"
+
+
+def faults_of_own_updates(look: Look, ended: int, *, has_rolled_back: bool) -> Iterator[Fault]:
+    """What the program has added itself is there once, on all shards, unless it was undone.
+
+    Args:
+        look: At values.
+        ended: How many updates had ended before these were pulled.
+        has_rolled_back: Whether some may have been undone.
+    """
+    begun, base = look.journal.own[0], look.journal.own_base
+    if look.late or has_rolled_back:
+        return
+    # An update of a life that has ended may be on some shards; so may one that is under way.
+    added = (look.values["own"]["count"].ravel() - base).tolist()
+    if not ended <= min(added) <= max(added) <= begun:
+        yield "own updates", f"{look.when}: {added}, of {begun} that were begun {ended} had ended"
+
+
+def faults_of_ps(name: str, statistics: Mapping[str, Any]) -> Iterator[Fault]:
+    """When all is done and quiet, a ps holds nothing that somebody may still wait for.
+
+    Args:
+        name: Of the ps.
+        statistics: Its own.
+    """
+    staging = statistics["staging"]
+    if staging["parts"] or staging["bytes"]:
+        yield "left over", f"{name}: parts of steps that are closed: {staging}"
+    for group, counters in statistics["sync"].items():
+        tokens = counters["tokens"]
+        if tokens["published"] != tokens["taken"] + tokens["void"] + tokens["left"]:
+            yield "tokens", f"{name}: {group}: {tokens}"
+        if counters["waiting"] or counters["counted"]:
+            yield "left over", f"{name}: {group}: {counters}"
+    for clock, counters in statistics["clocks"].items():
+        if counters["waiting"]:
+            yield "left over", f"{name}: clock {clock}: {counters}"
+
+
+def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
+    """A checkpoint is one cut: it has each update wholly or not at all.
+
+    Args:
+        journal: Some time after it was complete.
+        save: What was saved.
+    """
+    for closure in journal.closures:
+        for ordinal, call in enumerate(closure.plan.calls):
+            table = journal.tables[call.kind]
+            if call.kind not in save.marks or closure.life != save.life or closure.undone:
+                continue
+            found, wrong = save.marks[call.kind][:, call.column], ""
+            done = closure.state == "done"
+            counted = done and closure.outcomes[ordinal] in COUNTED
+            whole = not table.synchronous or closure.number in save.settled
+            # Of a run that was cut short a cut may have a part: docs/design.md, section 18.
+            if not (found == found[0]).all():
+                wrong = "cut" if table.synchronous or (done and len(closure.runs) == 1) else ""
+            elif closure.number in save.began and counted and whole and not found.all():
+                wrong = "saved"
+            elif save.scheduled is not None and closure.number >= save.scheduled and found.any():
+                wrong = "future"
+            if wrong:
+                yield (
+                    wrong,
+                    (
+                        f"checkpoint {save.name}: closure {closure.number} ({closure.state}), "
+                        f"call {ordinal}, {call.kind}: marks {found.tolist()}"
+                    ),
+                )
+
+
+def faults_of_restoring(
+    journal: Journal, restored: str, found: Mapping[str, Any]
+) -> Iterator[Fault]:
+    """What was saved at the end of a life is restored exactly, whatever the layout.
+
+    Args:
+        journal: Until then.
+        restored: Name of the checkpoint.
+        found: All values, slots and iterations.
+    """
+    if journal.left is None or journal.left[0] != restored:
+        return
+    journal.say("mark", "all that was left at the end is restored")
+    held = _flat(found)
+    for name, value in _flat(journal.left[1]).items():
+        table = journal.tables.get(name[name[0] in ("slots", "iterations")])
+        if name[0] == "own":  # the program changes it until it has ended
+            continue
+        rounded = 1e-6 if table is not None and table.has_copies else 0.0
+        if not np.allclose(held[name], value, rtol=rounded, atol=0, equal_nan=True):
+            yield "restored", f"{restored}: {name} was {value}, and is restored as {held[name]}"
+
+
+def _flat(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+    for name, value in tree.items():
+        below = isinstance(value, Mapping)
+        found |= _flat(value, (*path, name)) if below else {(*path, name): value}
+    return found
+
+
+def faults_of_beginning(
+    journal: Journal, attached: bool, restored: str | None, values: Values
+) -> Iterator[Fault]:
+    """What a life finds is what was there, or one cut.
+
+    Args:
+        journal: Until then.
+        attached: Whether the new chief found everything in place.
+        restored: The name of the checkpoint that it has restored.
+        values: That it has found.
+    """
+    marks = journal.marks(values)
+    save = next((each for each in journal.saves if each.name == restored), None)
+    unsaid: frozenset[int] = frozenset()
+    if restored is not None and save is None:  # complete, and nobody was told: one of the last
+        last = next((at for at, each in enumerate(journal.saves[::-1]) if each.name), None)
+        begun = [each.began & each.settled for each in journal.saves[::-1][:last]]
+        unsaid = frozenset.intersection(*begun) if begun else unsaid
+    for closure in journal.closures:
+        for ordinal, call in enumerate(closure.plan.calls):
+            if not journal.tables[call.kind].has_marks:
+                continue
+            found = marks[call.kind][:, call.column]
+            done = closure.state == "done"
+            table = journal.tables[call.kind]
+            counted = done and closure.outcomes[ordinal] in COUNTED
+            # What was accepted is applied when join returns, says ClusterCoordinator.join: until
+            # then its step is open, of which nothing is saved.
+            applied = not table.synchronous or closure.settled
+            wrong = ""
+            # Of a run that was cut short a cut may have a part: docs/design.md, section 18.
+            may_part = len(closure.runs) > 1 and not table.synchronous
+            if done and not (found == found[0]).all() and not may_part:
+                wrong = "cut"
+            elif attached:
+                kept = None if journal.kept is None else journal.kept[call.kind][:, call.column]
+                if closure.number >= journal.dropped:
+                    lost = counted and applied and not closure.undone and not found.all()
+                else:  # a life since then began anew, and is all that may be there
+                    lost = kept is not None and not set(found.tolist()) <= {0.0, *kept.tolist()}
+                wrong = "attach" if lost else ""
+            elif restored is None:
+                wrong = "fresh" if found.any() else ""
+            elif save is None:
+                lost = closure.number in unsaid and counted
+                wrong = "saved" if lost and not closure.undone and not found.all() else ""
+            else:
+                whole = not table.synchronous or closure.number in save.settled
+                if closure.number in save.began and counted and whole and not found.all():
+                    wrong = "saved"
+                if save.scheduled is not None and closure.number >= save.scheduled and found.any():
+                    wrong = "future"
+            if wrong:
+                yield (
+                    wrong,
+                    (
+                        f"life {journal.lives + 1} began with checkpoint {restored}: closure "
+                        f"{closure.number} ({closure.state}): marks {found.tolist()}"
+                    ),
+                )

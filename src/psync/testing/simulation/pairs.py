@@ -1,0 +1,117 @@
+"""Primaries and backups of a simulated cluster: at one position of the log they are equal.
+
+Layer: L5. Imports: cluster, commit_log, ps_task, testing.simulation.tables.
+
+Both stores are looked at in their processes. Not compared: counters; who waits; what the primary
+alone decides of steps that are open (docs/design.md, section 20).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from psync.cluster import parse_task_name
+from psync.commit_log import LogState
+from psync.errors import BusyError
+from psync.ps_task import PsTask
+from psync.testing.simulation.tables import Fault
+
+
+def served_in(tasks: Iterable[Any]) -> Iterator[tuple[PsTask, PsTask]]:
+    """Yield (task that serves a ps, task whose process it is) of processes."""
+    for task in tasks:
+        if isinstance(task, PsTask):
+            for each in (task, *task._host.serving):
+                assert isinstance(each, PsTask)
+                yield each, task
+
+
+def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
+    """Compare each primary with its backup, if both have done the same entries.
+
+    Args:
+        tasks: Of the living processes, by name.
+
+    Returns:
+        How many were compared, and what differs.
+    """
+    found: list[Fault] = []
+    compared = 0
+    for primary, _ in served_in(tasks.values()):
+        backup = _backup_of(primary, tasks)
+        if backup is None:
+            continue
+        try:
+            held, copied = _contents(primary), _contents(backup)
+        except BusyError:  # something that is in no log is under way
+            continue
+        compared += 1
+        found += [
+            (
+                "pair",
+                (f"{primary.task}: {name}: {held.get(name)}, its backup has {copied.get(name)}"),
+            )
+            for name in dict.fromkeys((*held, *copied))
+            if held.get(name) != copied.get(name) and not _is_unwritten(name, held, copied)
+        ]
+    return compared, found
+
+
+def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
+    """Return the backup of a ps, if both have done all entries of its log."""
+    service = primary._backup
+    committer, sender = service.committer, service._sender
+    if committer is None or sender is None or committer.log.state is not LogState.PAIRED:
+        return None
+    host = tasks.get(f"ps-{parse_task_name(sender.order.task)[1]}")
+    backup = host._host._backups.get(primary._index) if host is not None else None
+    if (
+        backup is None
+        or (backup.order.coordinator, backup.epoch) != (primary.floor, sender.order.epoch)
+        or backup.address is not None or backup.thawed is not None or backup.is_damaged
+        or backup._doing is not None or committer.waiting or backup.taken != committer.log.last
+    ):  # fmt: skip
+        return None
+    task: PsTask = backup.task
+    return task
+
+
+def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bool:
+    """A slot that was only read, or measured, is there with what it begins with, or not at all."""
+    if not name.startswith("slot") or (name in held) == (name in copied):
+        return False
+    there: bytes = (held if name in held else copied)[name]
+    return there == there[:4] * (len(there) // 4)
+
+
+def _contents(task: PsTask) -> dict[str, Any]:
+    """Return all that a backup has to have, by what it is."""
+    frozen, _ = task.freeze()
+    state = frozen.state
+    found: dict[str, Any] = {}
+    for place, item in enumerate(state.items):
+        found[str(item)] = b"".join(frozen.views(place))
+    frozen.drop()
+    for name in ("shards", "versions", "pushes", "accumulators"):
+        found[name] = getattr(state, name)
+    # A definition that came in passing is told to the backup with the first entry that needs it.
+    steps = dict(task._sync.steps())
+    for number, optimizer in state.optimizers.items():
+        if optimizer.step:
+            found[f"optimizer {number}"] = optimizer
+    found |= {f"group {number}": state.groups.get(number) for number in steps}
+    for sender in state.ledger.senders:
+        found[f"ledger of {sender.task}"] = dataclasses.astuple(sender)
+    found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
+    found["final below"] = state.ledger.final_below
+    found["steps"] = steps
+    found["raised"] = task._sync.global_steps._raised
+    for name, hosted in task._accumulators.hosted.items():
+        held = hosted.rule.held()
+        found[f"accumulator {name!r}"] = held and (
+            held.count, held.weight, held.shape, [array.tolist() for array in held.arrays],
+            [each.name for each in hosted.waiting.values()],
+        )  # fmt: skip
+    return found

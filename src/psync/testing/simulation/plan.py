@@ -1,0 +1,213 @@
+"""What one seed does: a cluster, a program and a list of faults, as plain data.
+
+Layer: L5. Imports: none.
+
+All of it is drawn before anything runs, so a plan can be printed, replayed and made smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """When a fault happens: at a virtual time, or when something is reached.
+
+    Attributes:
+        at_s: Not before this time, in virtual seconds since the start.
+        kind: "": at that time. "message": when a task is about to serve a request. "place": when
+            a task reaches a failpoint. "moment": when the world or the program comes to a point
+            (``faults.MOMENTS``). "file": before something is done to a file (``faults.FILES``).
+            "turn": at a turn of the loop. "life": at a turn of a process that starts after
+            ``at_s``.
+        name: Of the message, failpoint, moment or operation; "": any.
+        at: The process that reaches it, or whose turns are counted; "": any.
+        count: For the how manieth time, counted from ``at_s``.
+        delay_s: How long after that.
+    """
+
+    at_s: float
+    kind: str = ""
+    name: str = ""
+    count: int = 1
+    at: str = ""
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        kind: One of ``faults.KINDS``.
+        when: Its trigger.
+        targets: Names of processes; at a trigger that is no time, "" is the one that reached it.
+        seconds: How long it lasts, or until what died is started again.
+        amount: Bytes, or a share, or how many; by kind.
+    """
+
+    kind: str
+    when: Trigger
+    targets: tuple[str, ...] = ()
+    seconds: float = 0.0
+    amount: float = 0.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step that changes variables, and leaves a mark of its own.
+
+    Attributes:
+        kind: A table of the program (see ``program``).
+        column: Of that table, which no other call has.
+        pulls: Whether values are pulled before it.
+        pause_s: Before it.
+        weight: Of a synchronous push.
+    """
+
+    kind: str
+    column: int
+    pulls: bool = True
+    pause_s: float = 0.0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClosurePlan:
+    """One closure.
+
+    Attributes:
+        calls: In their order.
+        fails: Whether the step raises an error after its calls.
+        cancel_s: When it is cancelled; None: it is not.
+        needs: The number of an earlier closure of its batch whose value it takes; -1: none.
+    """
+
+    calls: tuple[Call, ...]
+    fails: bool = False
+    cancel_s: float | None = None
+    needs: int = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the program does until it joins.
+
+    Attributes:
+        closures: Which it schedules.
+        save: Whether it saves: "", "hot" (while they run) or "quiet" (after the join).
+        pause_s: Before it.
+        acts: What the program itself does meanwhile: names of methods of ``program.Life``.
+    """
+
+    closures: tuple[ClosurePlan, ...]
+    save: str = ""
+    pause_s: float = 0.0
+    acts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A synchronous optimizer.
+
+    Attributes:
+        options: Of ``SyncReplicasOptimizer``.
+        own_step: Whether it has a global step of its own, unless it is the first.
+        rule: Class of the wrapped optimizer.
+        limits: Norms that the wrapped optimizer limits.
+        rows: Whether gradients are of some rows.
+        averages: Arguments of the moving averages that follow its steps; none: there are none.
+    """
+
+    options: dict[str, Any]
+    own_step: bool = False
+    rule: str = "SGD"
+    limits: dict[str, float] = field(default_factory=dict)
+    rows: bool = False
+    averages: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Attributes:
+        seed: Of the network, the order of tasks and the times of threads.
+        recovery: "replica", "checkpoint", or "none": nothing is saved.
+        attach: Whether a chief that is started again attaches.
+        latency: Seconds between which messages take; another range for each link.
+        chunk: Bytes between which pieces are delivered.
+        spread: How much slower some links are than others, as a power of ten.
+        limits: Of all tasks, where they are others than usual: fields of ``Limits``.
+        first_step: Of the global step, when training begins.
+        all_workers: Whether training begins when all workers are there.
+        rule: Class of the optimizer of table "moved".
+        accumulator: Options of the accumulator of table "held".
+        cancels_takes: Whether the program cancels takes.
+        works: What the program does beside its batches: names of tables without calls.
+        layouts: (ps tasks, shards of a variable) of lives that attach to nothing, in turn, after
+            the first one. If there are any, another life restores what was saved at the end.
+        sizes: That are others than usual, by their names in ``tight.SIZES``.
+    """
+
+    seed: int
+    num_ps: int
+    num_workers: int
+    num_shards: int
+    recovery: str
+    attach: bool
+    latency: tuple[float, float]
+    chunk: tuple[int, int]
+    padding: int
+    fillers: int
+    groups: tuple[GroupPlan, ...]
+    bound: int
+    batches: tuple[Batch, ...]
+    faults: tuple[Fault, ...]
+    train_s: float
+    spread: float = 0.0
+    limits: dict[str, int] = field(default_factory=dict)
+    first_step: int = 0
+    all_workers: bool = False
+    rule: str = "Adam"
+    accumulator: dict[str, Any] = field(default_factory=dict)
+    cancels_takes: bool = False
+    works: tuple[str, ...] = ()
+    layouts: tuple[tuple[int, int], ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def step_of(self, group: int) -> int:
+        """Return the number of the global step of a group: some have one of their own."""
+        return group if self.groups[group].own_step else 0
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that ``to_json`` has written."""
+        made = json.loads(text)
+        made["groups"] = tuple(GroupPlan(**each) for each in made["groups"])
+        made["batches"] = tuple(_batch(each) for each in made["batches"])
+        made["faults"] = tuple(_fault(each) for each in made["faults"])
+        for name in ("latency", "chunk", "works"):
+            made[name] = tuple(made[name])
+        made["layouts"] = tuple(tuple(each) for each in made.get("layouts", ()))
+        return cls(**made)
+
+
+def _batch(made: dict[str, Any]) -> Batch:
+    closures = tuple(
+        ClosurePlan(**{**each, "calls": tuple(Call(**call) for call in each["calls"])})
+        for each in made["closures"]
+    )
+    return Batch(**{**made, "closures": closures, "acts": tuple(made["acts"])})
+
+
+def _fault(made: dict[str, Any]) -> Fault:
+    return Fault(**{**made, "when": Trigger(**made["when"]), "targets": tuple(made["targets"])})

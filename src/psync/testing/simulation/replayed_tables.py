@@ -1,0 +1,214 @@
+"""Tables of which each value is what one process makes of so many updates.
+
+Layer: L5. Imports: __init__ (psync), means, update_rules, testing.simulation.journal,
+testing.simulation.plan, testing.simulation.tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import psync
+from psync.means import move_average
+from psync.testing.simulation.journal import Journal, Note, Run
+from psync.testing.simulation.plan import Call
+from psync.testing.simulation.tables import Added, Dense, Fault, Handles, Look, Table, optimizer_of
+from psync.update_rules import Scratch, UpdateRule
+
+
+class Moved(Dense):
+    """Pushed through an optimizer with slots and a schedule.
+
+    Each push moves one column, so a column's value and slots say as how manieth a shard has
+    applied its push: all of them together are what one process makes of so many pushes.
+
+    A ps applies a push at the higher of its own step and the one that the push carries, which is
+    that of the ps that has made most (docs/design.md, "learning rate, step t"). One that hears of
+    a push later than others thus leaves steps out. That no step was left out is certain where
+    there is one ps, and of a shard with as many pushes as the highest step.
+    """
+
+    _rule: UpdateRule
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        rate = psync.schedules.PolynomialDecay(1.0, 1 << 12, 0.1)
+        optimizer = optimizer_of(self.plan.rule, rate, **self._bound())
+        self._rule = optimizer._rule
+        return Handles({"": self._dense()}, optimizer)
+
+    def marks(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        return (super().marks(values) > 0).astype(np.float32)
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        if look.late:
+            return
+        rule = self._rule
+        slots = look.slots.get(self.name, {})
+        held = [self._rows_of(look.values[self.name][""])]
+        pushes = int((held[0] != 0).sum(axis=1).max())
+        one_ps = self.plan.num_ps == 1
+        made = look.iterations.get(self.name, pushes if one_ps else None)
+        if made is not None and (made != pushes if one_ps else made < pushes):
+            yield (
+                "iterations",
+                (
+                    f"{look.when}: {self.name}: {made} iterations of its "
+                    f"optimizer, but {pushes} pushes"
+                ),
+            )
+        held += [self._rows_of(slots[name]) for name in rule.own_slots() if slots]
+        for shard in range(self.plan.num_shards):
+            found = np.stack([each[shard, : self.columns] for each in held])
+            found = found[:, found[0] != 0]
+            if found.shape[1] != made and not one_ps:
+                continue
+            if not self.plan.sizes.get("turns", 1):  # the order of steps need not be that of turns
+                continue
+            expected = self._replayed(rule, found.shape[1])[: len(found)]
+            if _in_order(found) != _in_order(expected):
+                yield (
+                    "replay",
+                    (
+                        f"{look.when}: {self.name}: shard {shard} after {found.shape[1]} pushes "
+                        f"with {self.plan.rule}: values and slots {found.tolist()}, one process "
+                        f"makes of them {expected.tolist()}"
+                    ),
+                )
+
+    def _replayed(self, rule: UpdateRule, pushes: int) -> np.ndarray:
+        """Return what values and slots become if push n moves column n."""
+        value = np.zeros(pushes, np.float32)
+        slots = [np.full(pushes, rule.initial_slot(name), np.float32) for name in rule.own_slots()]
+        scratch = Scratch(max(1, pushes))
+        for step in range(pushes):
+            gradient = np.zeros(pushes, np.float32)
+            gradient[step] = -1
+            rule.apply(value, gradient, slots, value, slots, step, scratch)
+        return np.stack([value, *slots])
+
+
+def _in_order(columns: np.ndarray) -> list[tuple[float, ...]]:
+    return sorted(tuple(column) for column in columns.T.tolist())
+
+
+class Averaged(Added):
+    """As ``Added``; each call then moves the average of the variable.
+
+    A column's average says how many calls have moved it since the column was added.
+    """
+
+    DECAY = 0.9
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        handles = super().declare(steps)
+        handles.averages = psync.ExponentialMovingAverage(self.DECAY)
+        handles.averages.apply(handles.variables.values())
+        return handles
+
+    async def change(self, handles: Handles, call: Call, run: Run) -> Note:
+        note = await super().change(handles, call, run)
+        await handles.averages.update()
+        return note
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        counts = self._counts(values)
+        if counts is None:
+            yield "average", f"{self.name}: began with {values['mean ']}"
+        self._base = np.zeros(1, int) if counts is None else counts
+
+    def _counts(self, values: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return how often the average of each row was moved since its first change.
+
+        None: one of them is no average of so many moves.
+        """
+        means = self._rows_of(values["mean "])[:, : self.columns]
+        if not ((means == 0) | (self._rows_of(values[""])[:, : self.columns] == 1)).all():
+            return None
+        known = moved(1, 2 * self.columns + 1, self.DECAY)
+        counts = np.searchsorted(known, means)
+        fits = known[np.minimum(counts, len(known) - 1)] == means
+        return counts.max(axis=1) if fits.all() else None
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        journal, counts = look.journal, self._counts(look.values[self.name])
+        means = f"{look.when}: {self.name}: averages {look.values[self.name]['mean '].tolist()}"
+        if counts is None:
+            yield "average", means
+            return
+        begun, done = map(len, calls_made(journal, self.name))
+        few = look.is_last and not journal.is_rolled_back and (counts < self._base + done).any()
+        if few or (counts > begun).any():
+            yield (
+                "average",
+                (
+                    f"{means}: moved {counts.tolist()} times by {begun} calls, of which {done} "
+                    f"are done in this life, which began with {self._base.tolist()}"
+                ),
+            )
+
+
+class Metered(Table):
+    """Counted by a metric, to which each call brings one more than its column."""
+
+    has_marks = False
+    has_copies = True
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        metric = psync.metrics.Mean(self.name)
+        (sums,) = metric.variables
+        return Handles({"sums": sums}, more={"metric": metric})
+
+    async def change(self, handles: Handles, call: Call, run: Run) -> Note:
+        note = run.begin(call)
+        await handles.more["metric"].update_state(np.full(1, call.column + 1.0))
+        return note.heard("accepted")
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        self._base = np.round(values["sums"], 6)
+        return iter(())
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        # What is restored is shared out among the copies, so the last bit may be another one.
+        total, count = np.round(look.values[self.name]["sums"], 6).tolist()
+        begun, done = calls_made(look.journal, self.name)
+        certain = look.is_last and not look.late and not look.journal.is_rolled_back
+        few = certain and count < self._base[1] + len(done)
+        all_of_them = sum(column + 1 for column in begun)
+        if few or count > len(begun) or (total != all_of_them and count == len(begun)):
+            yield (
+                "metric",
+                (
+                    f"{look.when}: {self.name}: {count} values, their sum is {total}; {begun} "
+                    f"were begun, {done} are done in this life, which began with {self._base}"
+                ),
+            )
+
+
+def calls_made(journal: Journal, table: str) -> tuple[list[int], list[int]]:
+    """Return columns of calls that were begun, and of those whose closures are done in this life.
+
+    What a rollback has undone is done all the same.
+    """
+    begun, done = [], []
+    for column, (closure, ordinal, _) in journal.calls_of(table).items():
+        if any(ordinal in run.notes for run in closure.runs):
+            begun.append(column)
+        if closure.state == "done" and closure.life == journal.lives:
+            done.append(column)
+    return begun, done
+
+
+def moved(value: float, times: int, decay: float) -> np.ndarray:
+    """Return what an average that was 0 becomes of a constant value, move by move."""
+    found = np.zeros(times + 1, np.float32)
+    value_ = np.full(1, value, np.float32)
+    for at in range(times):
+        move_average(found[at : at + 1], value_, found[at + 1 : at + 2], decay, Scratch(1))
+    return found

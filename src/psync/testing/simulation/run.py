@@ -1,0 +1,208 @@
+"""One seed from its plan to its verdict.
+
+Layer: L5. Imports: process_state, testing.deadlock, testing.simulation.journal,
+testing.simulation.marks, testing.simulation.mutants, testing.simulation.plan,
+testing.simulation.processes, testing.simulation.tight, testing.simulation.world.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import sys
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psync.process_state import fresh_process
+from psync.testing.deadlock import Deadlock, describe_tasks
+from psync.testing.simulation.journal import Violation
+from psync.testing.simulation.marks import marks_of
+from psync.testing.simulation.mutants import MUTANTS, mutated
+from psync.testing.simulation.plan import Plan
+from psync.testing.simulation.processes import ProcessLoop, current_process
+from psync.testing.simulation.tight import tightened
+from psync.testing.simulation.world import World
+
+CANARIES = 100
+"""With ``--canary`` one seed of so many fails."""
+
+IN_MEMORY = next(filter(os.path.isdir, ("/dev/shm",)), None)
+"""A directory whose files are in memory; None: there is none, and seeds take longer."""
+
+PATH_LENGTH = 200
+"""Of the directory of checkpoints: messages that name it are as long on each machine."""
+
+
+@dataclass
+class Report:
+    """What came of a run.
+
+    Attributes:
+        oracle: Which check failed; "": none did.
+        violation: What it says.
+        at_s: When, in virtual time.
+        entry: Of the trace, the last one before it.
+        trace: Everything that happened; left out where nobody asked for it.
+    """
+
+    seed: int
+    oracle: str = ""
+    violation: str = ""
+    at_s: float = 0.0
+    entry: int = 0
+    trace_hash: str = ""
+    virtual_s: float = 0.0
+    turns: int = 0
+    injected: dict[str, int] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
+    trace: list[Any] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON can tell it."""
+        return dataclasses.asdict(self)
+
+
+def simulate(
+    plan: Plan,
+    without: frozenset[str] = frozenset(),
+    *,
+    mutant: str = "",
+    canary: bool = False,
+    turns: bool = False,
+) -> Report:
+    """Run a plan and return what was found.
+
+    Args:
+        plan: What happens.
+        without: Safeguards that are switched off.
+        mutant: One of ``mutants.MUTANTS``: a rule that is wrong during this run.
+        canary: Whether one seed in a hundred fails on purpose.
+        turns: Whether each turn of the loop is put on the trace.
+    """
+    with fresh_process(), _quiet_end(), mutated(mutant), tightened(plan.sizes):
+        if mutant:
+            without |= MUTANTS[mutant].without
+        return _simulate(plan, without, canary, turns)
+
+
+def _simulate(plan: Plan, without: frozenset[str], canary: bool, turns: bool) -> Report:
+    report = Report(plan.seed)
+    worlds: list[World] = []
+    loop = ProcessLoop(plan.seed, time_limit_s=plan.train_s + 1000)
+    with (
+        _heard(worlds),
+        tempfile.TemporaryDirectory(prefix="psync-sim-", dir=IN_MEMORY) as directory,
+    ):
+        place = Path(directory, "x" * (PATH_LENGTH - len(directory)))
+        place.mkdir()
+        if turns:
+            loop.on_turn = lambda who, what: worlds[0].note("turn", who, what) if worlds else None
+        main = loop.create_task(_run(plan, place, without, worlds))
+        try:
+            loop.run_until_complete(main)
+        except Violation as exc:
+            _blame(report, worlds[0], exc)
+        except Deadlock as exc:
+            _blame(report, worlds[0], Violation("liveness", str(exc), loop.time()))
+        finally:
+            loop.is_over = True
+            asyncio.set_event_loop(loop)  # that which the buried find, instead of a new one
+            for world in worlds:  # one, unless the plan makes no sense
+                world.bury()
+            asyncio.set_event_loop(None)
+            report.virtual_s, report.turns = loop.time(), loop.turns
+            loop.close()
+    if canary and not report.oracle and zlib.crc32(f"{plan.seed}:canary".encode()) % CANARIES == 0:
+        _blame(report, world, Violation("canary", "fails on purpose", report.virtual_s))
+    report.trace, report.trace_hash = world.trace, world.trace_hash()
+    report.injected = dict(world.injected)
+    report.marks = marks_of(world.trace)
+    return report
+
+
+async def _run(plan: Plan, directory: Path, without: frozenset[str], worlds: list[World]) -> None:
+    world = World(plan, directory, without)
+    worlds.append(world)
+    try:
+        await world.run()
+    except TimeoutError:
+        if not world.journal.violations:
+            _, waits = describe_tasks(world.loop)
+            raise Violation("liveness", f"no end: {waits}") from None
+    world.network.check()
+    if world.journal.violations:
+        raise world.journal.violations[0]
+
+
+def _blame(report: Report, world: World, violation: Violation) -> None:
+    report.oracle, report.at_s = violation.oracle, violation.at_s
+    report.violation = "\n".join(map(str, world.journal.violations[:5])) or str(violation)
+    report.entry = bisect.bisect_right([entry[0] for entry in world.trace], violation.at_s) - 1
+
+
+@contextlib.contextmanager
+def _quiet_end() -> Iterator[None]:
+    """Collect garbage at one point: afterwards; nobody hears what it still says."""
+    collects = gc.isenabled()
+    gc.disable()  # what is collected may have effects
+    hook, sys.unraisablehook = sys.unraisablehook, _ignore
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+            yield
+            gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        if collects:
+            gc.enable()
+
+
+def _ignore(unraisable: object) -> None:
+    """What the dead would still do, when they are taken away, concerns nobody."""
+
+
+class _Ears(logging.Handler):
+    """Puts what tasks log on the trace."""
+
+    def __init__(self, worlds: list[World]) -> None:
+        super().__init__()
+        self._worlds = worlds
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Note the first line of a record."""
+        process = current_process.get()
+        if self._worlds:
+            world = self._worlds[0]
+            text = record.getMessage().partition("\n")[0].replace(str(world.directory), "DIR")
+            name = process.name if process is not None else ""
+            world.note("log", name, f"{record.levelname} {text}")
+        return True
+
+
+@contextlib.contextmanager
+def _heard(worlds: list[World]) -> Iterator[None]:
+    """Put what tasks log on the trace, and print nothing of it."""
+    ears = _Ears(worlds)
+    changed = [(logging.getLogger("psync"), logging.INFO), (logging.getLogger("asyncio"), 100)]
+    before = [(logger.level, logger.propagate) for logger, _ in changed]
+    for logger, level in changed:
+        logger.setLevel(level)
+        logger.propagate = False
+        logger.addHandler(ears)
+    try:
+        yield
+    finally:
+        for (logger, _), (level, propagates) in zip(changed, before, strict=True):
+            logger.setLevel(level)
+            logger.propagate = propagates
+            logger.removeHandler(ears)

@@ -1,0 +1,44 @@
+"""A few seeds of the simulator: training while processes die and connections break. CI runs more.
+
+One seed again: ``python -m psync.testing.simulation --replay SEED --shape SHAPE``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psync.testing.simulation.drawing import drawn
+from psync.testing.simulation.plan import Plan
+from psync.testing.simulation.run import simulate
+
+PLANS = Path(__file__).parents[1] / "testing" / "plans"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_push_counts_once_and_whole(seed: int) -> None:
+    """In synchronous groups with all options; values are those of one process, bit for bit."""
+    assert not simulate(drawn(seed, "sync")).violation
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_dies_each_push_counts_once(seed: int) -> None:
+    assert not simulate(drawn(seed, "sync-replica")).violation
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_no_rollback_names_counts_once(seed: int) -> None:
+    assert not simulate(drawn(seed, "checkpoint")).violation
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_everything_together(seed: int) -> None:
+    assert not simulate(drawn(seed, "any")).violation
+
+
+def test_a_step_that_was_lost_in_a_fail_over_is_lost_no_more() -> None:
+    """Once in 225 real runs ps 0 died, and the step after that was closed with nothing in it."""
+    plan = Plan.from_json((PLANS / "lost_step.json").read_text())
+    assert not simulate(plan).violation
+    assert simulate(plan, mutant="lost_step").oracle == "lost"

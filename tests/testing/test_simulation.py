@@ -1,0 +1,309 @@
+"""The simulator: the same history each time, commands that replay, plans that are made smaller."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+from pathlib import Path
+
+import pytest
+
+from psync.sync_groups import Group
+from psync.testing.simulation.__main__ import main
+from psync.testing.simulation.drawing import SHAPES, drawn
+from psync.testing.simulation.marks import MARKS, marks_of
+from psync.testing.simulation.mutants import MUTANTS, mutated
+from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
+from psync.testing.simulation.processes import Process, ProcessLoop
+from psync.testing.simulation.run import Report, simulate
+from psync.testing.simulation.shrink import shrunk, table
+from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
+from psync.worker_task import WorkerTask
+
+CANARY = 31
+"""A seed that ``--canary`` lets fail."""
+
+
+async def _hashes(numbers: list[int], *, hash_seed: int) -> list[str]:
+    jobs = [Job(number) for number in numbers]
+    return [
+        report.trace_hash
+        async for _, report in run_all(jobs, 1, hash_seed=hash_seed, fresh=hash_seed > 1)
+    ]
+
+
+def test_a_seed_has_the_same_history_in_a_fresh_process_with_another_hash_seed() -> None:
+    numbers = [2, 8]
+    first = asyncio.run(_hashes(numbers, hash_seed=1))
+    assert asyncio.run(_hashes(numbers, hash_seed=1001)) == first
+    assert len(set(first)) == len(numbers)
+
+
+def test_two_runs_of_a_seed_are_compared_turn_by_turn() -> None:
+    assert asyncio.run(difference(Job(8))) == ""
+
+
+def test_a_history_depends_on_the_seed_and_on_nothing_that_ran_before() -> None:
+    plan = drawn(8)
+    first = simulate(plan)
+    simulate(drawn(12))
+    assert simulate(plan).trace_hash == first.trace_hash
+    assert simulate(dataclasses.replace(plan, seed=9)).trace_hash != first.trace_hash
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_plan_is_plain_data(shape: str) -> None:
+    plan = drawn(5, shape)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_canary_fails_and_is_printed_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--seed", str(CANARY - 1), "--seeds", "2", "--twins", "0", "--jobs", "1"]
+    assert main(options) == 0
+    assert "\n2 seeds, " in capsys.readouterr().out
+    assert main([*options, "--canary"]) == 1
+    printed = capsys.readouterr().out
+    assert f"python -m psync.testing.simulation --replay {CANARY} --canary  # canary, at" in printed
+    assert "canary: fails on purpose" in printed
+
+
+def test_one_seed_is_replayed_with_all_that_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--replay", str(CANARY)]) == 0
+    printed = capsys.readouterr().out
+    assert f"seed {CANARY}: " in printed
+    assert "chief-0    life     attached False, restored None" in printed
+    assert main(["--replay", str(CANARY), "--canary"]) == 1
+
+
+def test_a_share_of_the_seeds_comes_from_the_commit() -> None:
+    drawn_ones = seeds(10, 100, 0.33)
+    assert len(drawn_ones) == 100
+    assert drawn_ones[:67] == list(range(10, 77))
+    assert drawn_ones == seeds(10, 100, 0.33)
+
+
+def _fails_with_two_faults(plan: Plan) -> Report:
+    kinds = [fault.kind for fault in plan.faults]
+    calls = {call.kind for batch in plan.batches for each in batch.closures for call in each.calls}
+    fails = "kill" in kinds and "stop" in kinds and "rows" in calls
+    return Report(plan.seed, "lost" if fails else "", "lost: it is not there" if fails else "")
+
+
+def _large_plan() -> Plan:
+    faults = tuple(
+        Fault(kind, Trigger(float(number)), ("ps-0",))
+        for number, kind in enumerate(("cut", "kill", "cut", "stop", "stall", "cut"))
+    )
+    batches = tuple(
+        Batch(
+            tuple(
+                ClosurePlan((Call("dense", column), Call("rows", column)), needs=column - 1)
+                for column in range(5)
+            ),
+            save="hot",
+        )
+        for _ in range(3)
+    )
+    return dataclasses.replace(drawn(1), faults=faults, batches=batches, num_workers=3, num_ps=3)
+
+
+def test_a_plan_is_made_smaller_as_long_as_the_same_oracle_fails() -> None:
+    smaller, report = shrunk(_large_plan(), _fails_with_two_faults)
+    assert report.oracle == "lost"
+    assert [fault.kind for fault in smaller.faults] == ["kill", "stop"]
+    assert [len(batch.closures) for batch in smaller.batches] == [1]
+    assert smaller.batches[0].save == ""
+    (closure,) = smaller.batches[0].closures
+    assert [call.kind for call in closure.calls] == ["rows"]
+    assert (closure.needs, smaller.num_workers, smaller.num_ps) == (-1, 1, 1)
+
+
+def test_a_plan_that_does_not_fail_stays_as_it_is() -> None:
+    plan = dataclasses.replace(_large_plan(), faults=())
+    assert shrunk(plan, _fails_with_two_faults) == (plan, Report(plan.seed))
+
+
+def test_another_oracle_is_another_failure() -> None:
+    plan = _large_plan()
+
+    def run(plan: Plan) -> Report:
+        return Report(plan.seed, "lost" if len(plan.faults) == 6 else "twice", "wrong")
+
+    assert len(shrunk(plan, run)[0].faults) == 6
+
+
+def test_what_is_left_is_written_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    plan = drawn(CANARY)
+    plan = dataclasses.replace(plan, faults=plan.faults[:1], batches=plan.batches[:1])
+    file.write_text(plan.to_json())
+    assert main(["--plan", str(file), "--canary", "--shrink", str(file)]) == 1
+    printed = capsys.readouterr().out
+    assert "      time  party       what" in printed
+    assert f"--plan {file}" in printed
+    smaller = Plan.from_json(file.read_text())
+    assert (smaller.faults, smaller.batches) == ((), ())
+    assert main(["--plan", str(file), "--canary"]) == 1
+
+
+def test_a_table_tells_times_parties_and_messages() -> None:
+    plan = _large_plan()
+    report = Report(plan.seed, "lost", "lost: it is not there", at_s=2.5, entry=1)
+    report.trace = [(1.0, 7, "kill", "ps-0", ""), (2.0, 9, "bytes", "", "1 to_server 20")]
+    printed = table(plan, report)
+    assert "kill ps-0, at 1.0 s" in printed
+    assert "    1.0000  ps-0        kill" in printed
+    assert "to_server" not in printed
+    assert "at 2.5000 s, entry 1: lost: it is not there" in printed
+
+
+# Errors that nobody awaits.
+
+
+async def _fail() -> None:
+    raise ZeroDivisionError
+
+
+async def _drops_tasks() -> None:
+    lost = asyncio.create_task(_fail())
+    del lost
+    asyncio.get_running_loop().call_soon(lambda: 1 / 0)
+    await asyncio.sleep(2)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_of_errors_that_nobody_awaits_those_of_the_living_are_heard(
+    is_killed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop = ProcessLoop(1)
+    heard: list[str] = []
+    loop.set_exception_handler(lambda _, context: heard.append(context["message"]))
+    process = Process("ps-0", loop)
+    loop.call_soon(process.start, _drops_tasks)
+    loop.run_until_complete(asyncio.sleep(1))
+    callback, *_ = heard
+    assert callback.startswith("Exception in callback")
+    if is_killed:
+        process.kill()
+    process.forget_done()
+    assert heard[1:] == [] if is_killed else ["Task exception was never retrieved"]
+    loop.is_over = True
+    process.bury()
+    loop.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_that_nobody_awaits_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = WorkerTask.start
+
+    async def start(self: WorkerTask) -> None:
+        await serve(self)
+        asyncio.create_task(_fail())  # noqa: RUF006
+
+    monkeypatch.setattr(WorkerTask, "start", start)
+    report = simulate(drawn(8))
+    assert report.oracle == "unhandled"
+    assert "Task exception was never retrieved: _fail ZeroDivisionError()" in report.violation
+
+
+@pytest.mark.parametrize("seed", [11, 21])
+def test_nothing_is_printed_of_what_the_dead_have_left(
+    seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert not simulate(drawn(seed)).violation
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
+
+
+# Marks.
+
+
+def _trace(*entries: tuple[str, str, str]) -> list[tuple[float, int, str, str, str]]:
+    """Return a trace with an entry each tenth of a second."""
+    return [(0.1 * number, number, *entry) for number, entry in enumerate(entries)]
+
+
+SERVED = "WARNING /job:ps/task:0 is served by its backup, in the process of /job:ps/task:1, at x"
+COMPLETE = "INFO /job:ps/task:1: its backup in the process of /job:ps/task:0 is complete, after 0 s"
+
+
+def test_marks_of_a_fail_over_while_a_step_is_closing() -> None:
+    found = marks_of(
+        _trace(
+            ("place", "ps-0", "ps0.step.decided"),
+            ("kill", "ps-0", ""),
+            ("log", "chief-0", "WARNING /job:ps/task:0 was restarted; its backup takes over"),
+            ("start", "ps-0", ""),
+            ("log", "ps-1", SERVED),
+            ("event", "chief-0", "FailoverEvent(lost=(), served_by=(), seconds=1.0)"),
+            ("place", "ps-1", "ps0.step.decided"),
+            ("kill", "ps-1", ""),
+        )
+    )
+    assert found.keys() >= {
+        "ps 0 dies while a step is closing",
+        "a fail-over while a step is closing",
+        "a ps is started again during a fail-over",
+        "a promoted ps 0 closes a step again",
+        "a process that serves several ps tasks dies",
+    }
+    assert found.keys() <= set(MARKS)
+
+
+def test_marks_of_deaths_within_a_copy() -> None:
+    copy = [("start", "ps-0", ""), ("start", "ps-1", ""), ("message", "ps-0", "BeginBackup")]
+    within = marks_of(_trace(*copy, ("kill", "ps-1", ""), ("kill", "ps-0", "")))
+    assert within["a ps dies within a copy"] == 2
+    assert within["ps 0 and another ps die within one copy"] == 1
+    after = marks_of(_trace(*copy, ("log", "ps-1", COMPLETE), ("kill", "ps-1", "")))
+    assert "a ps dies within a copy" not in after
+
+
+def test_marks_of_closures_that_run_again() -> None:
+    found = marks_of(
+        _trace(
+            ("run", "worker-0", "7"),
+            ("place", "worker-0", "worker.push.begun"),
+            ("kill", "worker-0", ""),
+            ("run", "worker-1", "7"),
+            ("told", "worker-1", "7 0 duplicate"),
+        )
+    )
+    assert found.keys() == {
+        "a worker dies with a push begun",
+        "a closure runs again on another worker",
+        "a closure runs again and is told duplicate",
+    }
+
+
+def test_a_mark_is_reached_only_under_its_name() -> None:
+    assert len(MARKS) == len(set(MARKS)) >= 40
+    assert simulate(drawn(8)).marks.keys() <= set(MARKS)
+
+
+# Mutants.
+
+
+@pytest.mark.parametrize("name", [name for name in MUTANTS if MUTANTS[name].where])
+def test_a_mutant_is_wrong_for_one_run_only(name: str) -> None:
+    places = [(owner, attribute) for owner, attribute, _ in MUTANTS[name].where]
+    before = [vars(owner)[attribute] for owner, attribute in places]
+    with mutated(name):
+        assert [vars(owner)[attribute] for owner, attribute in places] != before
+    assert [vars(owner)[attribute] for owner, attribute in places] == before
+
+
+def test_there_are_the_nine_safeguards_and_further_mutants() -> None:
+    assert sum(bool(mutant.without) for mutant in MUTANTS.values()) == 9
+    assert len(MUTANTS) >= 24
+    assert Group.is_complete.fget is not None  # nothing is left of a mutant
+
+
+def test_a_mutant_is_found() -> None:
+    found = asyncio.run(hunt("join_leaves_steps", 1, 60, 1))
+    assert found.oracle
+    assert found.job is not None
+    assert f"--replay {found.job.seed} --shape sync --mutant" in found.job.command()
