@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import random
 import sys
 import time
@@ -36,6 +37,7 @@ def fuzz(target: str, setup: Setup) -> None:
     parser.add_argument("--input", type=Path, help="run this file as the only input")
     parser.add_argument("--plain", action="store_true", help="do not use atheris")
     options = parser.parse_args()
+    logging.getLogger("psync").setLevel(logging.CRITICAL)  # it would say much of what comes in
     if options.input:
         setup()[0](options.input.read_bytes())
     elif importlib.util.find_spec("atheris") and not options.plain:

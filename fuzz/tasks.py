@@ -12,7 +12,6 @@ from driver import OneInput, fuzz
 
 def setup() -> tuple[OneInput, list[bytes]]:
     import asyncio
-    import logging
     import random
 
     import numpy as np
@@ -42,7 +41,6 @@ def setup() -> tuple[OneInput, list[bytes]]:
     # The handshake has its own target; Shutdown ends what others are asked afterwards.
     skipped = {Hello, Challenge, Proof, Welcome, Refused, Shutdown}
     config = SGD(0.5).to_config()
-    logging.getLogger("psync").setLevel(logging.CRITICAL)
 
     def message_of(draw: Draw, kinds: list[type[Message]]) -> tuple[Message, list[bytes]]:
         if draw.below(3):
@@ -80,7 +78,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
         push = Push(1, 1, -1, 0, 2, [(0, 0)], 1, config, 0)
         await honest.call(push, [memoryview(np.ones(4, np.float32)).cast("B")])
         name, number = draw.of(((worker, 9), (chief, 100), (chief, 101), ("/job:ps/task:0", 100)))
-        lane = draw.of(("control", "bulk", "lock"))
+        lane = draw.of(("control", "bulk", "lock", "cut"))
         address, expect = draw.of((*[("ps:1", ps.task)] * 5, ("worker:1", served.task)))
         task = ps if address == "ps:1" else served
         kinds = [

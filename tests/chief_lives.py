@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import psync
 from psync.optimizer_registry import optimizers_here
@@ -13,18 +11,7 @@ from psync.optimizer_registry import optimizers_here
 
 def another_process() -> None:
     """What was made so far belongs to another process, as it does where a chief was killed."""
-    optimizers_here.process = os.urandom(8).hex()
-    optimizers_here._numbers = itertools.count(1)
-
-
-@contextlib.contextmanager
-def own_process_again() -> Iterator[None]:
-    """Afterwards this is the process that it was."""
-    process, numbers = optimizers_here.process, optimizers_here._numbers
-    try:
-        yield
-    finally:
-        optimizers_here.process, optimizers_here._numbers = process, numbers
+    optimizers_here().begin_process()
 
 
 @contextlib.asynccontextmanager

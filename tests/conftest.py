@@ -2,9 +2,9 @@
 
 - A coroutine test runs on uvloop and on the stock loop; one marked ``virtual_time`` runs once, on
   the loop of ``psync.testing`` whose clock is virtual.
-- A test fails that leaves an asyncio task, a file descriptor or a child process behind, that lets
-  an error reach the loop's exception handler, or that takes longer than 60 s (another limit:
-  ``@pytest.mark.timeout(seconds)``).
+- A test fails that leaves an asyncio task, a file descriptor, a child process or a changed logger
+  behind, that lets an error reach the loop's exception handler, or that takes longer than 60 s
+  (another limit: ``@pytest.mark.timeout(seconds)``).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,9 +78,10 @@ def open_files() -> dict[int, str]:
 def child_processes() -> set[str]:
     """The process ids of this process's children, zombies among them."""
     children: set[str] = set()
-    for of_thread in Path("/proc/self/task").glob("*/children"):
+    for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
-            children.update(of_thread.read_text().split())
+            with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+                children.update(file.read().split())
     return children
 
 
@@ -107,9 +108,49 @@ def nothing_left_behind() -> Iterator[None]:
         ]
         return files + [f"process {pid}" for pid in sorted(child_processes() - children_before)]
 
-    if left():
+    found = left()
+    if found:
         gc.collect()  # held by a cycle only, such as the traceback of an error that was expected
-    assert not left(), f"left behind: {left()}"
+        found = left()
+    assert not found, f"left behind: {found}"
+
+
+# --- loggers ---------------------------------------------------------------------------------
+
+
+def handlers_of(logger: logging.Logger) -> list[logging.Handler]:
+    """Those of the root come and go with pytest's own."""
+    return [] if logger is logging.root else logger.handlers
+
+
+def loggers() -> dict[str, tuple[object, ...]]:
+    """What has been set of the loggers of this process whose messages tests look at."""
+    names = {name for name in logging.root.manager.loggerDict if name.startswith("psync")}
+    return {
+        logger.name: (logger.level, logger.propagate, logger.disabled, *handlers_of(logger))
+        for logger in map(logging.getLogger, sorted(names | {"root", "asyncio"}))
+    }
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Fail the test if it leaves a logger with another level than it found: others hear of it."""
+    before, disabled = loggers(), logging.root.manager.disable
+    yield
+    untouched = (logging.NOTSET, True, False)
+    changed = {name: now for name, now in loggers().items() if now != before.get(name, untouched)}
+    assert not changed, f"changed loggers: {changed}"
+    assert logging.root.manager.disable == disabled
+
+
+@pytest.fixture
+def own_log() -> Iterator[None]:
+    """For a test in whose process a command begins: what that sets of psync's log ends with it."""
+    log = logging.getLogger("psync")
+    level, handlers = log.level, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers
 
 
 # --- time limit ------------------------------------------------------------------------------

@@ -35,13 +35,14 @@ class Steps(SyncSteps):
         total: int | None = None,
         *,
         begin: int = 0,
+        goes_on: bool = False,
         noted: Sequence[tuple[int, int, int, bytes]] = (),
         final_below: int = 0,
         **more: Any,
     ) -> None:
         super().__init__()
         self.note_calls(noted, final_below)
-        self.define(GROUP, config(needed, total, **more), begin)
+        self.define(GROUP, config(needed, total, **more), begin, goes_on=goes_on)
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}
 

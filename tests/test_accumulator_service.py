@@ -579,8 +579,8 @@ async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene):
 
 async def test_a_new_coordinator_finds_no_accumulators_and_nobody_waiting(scene):
     taking = await scene.waiting(scene.a)
-    await scene.cluster.attach(scene.cluster.client(CHIEF, 200), 200)
-    with pytest.raises(FencedError, match="serves a new coordinator"):
+    await scene.cluster.attach(scene.cluster.client(CHIEF, 2000), 2000)
+    with pytest.raises(FencedError, match="has been replaced"):
         await taking
     assert scene.counters() == dict.fromkeys(scene.counters(), 0)
 

@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 
 from psync.all_ps import AllPs
-from psync.errors import ClosedError, ConfigurationError, FencedError, PsyncError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+)
 from psync.failpoints import Failpoints
+from psync.ps_task import PsTask
 from psync.sync_config import SyncConfig
 from psync.whole_sets import Values
 from psync.wire.messages import AskStatistics, Statistics
@@ -227,3 +234,16 @@ async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> Non
         link.revive()
         link.address = promoted.address
         assert await cluster.global_step() == 1
+
+
+async def test_one_that_came_back_empty_before_it_was_ever_asked_is_lost() -> None:
+    """A step that failed with what it says would be the program's error, not a lost ps."""
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        await cluster.ps[1].close()
+        cluster.ps[1] = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
+        await cluster.ps[1].start()
+        with pytest.raises(ParameterServerLost, match="not, or no longer, served"):
+            await closed(all_ps, close_step(cluster, 0))
+        config = SyncConfig.from_config(cluster.config)
+        with pytest.raises(ParameterServerLost):
+            await all_ps.raise_global_step(config, GROUP, 0)

@@ -32,6 +32,14 @@ ONES = np.ones(2)
         (lambda: ONES * PART, "numpy.multiply"),
         (lambda: PART < 1, "operator <"),
         (lambda: PART >= ONES, "operator >="),
+        (lambda: PART == 0.0, "operator =="),
+        (lambda: 0 == PART, "operator =="),
+        (lambda: PART == ONES, "operator =="),
+        (lambda: ONES == PART, "numpy.equal"),
+        (lambda: PART == np.float32(0), "operator =="),
+        (lambda: PART != 0.0, "operator !="),
+        (lambda: PART != ONES, "operator !="),
+        (lambda: PART in [0.0, PART], "operator =="),
         (lambda: -PART, "operator -"),
         (lambda: abs(PART), "operator abs"),
         (lambda: divmod(PART, 2), "operator divmod"),
@@ -62,7 +70,12 @@ def test_it_is_itself_and_no_other_and_a_key_of_dicts() -> None:
     assert PART == PART
     assert Part() != PART
     assert {PART: 1}[PART] == 1
-    assert PART in [PART]
+    assert PART in [Part(), PART]
+    assert Part() not in [None, PART, "a part"]
+    assert [Part(), PART].index(PART) == 1
+    assert not PART != PART
+    assert PART != None  # noqa: E711  # a comparison, as in what compares fields
+    assert hash(PART) == object.__hash__(PART)
 
 
 def test_a_class_of_such_things_says_what_they_are() -> None:

@@ -20,6 +20,7 @@ from psync.captures import (
     blame,
     captures_of,
     name_of,
+    refers_to,
     resolves_by_name,
     travels_by_value,
     type_name,
@@ -41,6 +42,49 @@ class Trainer:
     def step(self) -> None: ...
 
     def __call__(self) -> None: ...
+
+
+def test_code_refers_to_what_it_names_itself_or_through_functions_of_its_module() -> None:
+    names = define(
+        "def a(): return lib.wanted()\n"
+        "def b(): return [wanted for _ in range(2)]\n"
+        "def c(): return a()\n"
+        "def d(): return lambda: lib.wanted(x=1)\n"
+        "def e(wanted): return wanted.wanted + other.wanted\n"
+        "def f(): return f() + e(1)\n"
+        "class Batches:\n"
+        "    def __iter__(self): return b()\n"
+        "    def f(self): return f()\n"
+        "class Model:\n"
+        "    def __init__(self): self.value = wanted()\n"
+        "    def build(self): return wanted()\n"
+        "    def __call__(self): return f()\n",
+        wanted=at_module_level,
+        lib=types.ModuleType("lib"),
+        other=Trainer,
+    )
+    names["lib"].wanted = at_module_level
+    batches = names["Batches"]
+    for fn in (*(names[name] for name in "abcd"), batches, batches(), batches.__iter__):
+        assert refers_to(fn, at_module_level), fn
+    assert refers_to(functools.partial(functools.partial(names["c"])), at_module_level)
+    assert refers_to(types.MethodType(names["a"], 1), at_module_level)
+    for fn in (names["e"], names["f"], batches().f, len, np.zeros):
+        assert not refers_to(fn, at_module_level), fn
+    model = names["Model"]
+    assert refers_to(model, at_module_level)
+    assert not refers_to(model.__new__(model), at_module_level), "neither is run by a call of it"
+
+
+def test_a_name_that_a_module_makes_when_it_is_first_asked_for_it_is_seen() -> None:
+    """As psync makes its own: a program may name none of them before."""
+    lazy = types.ModuleType("lazy")
+    lazy.__getattr__ = {at_module_level.__name__: at_module_level}.__getitem__  # type: ignore[method-assign]
+    names = define(
+        "def a(): return lazy.at_module_level()\ndef b(): return lazy.other\n", lazy=lazy
+    )
+    assert refers_to(names["a"], at_module_level)
+    assert not refers_to(names["b"], at_module_level)
 
 
 # --- names ------------------------------------------------------------------------------------

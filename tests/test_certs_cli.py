@@ -130,6 +130,7 @@ def test_options_and_variables_reach_the_tasks_with_paths_that_hold_everywhere(
     ]
 
 
+@pytest.mark.usefixtures("own_log")
 def test_serve_takes_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environ = variables_of(tmp_path / "certs", authority())
     found: dict[str, str] = {}

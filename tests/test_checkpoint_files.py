@@ -13,9 +13,11 @@ import pytest
 import safetensors.numpy
 
 from psync.checkpoint_files import (
+    DataFile,
     Planned,
     Reader,
     checkpoints_in,
+    is_complete,
     is_last,
     mark_last,
     remove,
@@ -200,6 +202,24 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         data_file.close()
     shutil.rmtree(writer.directory / "ckpt-1.tmp")
+
+
+def test_what_is_left_in_memory_when_the_disk_is_full_is_no_second_error(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    data_file = DataFile(tmp_path / "data", [Planned("w", (10, 2), "float32", 0)])
+    os.dup2(full := os.open("/dev/full", os.O_WRONLY), data_file._file.fileno())
+    os.close(full)
+    data_file.write(W)
+    data_file.abandon()
+    assert data_file._file.closed
+
+
+def test_a_path_that_the_disk_refuses_is_a_clear_error(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    for use in (Reader, remove, is_complete, is_last, mark_last, lambda p: Writer(p, "ckpt-1")):
+        with pytest.raises(CheckpointError, match=f"{path}.*: File name too long"):
+            use(path)
 
 
 def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:

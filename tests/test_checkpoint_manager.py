@@ -51,6 +51,22 @@ async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
         assert (await manager.save()).name == "ckpt-00000121"
 
 
+async def test_what_a_program_left_that_died_over_a_checkpoint_goes_with_the_next_save(
+    tmp_path: Path,
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+        removed = await manager.save()
+        removed.rename(removed.with_name(f"{removed.name}.tmp"))
+        (tmp_path / "ckpt-00000002.abandoned.tmp").mkdir()
+        written = tmp_path / "ckpt-00000009.tmp"  # perhaps
+        written.mkdir()
+        path = await manager.save(checkpoint_number=8)
+        assert sorted(tmp_path.iterdir()) == [path, written]
+
+
 async def test_a_number_is_a_whole_one(tmp_path: Path) -> None:
     async with training():
         manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)

@@ -143,6 +143,14 @@ class TestExport:
         with pytest.raises(CheckpointNotFound, match="no tensor begins with mode"):
             export(path, tmp_path / "out", prefixes=["mode"])
 
+    def test_a_directory_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        path = save(tmp_path, 1)
+        (tmp_path / "file").touch()
+        with pytest.raises(
+            CheckpointError, match=f"export to {tmp_path}/file/out: Not a directory"
+        ):
+            export(path, tmp_path / "file" / "out")
+
     def test_nothing_is_overwritten(self, tmp_path: Path) -> None:
         path = save(tmp_path, 1)
         (tmp_path / "out").mkdir()

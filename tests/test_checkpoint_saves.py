@@ -168,8 +168,12 @@ async def test_visits_are_done_if_their_updates_are_in_it(tmp_path: Path) -> Non
 
 class TestFailure:
     @pytest.mark.parametrize(
-        "place", ["checkpoint.ps.write", "checkpoint.before_commit", "checkpoint.before_rename"]
-    )
+        "place",
+        [
+            "checkpoint.ps.write", "checkpoint.file.written", "checkpoint.before_commit",
+            "checkpoint.before_rename",
+        ],
+    )  # fmt: skip
     async def test_leaves_the_older_one_whole_and_nothing_of_the_new_one(
         self, tmp_path: Path, place: str
     ) -> None:
@@ -180,13 +184,59 @@ class TestFailure:
             first = await manager.save()
             await w.assign(np.zeros(4))
             failpoints_of(strategy).arm(place, fails)
-            with pytest.raises(CheckpointError, match="No space left on device"):
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
                 await manager.save()
+            assert str(tmp_path) in caught.value.message
             assert list(tmp_path.iterdir()) == [first]
             assert await in_step(coordinator, w.read) is not None  # the ps tasks go on
             assert (await manager.save()).name == "ckpt-00000002"
             await psync.Checkpoint(w=w).restore(first)
             assert (await w.read()).all()
+
+    async def test_says_of_which_path_and_step_where_the_directory_has_become_a_file(
+        self, tmp_path: Path
+    ) -> None:
+        run = tmp_path / "run"
+        async with training(1, 1) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            sgd = psync.optimizers.SGD(1.0)
+            manager = psync.CheckpointManager(psync.Checkpoint(w=w, optimizer=sgd), run)
+            for _ in range(3):
+                await sgd.apply_gradients([(np.ones(4), w)])
+            first = await manager.save()
+            run.rename(tmp_path / "moved")
+            run.write_text("not a directory")
+            with pytest.raises(CheckpointError) as caught:
+                await manager.save()
+            assert caught.value.message == (
+                f"saving a checkpoint of step 3: looking for checkpoints in {run}: Not a directory"
+            )
+            with pytest.raises(CheckpointError) as caught:
+                await manager.save(7)
+            assert caught.value.message == (
+                f"saving checkpoint 7 of step 3: making {run}/ckpt-00000007.tmp: File exists"
+            )
+            assert isinstance(caught.value.__cause__, FileExistsError)
+            where = rf"looking for checkpoints in {run}: Not a directory"
+            for awaited in (manager.restore_or_initialize, manager.finish):
+                with pytest.raises(CheckpointError, match=where):
+                    await awaited()
+            with pytest.raises(CheckpointError, match=where):
+                _ = manager.checkpoints
+            with pytest.raises(CheckpointNotFound, match=str(first)):
+                await manager._checkpoint.restore(first)
+
+    async def test_says_of_which_path_where_the_name_is_too_long(self, tmp_path: Path) -> None:
+        path = tmp_path / ("x" * 300)
+        async with training(1, 1) as (strategy, _):
+            with strategy.scope():
+                checkpoint = psync.Checkpoint(w=psync.Variable(np.ones(4), name="w"))
+            with pytest.raises(CheckpointError, match=f"saving checkpoint 7: making {path}/"):
+                await checkpoint.save(path, number=7)
+            for read in (checkpoint.restore, checkpoint.read):
+                with pytest.raises(CheckpointError, match=f"looking at {path}: File name too long"):
+                    await read(path)
 
     @pytest.mark.parametrize("always", [False, True])
     async def test_if_a_ps_is_cut_off_another_cut_is_taken(

@@ -11,6 +11,7 @@ import pytest
 from psync.checkpoint_files import DataFile, Planned, Reader, checkpoints_in
 from psync.checkpoint_manifest import Image, Place
 from psync.checkpoint_writer import Writer, streamed_by_environ
+from psync.disk import Disk, current_disk
 from psync.errors import CheckpointError, ConfigurationError
 
 W = np.arange(6, dtype=np.float32)
@@ -61,6 +62,29 @@ def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_pat
             writer.commit(1, {"w": ((6,), "float32")}, {})
         writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+class NameLost(Disk):
+    """A machine dies before the name of the file that it has written is on the disk."""
+
+    def sync_directory(self, path: Path) -> None:
+        (path / "ps-0").unlink(missing_ok=True)
+        super().sync_directory(path)
+
+
+def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    writer = Writer(tmp_path, "ckpt-1")
+    data_file = written_by_another(writer, "ps-0")
+    writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
+    token = current_disk.set(NameLost())
+    try:
+        with pytest.raises(CheckpointError, match=r"looking at .*ps-0"):
+            writer.commit(1, {"w": ((6,), "float32")}, {})
+    finally:
+        current_disk.reset(token)
+    assert checkpoints_in(tmp_path, "ckpt") == []
 
 
 def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ import pytest
 
 from psync.access import Secret
 from psync.chief_presence import (
+    ALL_GONE_S,
     FIRST_CHIEF_S,
+    LOOK_EVERY_S,
     NEXT_CHIEF_S,
     ChiefPresence,
+    TrainingPresence,
     chief_timeouts,
+    naming_who_is_awaited,
     until_told,
 )
 from psync.endpoint import Endpoint
@@ -134,3 +138,84 @@ def test_anything_else_is_an_error(text: str) -> None:
     assert caught.value.message == (
         f"chief timeout: expected seconds above 0, or none, got {text!r}"
     )
+
+
+# --- an evaluator --------------------------------------------------------------------------------
+
+
+async def looks(presence: TrainingPresence) -> float:
+    """Look every second until training has ended; return how long that took."""
+    began = now()
+    while True:
+        await presence.look()
+        if presence.has_ended():
+            return now() - began
+        await asyncio.sleep(1)
+
+
+@pytest.mark.virtual_time
+async def test_an_evaluator_ends_a_minute_after_all_have_gone() -> None:
+    network = MemoryNetwork()
+    presence = TrainingPresence(network, {PS: "ps:1", WORKER: "worker:1"}, (3600.0, 600.0))
+    async with asyncio.TaskGroup() as tasks:
+        looking = tasks.create_task(looks(presence))
+        await asyncio.sleep(1000)
+        assert presence.describe().startswith(f"nobody trains yet ({PS} at ps:1, {WORKER} at work")
+        listener = await network.listen("worker:1", asyncio.BufferedProtocol)
+        await asyncio.sleep(10_000)
+        assert presence.describe() == "training goes on"
+        assert not looking.done()
+        listener.close()
+        await asyncio.sleep(LOOK_EVERY_S + 1)
+        assert presence.describe().startswith("nobody trains any more")
+    assert 11_000 < await looking < 11_000 + ALL_GONE_S + LOOK_EVERY_S + 2
+
+
+@pytest.mark.virtual_time
+async def test_an_evaluator_that_evaluated_for_long_gives_a_restart_its_minute() -> None:
+    """It last looked before its evaluation, and all tasks are being started again just now."""
+    network = MemoryNetwork()
+    presence = TrainingPresence(network, {PS: "ps:1"}, (3600.0, 600.0))
+    listener = await network.listen("ps:1", asyncio.BufferedProtocol)
+    await presence.look()
+    await asyncio.sleep(1000)
+    listener.close()
+    await presence.look()
+    assert not presence.has_ended()
+    await asyncio.sleep(ALL_GONE_S - 1)
+    assert not presence.has_ended()
+    await network.listen("ps:1", asyncio.BufferedProtocol)
+    await presence.look()
+    assert presence.describe() == "training goes on"
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(("first_s", "ends"), [(100.0, True), (None, False)])
+async def test_an_evaluator_waits_for_the_first_as_long_as_workers_do(
+    first_s: float | None, ends: bool
+) -> None:
+    presence = TrainingPresence(MemoryNetwork(), {PS: "ps:1"}, (first_s, None))
+    await presence.look()
+    await asyncio.sleep(60)
+    presence.note_sign()  # a checkpoint: somebody trains whom it cannot reach
+    await asyncio.sleep(90)
+    assert not presence.has_ended()
+    await asyncio.sleep(20)
+    if not ends:
+        assert not presence.has_ended()
+        return
+    with pytest.raises(TrainingEnded) as caught:
+        presence.has_ended()
+    assert caught.value.message == (
+        f"the evaluator ends: within 100 s nobody has come who trains ({PS} at ps:1)"
+    )
+
+
+@pytest.mark.virtual_time
+async def test_who_is_awaited_is_named_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "psync.chief_presence")
+    texts = ["waits for a", "", "waits for b"]
+    with naming_who_is_awaited(lambda: texts.pop(0)):
+        await asyncio.sleep(35)
+    await asyncio.sleep(100)
+    assert [record.getMessage() for record in caplog.records] == ["waits for a", "waits for b"]

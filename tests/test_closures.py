@@ -217,6 +217,7 @@ def test_closure_whose_worker_is_gone_for_a_known_reason_runs_again_and_no_loss_
     assert bench.queue.worker_lost("a", blame=False) == []
     assert bench.states() == {0: "queued"}
     assert bench.closures[0].attempts == 0
+    assert bench.closures[0].times_back == 1
     assert bench.queue.statistics().put_back == 1
     assert bench.queue.worker_joined("b") == [bench.dispatch("b", 0)]
     assert bench.queue.worker_lost("b") == [bench.settle(0)], "blamed, it is given up"
@@ -289,7 +290,8 @@ def test_error_is_raised_when_nothing_runs_any_more_and_only_once() -> None:
     assert bench.queue.collect_error() is None
 
 
-def test_closure_in_flight_keeps_what_it_ended_with_after_an_error() -> None:
+def test_closure_in_flight_ends_without_a_value_after_an_error() -> None:
+    """Some ps tasks refuse its updates by then: a value would say that it was done."""
     bench = Bench("a", "b", "c", "d")
     bench.run(0, 1, 2, 3)
     first, second = ValueError("first"), KeyError("second")
@@ -297,7 +299,7 @@ def test_closure_in_flight_keeps_what_it_ended_with_after_an_error() -> None:
     assert bench.queue.finished("b", (1,), SLOW) == [bench.settle(1)]
     assert bench.queue.failed("c", 2, second) == [bench.settle(2)]
     assert bench.queue.cancelled("d", 3) == [bench.settle(3)]
-    assert bench.states() == {0: "failed", 1: "finished", 2: "failed", 3: "cancelled"}
+    assert bench.states() == {0: "failed", 1: "cancelled", 2: "failed", 3: "cancelled"}
     assert bench.error(2) is second
     assert bench.queue.collect_error() == (first, (second,))
 
@@ -759,6 +761,7 @@ def test_low_water_is_the_lowest_id_that_is_not_final() -> None:
     assert bench.queue.low_water() == 3
     bench.queue.finished("b", (5,), SLOW)
     assert bench.queue.low_water() == 3
+    assert [bench.queue.is_open(number) for number in (3, 5, 9, 10)] == [True, False, True, False]
     bench.queue.finished("a", (3,), SLOW)
     assert bench.queue.low_water() == 9
     bench.queue.finished("c", (9,), SLOW)

@@ -385,6 +385,70 @@ async def test_what_is_scheduled_after_an_error_ends_cancelled_and_only_join_rai
         await coordinator.join()
 
 
+async def test_fetch_of_what_has_failed_collects_the_error():
+    """As in a notebook, where no join follows in the cell that has failed."""
+    async with coordinating() as (_, coordinator):
+
+        async def step(i):
+            if i == 1:
+                raise Custom(1)
+            await event_of("never").wait()
+
+        failing = [coordinator.schedule(step, args=(i,)) for i in range(20)]
+        with pytest.raises(Custom, match="code 1"):
+            await coordinator.fetch({"losses": failing[1:]})
+        assert all(value.done() for value in failing)
+        assert await coordinator.fetch(coordinator.schedule(lambda: 2)) == 2
+        await coordinator.join()
+        with pytest.raises(Custom):
+            await coordinator.fetch(failing[1])
+
+
+async def test_fetch_of_what_another_error_has_cancelled_names_that():
+    async with coordinating() as (_, coordinator):
+
+        async def step(i):
+            if i == 1:
+                raise Custom(1)
+            await event_of("never").wait()
+
+        values = [coordinator.schedule(step, args=(i,)) for i in range(20)]
+        with pytest.raises(ClosureCancelled) as caught:
+            await coordinator.fetch(values)
+        assert isinstance(caught.value.__cause__, Custom)
+        await coordinator.join()
+
+
+async def test_a_join_that_waits_gets_the_error_that_fetch_collects():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            raise Custom(1)
+
+        value = coordinator.schedule(step)
+        joining = asyncio.create_task(coordinator.join())
+        fetching = asyncio.create_task(coordinator.fetch(value))
+        for waiting in (joining, fetching):
+            with pytest.raises(Custom):
+                await waiting
+        await coordinator.join()
+
+
+async def test_fetch_of_a_value_that_was_cancelled_alone_leaves_the_others():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            await event_of("go on").wait()
+            return 1
+
+        cancelled, other = coordinator.schedule(step), coordinator.schedule(step)
+        cancelled.cancel()
+        with pytest.raises(ClosureCancelled):
+            await coordinator.fetch(cancelled)
+        event_of("go on").set()
+        assert await coordinator.fetch(other) == 1
+
+
 async def test_all_joins_that_wait_get_the_error():
     async with coordinating() as (_, coordinator):
 

@@ -32,6 +32,9 @@ class Owner:
     def worker_lost(self, worker: str, *, blame: bool) -> None:
         self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")
 
+    def worker_given_up(self) -> None:
+        self.events.append("given up")
+
     def ps_lost(self, error: ParameterServerLost) -> None:
         self.lost.append(error)
 
@@ -126,6 +129,40 @@ async def test_starting_gives_up_and_names_who_is_missing(links, cluster):
     await cluster.stop("worker-0")
     with pytest.raises(ConnectFailed, match="no connection to /job:worker/task:0 at worker-0:1"):
         await links.start(2, 20)
+
+
+async def test_starting_waits_for_the_next_process_of_a_worker_that_is_leaving(
+    links, owner, cluster
+):
+    await cluster.tasks["worker-1"].leave("SIGTERM")
+    starting = asyncio.create_task(links.start(2, 60))
+    await asyncio.sleep(5)
+    assert not starting.done()
+    await cluster.stop("worker-1")
+    await cluster.start("worker-1")
+    await starting
+    assert sorted(owner.events) == ["+0", "+1"]
+
+
+async def test_starting_bears_that_one_of_two_connections_breaks_while_a_worker_is_attached(
+    links, owner, cluster, monkeypatch
+):
+    await cluster.stop("worker-1")
+    attach, broken = WorkerTask._attach, []
+
+    async def break_and_attach(self: WorkerTask, peer: Peer, *args: Any) -> Any:
+        if not broken:
+            broken.append(self._lanes[peer.task, peer.incarnation, "bulk"])
+            broken[0].abort()
+            await broken[0].wait_closed()
+        return attach(self, peer, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", break_and_attach)
+        await cluster.start("worker-1")
+    await links.start(2, 60)
+    assert broken
+    assert sorted(owner.events) == ["+0", "+1"]
 
 
 async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):

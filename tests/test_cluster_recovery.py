@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from image_store import keep_images
 from memory_cluster import cluster_of, coordinating, event_of, shared
+from ps_cluster import hold
 from replica_cluster import ReplicaCluster, declared, replicated, run
 
 import psync
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
 from psync.events import RollbackEvent
 from psync.lost_messages import MessageLosses
+from psync.ps_task import PsTask
 from psync.rpc import Handler
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
@@ -280,15 +282,29 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
 # --- backups ---------------------------------------------------------------------------------
 
 
-async def test_without_backups_nobody_waits_for_them_or_tells_of_them(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.virtual_time
+async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with coordinating(2, 1) as (_, coordinator):
+    unsaved = "no CheckpointManager has saved anything yet"
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, name="v")
         await asyncio.wait_for(coordinator.backed_up(), 5)
         await coordinator.join()
-        assert coordinator._running("test").recovery.describe() == []
-        assert "no CheckpointManager has saved anything yet" in caplog.text
+        describe = coordinator._running("test").describe
+        assert f"{unsaved}: a ps that is lost ends the program" in describe()
+        assert unsaved not in caplog.text
+        await cluster.stop("ps-0")
+        with pytest.raises(ParameterServerLost):
+            await v.read()
+        assert f"/job:ps/task:0 cannot be brought back: {unsaved}" in caplog.text
+    async with coordinating(1, 1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, name="v")
+        await psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path).save()
+        assert unsaved not in "".join(coordinator._running("test").describe())
 
 
 async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpoints(
@@ -314,3 +330,58 @@ async def test_first_backups_that_are_not_made_in_time_are_named() -> None:
                 pass
     finally:
         await cluster.stop_all()
+
+
+@pytest.mark.virtual_time
+async def test_an_update_that_no_ps_answers_does_not_hold_up_the_end() -> None:
+    """As one on a ps that waits for a backup: none is ordered any more."""
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy):
+            with strategy.scope():
+                v = psync.Variable(np.zeros(1), name="v")
+            await v.read()
+            ps = cluster.tasks["ps-0"]
+            assert isinstance(ps, PsTask)
+            release = hold(ps, v.spec)
+            adding = asyncio.ensure_future(v.assign_add(np.ones(1)))
+            await asyncio.sleep(1)
+            adding.cancel()  # it goes on in the background
+            leaves = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - leaves < 30
+        release()
+
+
+@pytest.mark.virtual_time
+async def test_what_waits_for_a_backup_ends_where_a_ps_is_lost_that_has_none() -> None:
+    async with replicated(3, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            variables = [psync.Variable(np.zeros(1), name=f"v{i}") for i in range(3)]
+        await coordinator.backed_up()
+        for variable in variables:
+            await variable.assign_add(np.ones(1))
+        await cluster.kill("ps-1")  # in it was the backup of ps 0
+        await anext(coordinator.events())
+        cluster.network.partition("ps-2", "ps-0")  # in which is that of ps 2
+        await cluster.kill("ps-0")
+        await cluster.revive("ps-0")
+        await asyncio.wait_for(variables[2].assign_add(np.ones(1)), 60)
+        with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1"):
+            await coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
+    tmp_path: Path,
+) -> None:
+    """As of a replica, whose gang has ended since a ps was lost."""
+    async with replicated(2, 1) as (_, coordinator):
+        declared(coordinator)
+        await keep_images(coordinator, tmp_path)
+
+        async def step() -> None:
+            raise ParameterServerLost("/job:ps", "was lost while replicas ran")
+
+        coordinator.schedule(step)
+        with pytest.raises(ParameterServerLost, match="while replicas ran"):
+            await coordinator.join(timeout=60)

@@ -70,7 +70,7 @@ def test_dataset_code_knows_its_worker_and_is_no_step() -> None:
 
 
 def test_worker_index_outside_a_step_is_an_error() -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(RuntimeError) as caught:
         get_worker_index()
     assert str(caught.value) == (
         "get_worker_index outside a step: no worker is running this\n"

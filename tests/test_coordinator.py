@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -64,6 +66,35 @@ async def test_arguments_above_16_kib_are_fetched_when_their_turn_comes(sent):
         assert await small == 12 << 10
         assert await large == 17 << 10
         assert sent["FetchArguments"] == 1
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("ends", ["with values", "cancelled"])
+async def test_nothing_is_kept_of_closures_that_have_ended(ends: str):
+    """Nor tables of dicts that are empty again, which keep the size they once needed."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def step():
+            pass
+
+        async def run(count: int) -> None:
+            values = [coordinator.schedule(step) for _ in range(count)]
+            if ends == "cancelled":
+                for value in values:
+                    value.cancel()
+            await asyncio.wait([asyncio.ensure_future(coordinator.join())])
+
+        await run(10)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            await run(10_000)
+            gc.collect()
+            ours = tracemalloc.Filter(True, "*/psync/*")
+            snapshot = tracemalloc.take_snapshot().filter_traces([ours])
+        finally:
+            tracemalloc.stop()
+        assert sum(trace.size for trace in snapshot.traces) < 100 << 10
 
 
 async def test_a_worker_whose_step_computes_has_little_unread():

@@ -14,18 +14,21 @@ from psync.coordinator_grants import RANGE
 from psync.endpoint import Endpoint
 from psync.errors import FencedError
 from psync.ps_task import PsTask
+from psync.testing import MemoryNetwork
 from psync.wire.worker_messages import AttachWorker
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time
 
 
-def coordinator_of(cluster: MemoryCluster, clock: int = 1) -> psync.ClusterCoordinator:
+def coordinator_of(
+    cluster: MemoryCluster, clock: int = 1, min_workers: int | None = None
+) -> psync.ClusterCoordinator:
     """A chief whose clock stands still."""
     strategy = cluster.strategy()
     resolver = strategy.cluster_resolver
     resolver.platform = dataclasses.replace(resolver.platform, new_incarnation=lambda: clock)
-    return psync.ClusterCoordinator(strategy)
+    return psync.ClusterCoordinator(strategy, min_workers=min_workers)
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
@@ -123,3 +126,26 @@ async def test_workers_bear_numbers_of_their_coordinators_range_whatever_their_c
                 assert incarnation(coordinator) <= own < incarnation(coordinator) + RANGE
                 cluster.network.cut("worker-0:1")
                 await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_program_that_has_begun_keeps_its_number_and_its_variables(seed: int) -> None:
+    """Also if a worker that is not waited for has seen a newer coordinator than ps 0."""
+    network = MemoryNetwork(seed, latency=(0.001, 0.02))
+    async with cluster_of(1, 2, network=network) as cluster:
+        async with coordinator_of(cluster):
+            pass
+        for name in ("ps-0", "worker-1"):
+            await start_again(cluster, name, clock=1)
+        coordinator = coordinator_of(cluster, min_workers=1)
+        try:
+            async with coordinator:
+                began = incarnation(coordinator)
+                with coordinator.strategy.scope():
+                    variable = psync.Variable(1.0)
+                await variable.assign(2.0)
+                await asyncio.sleep(5)
+                assert await variable.read() == 2.0
+                assert incarnation(coordinator) == began
+        except FencedError:
+            pass  # the worker came too late: whoever has its number may be there yet

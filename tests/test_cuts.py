@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from psync import cuts as cuts_module
 from psync.cuts import Cuts
 from psync.errors import CutLost
 from psync.shard_locks import _locked
+from psync.testing import MemoryNetwork
+from psync.wire.limits import DEFAULT_LIMITS
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -49,6 +52,26 @@ async def test_each_update_is_wholly_in_a_cut_or_wholly_out() -> None:
             stop.set()
             assert sum(await asyncio.gather(*adders)) >= seen[-1] > 0
             assert seen == sorted(seen)
+
+
+@pytest.mark.virtual_time
+async def test_a_cut_ends_though_nothing_is_read_behind_the_updates_that_wait_for_it() -> None:
+    limits = dataclasses.replace(DEFAULT_LIMITS, unfinished_bytes=1)
+    network = MemoryNetwork(latency=(0.001, 0.01))
+    async with cluster_of(2, 1, limits=limits, network=network) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
+            with coordinator.strategy.scope():
+                v = psync.Variable(np.zeros(4, np.int64), name="v")
+            await v.read()
+            stop = asyncio.Event()
+            adders = [asyncio.ensure_future(keep_adding(v, stop)) for _ in range(5)]
+            began = asyncio.get_running_loop().time()
+            for _ in range(20):
+                async with cuts_of(coordinator).take():
+                    pass
+            assert asyncio.get_running_loop().time() - began < 20
+            stop.set()
+            await asyncio.gather(*adders)
 
 
 async def test_what_is_held_stays_while_updates_go_on_and_is_let_go_afterwards() -> None:

@@ -94,8 +94,34 @@ class TestDtypes:
         )
 
     @pytest.mark.parametrize(
+        ("value", "dtype", "came"),
+        [
+            (1e300, None, "1e+300"),
+            ([0.5, -1e300], np.float32, "-1e+300"),
+            (np.array([0, 1e300]), "bfloat16", "1e+300"),
+            (70000, "float16", "70000"),
+            (np.broadcast_to(1e300, (5, 2)), "float32", "1e+300"),
+            (lambda: [1e300], None, "1e+300"),
+        ],
+    )
+    def test_a_number_that_would_become_infinite_is_an_error(
+        self, value: Any, dtype: object, came: str
+    ) -> None:
+        with pytest.raises(PartitionError) as caught:
+            declared(value, dtype)
+        name = np.dtype(dtype or np.float32).name  # type: ignore[call-overload]
+        assert caught.value.message == (
+            f"{SUBJECT}: expected values that {name} can hold, got {came}"
+        )
+
+    def test_what_is_infinite_already_stays_so(self) -> None:
+        array, _, _ = declared(np.array([np.inf, np.nan, -np.inf]), "float16")
+        np.testing.assert_array_equal(array, [np.inf, np.nan, -np.inf])
+
+    @pytest.mark.parametrize(
         ("value", "dtype", "text"),
         [
+            (1j, "float32", "expected float32, got complex128"),
             (1j, None, "dtype 'complex128' is not supported"),
             ("abc", None, "dtype 'str96' is not supported"),
             (2**70, None, "dtype 'object' is not supported"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -138,6 +139,45 @@ async def test_a_living_unix_socket_is_told(tmp_path: Path) -> None:
 # --- connecting, once ------------------------------------------------------------------------
 
 
+class NamedLater(MemoryNetwork):
+    """Knows no name before its time."""
+
+    def __init__(self, known_at: float) -> None:
+        super().__init__()
+        self.known_at = known_at
+
+    async def listen(self, address: str, factory: Any) -> Any:
+        if asyncio.get_running_loop().time() < self.known_at:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return await super().listen(address, factory)
+
+
+@pytest.mark.virtual_time
+async def test_the_name_at_which_a_task_listens_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pod of Kubernetes has none in the DNS yet when it begins."""
+    now = asyncio.get_running_loop().time()
+    ps = new_endpoint(NamedLater(now + 20))
+    listener = await ps.listen("train-ps-0.train:8470")
+    assert listener.address == "train-ps-0.train:8470"
+    assert 20 <= asyncio.get_running_loop().time() - now <= 25
+    assert texts(caplog) == [
+        f"{PS} cannot listen on train-ps-0.train:8470 yet, and tries again for 60 s: the name "
+        "cannot be resolved (Name or service not known)"
+    ]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_name_that_nobody_knows_is_an_error_after_a_minute() -> None:
+    ps = new_endpoint(NamedLater(math.inf))
+    with pytest.raises(ConfigurationError, match="cannot listen on tpyo:1: the name cannot be re"):
+        async with asyncio.timeout(70):
+            await ps.listen("tpyo:1")
+    await ps.close()
+
+
 @pytest.mark.parametrize(
     ("address", "told"),
     [
@@ -240,11 +280,11 @@ async def test_another_secret_is_no_reason_to_wait(
     assert caught.value.message == told
     assert caught.value.hint is not None
     assert "PSYNC_SECRET" in caught.value.hint
-    if theirs is OTHER_SECRET:  # whoever was not believed reads it in its own log, too
+    if theirs is OTHER_SECRET:  # nobody can tell it from one that has died half-way
         await ps._wait_closed()
         (text,) = texts(caplog)
         assert text.startswith(f"{PS}: {WORKER} (")
-        assert text.endswith(") left without proving itself: does it hold the same secret?")
+        assert text.endswith(") left before its handshake was over")
     await worker.close()
     await ps.close()
 
@@ -257,6 +297,28 @@ async def test_another_task_than_expected_is_no_reason_to_wait() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         await worker.connect_retrying("ps0:1", "/job:ps/task:1")
     assert caught.value.message == f"expected /job:ps/task:1 at this address, {PS} answered"
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_connection_that_was_begun_under_an_earlier_incarnation_does_not_open() -> None:
+    network = MemoryNetwork()
+
+    def admit(hello: Hello) -> Refused | None:
+        worker.incarnation = 5  # it learns that while it waits for the answer
+        return None
+
+    ps = new_endpoint(network, PS, SERVED, admit=admit)
+    worker = new_endpoint(network, WORKER, incarnation=4)
+    await ps.listen("ps0:1")
+    with pytest.raises(ConnectFailed, match="begun under incarnation 4, which is 5 by now"):
+        await worker.connect("ps0:1", PS)
+    assert worker.peers == []
+    peer = await worker.connect("ps0:1", PS)
+    await settle()
+    assert [back.incarnation for back in ps.peers] == [5]
+    assert (await peer.call(AskStatistics())).message == Done()
     await worker.close()
     await ps.close()
 
@@ -458,27 +520,78 @@ async def test_garbage_costs_one_clear_line_and_nothing_else(
 
 
 @pytest.mark.virtual_time
-async def test_only_so_many_strangers_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_so_many_strangers_at_once_and_the_oldest_makes_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     network = MemoryNetwork()
     ps = new_endpoint(network, limits=Limits(handshakes=2))
     worker = new_endpoint(network, WORKER)
     await ps.listen("ps0:1")
-    strangers = [Stranger() for _ in range(2)]
+    strangers = [Stranger() for _ in range(3)]
     for stranger in strangers:
         await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
-    with pytest.raises(ConnectFailed) as caught:
-        await worker.connect("ps0:1", PS)
-    assert caught.value.message == (
-        f"{PS} at ps0:1: the peer refused the connection: 2 others are at their handshake"
-    )
     await settle()
-    assert caplog.records[0].levelno == logging.INFO
-    assert texts(caplog) == [f"{PS} refused a stranger (client#2): 2 others are at their handshake"]
-    # They are left after 5 s, and then there is room again.
-    assert (await worker.connect_retrying("ps0:1", PS)).is_open
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, False, False]
+    assert caplog.records[0].levelno == logging.INFO, "it may be a member, which comes again"
+    assert texts(caplog) == [
+        f"{PS} refused a stranger (client#0): its place was needed for a newer connection"
+    ]
+    start = asyncio.get_running_loop().time()
+    assert (await worker.connect("ps0:1", PS)).is_open
+    assert asyncio.get_running_loop().time() == start
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, True, False]
     await worker.close()
     await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_members_that_come_all_at_once_find_places_one_after_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork(1, latency=(0.001, 0.005))
+    ps = new_endpoint(network, limits=Limits(handshakes=4))
+    await ps.listen("ps0:1")
+    workers = [new_endpoint(network, f"/job:worker/task:{n}") for n in range(40)]
+    peers = await asyncio.gather(*(w.connect_retrying("ps0:1", PS) for w in workers))
+    assert all(peer.is_open for peer in peers)
+    assert texts(caplog) == [], "nothing is wrong"
+    with pytest.raises(ConnectFailed) as caught:
+        await asyncio.gather(*(w.connect("ps0:1", PS, "bulk") for w in workers))
+    assert caught.value.message == (
+        f"{PS} at ps0:1: the peer refused the connection: its place was needed for a newer "
+        "connection"
+    )
+    for worker in workers:
+        await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_lines_about_strangers_are_limited_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork()  # as on a loopback address, whose failures are not limited
+    ps = new_endpoint(network)
+    await ps.listen("ps0:1")
+    for _ in range(100):
+        stranger = Stranger(b"x" * 32)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await stranger.gone.wait()
+    assert len(texts(caplog)) == 20
+    await asyncio.sleep(60)
+    assert texts(caplog)[20:] == [
+        f"{PS}: 80 more lines about strangers in the last minute were left out"
+    ]
+    for _ in range(30):
+        stranger = Stranger(b"x" * 32)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await stranger.gone.wait()
+    assert len(texts(caplog)) == 41
+    await ps.close()
+    assert texts(caplog)[41:] == [
+        f"{PS}: 10 more lines about strangers in the last minute were left out"
+    ], "what is left out shows at the end, too"
 
 
 @pytest.mark.virtual_time
@@ -617,18 +730,86 @@ async def test_a_stranger_who_is_slow_counts_as_failed() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_probes_and_peers_that_find_no_room_do_not_count() -> None:
+async def test_a_peer_that_says_nothing_and_leaves_counts_as_failed() -> None:
     network = FromElsewhere()
-    ps = new_endpoint(network, limits=Limits(handshake_failures=1, connections=1))
+    ps = new_endpoint(network, limits=Limits(handshake_failures=2))
+    await ps.listen("ps0:1")
+    await fail(network, 2, words=b"")
+    assert await fail(network, 1) == [b""]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("why", ["full", "early", "fenced"])
+async def test_peers_that_are_refused_for_another_reason_do_not_count(why: str) -> None:
+    """Whoever holds the secret is no stranger, even if he must come again later."""
+
+    def admit(hello: Hello) -> Refused | None:
+        return Refused(why, "not now") if hello.incarnation == 1 and why != "full" else None
+
+    network = FromElsewhere()
+    limits = Limits(handshake_failures=1, connections=1)
+    ps = new_endpoint(network, limits=limits, admit=admit)
+    worker = new_endpoint(network, WORKER, incarnation=1)
+    await ps.listen("ps0:1")
+    if why == "full":
+        peer = await worker.connect("ps0:1", PS)
+    for _ in range(5):
+        with pytest.raises((ConnectFailed, FencedError), match=r"not now|it has 1 connections"):
+            await worker.connect("ps0:1", PS)
+        await settle()
+    if why == "full":
+        peer.close()
+        await settle()
+    worker.incarnation = 2
+    assert (await worker.connect("ps0:1", PS)).is_open
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("hosts", [2, 6, 40], ids=lambda hosts: f"{hosts} addresses")
+async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int) -> None:
+    """They come again as soon as they are dropped, and hold every place they can have."""
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
     worker = new_endpoint(network, WORKER)
     await ps.listen("ps0:1")
-    await fail(network, 5, words=b"")
-    peer = await worker.connect("ps0:1", PS)
-    for _ in range(5):
-        with pytest.raises(ConnectFailed, match="it has 1 connections"):
-            await worker.connect("ps0:1", PS)
-    peer.close()
-    assert (await worker.connect_retrying("ps0:1", PS, timeout_s=1)).is_open
+    loop = asyncio.get_running_loop()
+    for minute in range(3):
+        for number in range(80):
+            network.source = f"198.51.100.{number % hosts}"
+            stranger = Stranger()
+            await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await settle()
+        network.source = "192.0.2.2"
+        start = loop.time()
+        peer = await worker.connect("ps0:1", PS)
+        assert loop.time() == start
+        assert len(ps._unproven) <= 8
+        peer.close()
+        await asyncio.sleep(60 * minute + 60 - loop.time())
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_flood_of_strangers_leaves_places_to_addresses_that_have_proved_themselves() -> (
+    None
+):
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    network.source = "192.0.2.2"
+    (await worker.connect("ps0:1", PS)).close()
+    slow = Stranger()  # of the worker's host
+    await network.connect("ps0:1", lambda: slow)
+    for number in range(200):
+        network.source = f"198.51.100.{number}"
+        await network.connect("ps0:1", Stranger)
+    await settle()
+    assert not slow.gone.is_set()
     await worker.close()
     await ps.close()
 
@@ -657,7 +838,8 @@ async def test_slow_strangers_of_one_address_keep_nobody_else_out() -> None:
     start = asyncio.get_running_loop().time()
     assert (await worker.connect("ps0:1", PS)).is_open
     assert asyncio.get_running_loop().time() == start
-    assert [stranger.gone.is_set() for stranger in strangers] == [True, False, False, False]
+    # Strangers have three of the four places; so the second makes room for the worker.
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, True, False, False]
     await worker.close()
     await ps.close()
 

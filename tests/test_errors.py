@@ -58,6 +58,11 @@ class TestEveryError:
     ("name", "base"),
     [
         ("ConfigurationError", ValueError),
+        ("DuplicateTaskError", KeyError),
+        ("DuplicateTaskError", ConfigurationError),
+        ("ContextError", RuntimeError),
+        ("ContextError", ValueError),
+        ("UnsupportedError", NotImplementedError),
         ("PartitionError", ValueError),
         ("GradientError", ValueError),
         ("ReplicaValueError", ValueError),
@@ -86,6 +91,10 @@ def test_those_of_the_network_keep_their_text_although_oserror_would_make_its_ow
         "nobody is there\nhint: start it"
     )
     assert ConnectionLost("gone").errno is None
+
+
+def test_that_of_a_key_keeps_its_text_although_keyerror_would_quote_it() -> None:
+    assert str(errors.DuplicateTaskError("two of worker 1")) == "two of worker 1"
 
 
 def test_a_lost_task_is_named() -> None:

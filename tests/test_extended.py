@@ -110,7 +110,7 @@ async def test_in_a_replica_the_values_of_others_are_not_known() -> None:
             made.reduce(SUM, THREE),
             made.gather(THREE, 0),
         ):
-            with pytest.raises(UsageError, match=r"in replica context[^\n]*\nhint: .*merge_call"):
+            with pytest.raises(RuntimeError, match=r"in replica context[^\n]*\nhint: .*merge_call"):
                 await call
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from psync.errors import GradientError
 from psync.fitting import checked_target, fitting
-from psync.specs import ShardSpec, VariableSpec
+from psync.specs import ShardSpec, VariableSpec, dtype_of
 
 
 def spec_of(shape: tuple[int, ...], dtype: str = "float32") -> VariableSpec:
@@ -50,8 +51,101 @@ def test_rows_have_the_shape_of_rows() -> None:
 def test_python_integers_fit_unsigned_variables_if_they_are_in_range() -> None:
     unsigned = spec_of((2,), "uint8")
     assert fitted([1, 255], unsigned).tolist() == [1, 255]
-    with pytest.raises(GradientError, match="assign: expected uint8"):
+    with pytest.raises(GradientError, match="expected values that uint8 can hold, got 256"):
         fitted([1, 256], unsigned)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "came"),
+    [
+        (np.array([1, 300]), "int8", "300"),
+        (np.array([1, -129], np.int16), "int8", "-129"),
+        (np.array([0, 2**63], np.uint64), "int64", "9223372036854775808"),
+        (np.array([0, 300], np.uint16), "uint8", "300"),
+        ([0, 300], "int8", "300"),
+        ([0, -1], "uint8", "-1"),
+        (np.array([1, 1e300]), "float32", "1e+300"),
+        (np.array([-1e300, np.inf]), "float32", "-1e+300"),
+        ([0.5, 1e300], "float32", "1e+300"),
+        (np.array([1, 70000]), "float16", "70000"),
+        (np.array([1, 65535], np.uint16), "float16", "65535"),
+        (np.array([1, 1e39]), "bfloat16", "1e+39"),
+        (np.array([1, 3.4e38], np.float32), "bfloat16", "3.4e+38"),
+        (np.array([1, 1e38], ml_dtypes.bfloat16), "float16", "9.96921e+37"),
+        (np.array([1, np.finfo(np.longdouble).max]), "float64", "1.189731495357231765e+4932"),
+    ],
+)
+def test_an_operand_that_the_dtype_cannot_hold_is_refused(
+    value: Any, dtype: str, came: str
+) -> None:
+    with pytest.raises(GradientError) as caught:
+        fitted(value, spec_of((2,), dtype))
+    assert caught.value.message == f"assign: expected values that {dtype} can hold, got {came}"
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (300, "int8"), (np.int64(300), "int8"), (np.array(300), "int8"), (1e300, "float32"),
+        (np.float64(1e300), "float32"), (np.array(-1e300), "float16"), (70000, "float16"),
+    ],
+)  # fmt: skip
+def test_a_single_number_that_the_dtype_cannot_hold_is_refused(value: Any, dtype: str) -> None:
+    with pytest.raises(GradientError, match=f"expected values that {dtype} can hold, got "):
+        fitted(value, spec_of((), dtype))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.array([-128, 127]), "int8"),
+        (np.array([0, 2**63 - 1], np.uint64), "int64"),
+        (np.array([np.inf, np.nan]), "float32"),
+        ([float("-inf"), float("nan")], "float16"),
+        (np.array([np.inf, -np.inf], np.float32), "bfloat16"),
+        (np.array([np.inf, 1], ml_dtypes.bfloat16), "float16"),
+        (np.array([np.finfo(np.float32).max, 1e-300]), "float32"),
+        (np.array([65504, -65504]), "float16"),
+        (np.array([2**64 - 1, 1], np.uint64), "bfloat16"),
+        (np.array([2**53 + 1, 1]), "float64"),
+        (np.array([True, False]), "int8"),
+        (np.array([True, False]), "bfloat16"),
+        ([3, 4], "bfloat16"),
+        (np.array([1, 2], ">i8"), "int8"),
+        (np.zeros((0, 2), np.int64), "int8"),
+        (np.zeros((0, 2), np.float64), "float16"),
+        (np.int64(7), "int8"),
+        (True, "bool"),
+    ],
+)
+def test_what_the_dtype_can_hold_is_cast(value: Any, dtype: str) -> None:
+    made = fitted(value, spec_of(np.shape(value), dtype))
+    expected = np.array(value).astype(dtype_of(dtype))
+    assert made.dtype == expected.dtype
+    assert made.flags.c_contiguous
+    np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (np.array([1.0, 2.0]), "int64"),
+        (np.array([1, 2]), "uint8"),
+        (np.array([1, 2]), "bool"),
+        (np.array([1.0, 2.0], ml_dtypes.bfloat16), "int64"),
+        (np.array([1j, 2]), "bfloat16"),
+        ([1, 2**70], "float32"),
+        (["1", "2"], "float32"),
+    ],
+)
+def test_a_lower_kind_is_refused_whatever_the_numbers_are(value: Any, dtype: str) -> None:
+    with pytest.raises(GradientError, match=f"assign: expected dtype {dtype}, got "):
+        fitted(value, spec_of((2,), dtype))
+
+
+def test_a_gradient_of_numbers_that_the_dtype_cannot_hold_is_refused() -> None:
+    with pytest.raises(GradientError, match=r"expected values that float32 can hold, got 1e\+300"):
+        fitted([1, 1e300], spec_of((2,)), casting="no")
 
 
 @pytest.mark.parametrize(

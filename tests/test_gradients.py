@@ -127,6 +127,107 @@ async def test_a_step_trains_with_it(library: Any) -> None:
         np.testing.assert_allclose((await w.read()).ravel(), [1, -2, 3], atol=0.02)
 
 
+class Differences(gradients.GradientFunction):
+    """A library that has nothing but numpy, and takes differences; exact for squares."""
+
+    def _differentiate(self, arrays: Any, structure: Any, data: Any) -> Any:
+        def loss_with(changed: int, element: int, step: float) -> float:
+            given = [array.astype(np.float64) for array in arrays]
+            given[changed].flat[element] += step
+            return float(self._loss_of(given, structure, data)[0])
+
+        grads = [
+            np.array(
+                [loss_with(i, j, 0.5) - loss_with(i, j, -0.5) for j in range(array.size)],
+                array.dtype,
+            ).reshape(array.shape)
+            for i, array in enumerate(arrays)
+        ]
+        loss, predictions = self._loss_of(arrays, structure, data)
+        return float(loss), grads, predictions
+
+
+@pytest.fixture(params=["torch", "jax", "differences"])
+def function_of(request: pytest.FixtureRequest) -> Any:
+    """``from_torch`` or ``from_jax``, where the library is installed; or ``Differences``."""
+    if request.param == "differences":
+        return Differences
+    pytest.importorskip(request.param, reason=f"{request.param} is not installed")
+    return getattr(gradients, f"from_{request.param}")
+
+
+def of_nesting(params: Any, x: Any, y: Any) -> Any:
+    """As ``linear``, of {"layers": [(w,)], "b": b}, with predictions."""
+    predictions = x @ params["layers"][0][0] + params["b"]
+    return ((predictions - y) ** 2).mean(), predictions
+
+
+def of_list(w: Any, b: Any, x: Any, y: Any) -> Any:
+    return linear(w, b, x, y), x @ w + b
+
+
+def test_of_a_nesting_of_values_the_gradients_are_nested_alike(function_of: Any) -> None:
+    w, b, x, y = drawn()
+    params = {"layers": [(w,)], "b": b, "activation": "none"}
+    loss, grads, predictions = function_of(of_nesting).on(x, y)(params)
+    true_loss, (of_w, of_b) = expected(w, b, x, y)
+    assert loss == pytest.approx(true_loss, rel=1e-4)
+    np.testing.assert_allclose(grads["layers"][0][0], of_w, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads["b"], of_b, rtol=1e-4, atol=1e-5)
+    assert isinstance(predictions, np.ndarray)
+    np.testing.assert_allclose(predictions, x @ w + b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tree_of", "loss"),
+    [
+        (lambda w, b: (w, b), of_list),
+        (lambda w, b: {"layers": [(w,)], "b": b}, of_nesting),
+    ],
+    ids=["list", "nesting"],
+)
+async def test_a_trainer_and_minimize_take_the_same_function(
+    function_of: Any, tree_of: Any, loss: Any
+) -> None:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((64, 3)).astype(np.float32)
+    y = (x @ np.array([[1], [-2], [3]], np.float32)) + np.float32(0.5)
+
+    def batches(context: psync.InputContext) -> Any:
+        while True:
+            yield x, y
+
+    value_and_grad, sgd = function_of(loss), optimizers.SGD(0.2)
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros((3, 1), np.float32), name="w")
+            b = psync.Variable(np.zeros(1, np.float32), name="b")
+            mae = psync.metrics.MeanAbsoluteError("mae")
+        variables = tree_of(w, b)
+
+        async def step() -> float:
+            return float(await sgd.minimize(value_and_grad.on(x, y), variables))
+
+        first = await in_step(coordinator, step)
+        trainer = psync.Trainer(strategy, variables, value_and_grad, sgd, [mae])
+        history = await trainer.fit(
+            batches, epochs=1, steps_per_epoch=100, validation_data=(x, y), verbose=False
+        )
+        assert first > history.history["loss"][0]
+        assert history.history["val_mae"][0] < 0.02
+        np.testing.assert_allclose((await w.read()).ravel(), [1, -2, 3], atol=0.02)
+
+
+async def test_a_trainer_of_one_variable_takes_it_as_well(function_of: Any) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.float32(3), name="w")
+        value_and_grad = function_of(lambda w, x: (w - x) ** 2)
+        trainer = psync.Trainer(strategy, w, value_and_grad, optimizers.SGD(0.5))
+        await trainer.fit(lambda: iter([np.float32(1)]), steps_per_epoch=1, verbose=False)
+        assert await w.read() == 1
+
+
 # --- torch -------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.handshake_limits import FailedHandshakes, crowding, source_of
+from psync.handshake_limits import FailedHandshakes, LogQuota, Place, displaced, source_of
 
 A, B = "192.0.2.1", "192.0.2.2"
 
@@ -123,19 +123,82 @@ def test_no_stretch_of_time_sees_more_failures_than_a_bucket_and_what_flows_in(
 # --- places ----------------------------------------------------------------------------------
 
 
+STRANGER = Place("192.0.2.99", proved=False)
+MEMBER = Place("192.0.2.50", proved=True)
+
+
+def strangers(*sources: str | None) -> dict[int, Place]:
+    return dict(enumerate(Place(source, proved=False) for source in sources))
+
+
+@pytest.mark.parametrize("newcomer", [STRANGER, MEMBER])
 @pytest.mark.parametrize(
     ("sources", "victim"),
     [
-        ([], None),
+        ([A, A, A], 0),
         ([A, A, B], 0),
         ([B, A, A], 1),
-        ([None, A, A, A], 1),
-        ([A, B], None),
-        ([None, None, A], None),
-        ([None, None, None], None),
+        ([A, B, "c"], 0),
+        ([B, A, B], 0),
     ],
 )
-def test_the_oldest_of_an_address_that_has_most_places_makes_room(
-    sources: list[str | None], victim: int | None
+def test_the_oldest_of_the_address_that_has_most_places_makes_room(
+    sources: list[str], victim: int, newcomer: Place
 ) -> None:
-    assert crowding(dict(enumerate(sources))) == victim
+    assert displaced(strangers(*sources), newcomer, limit=3) == victim
+
+
+def test_while_there_is_room_nobody_makes_any() -> None:
+    assert displaced({}, STRANGER, limit=1) is None
+    assert displaced(strangers(A, B), STRANGER, limit=3) is None
+
+
+def test_a_quarter_of_the_places_is_kept_from_addresses_that_have_proved_nothing() -> None:
+    places = strangers(A, A, B, B, "c", "d")
+    assert displaced(places, STRANGER, limit=8) == 0
+    assert displaced(places, MEMBER, limit=8) is None
+    places |= {6: MEMBER, 7: MEMBER}
+    assert displaced(places, MEMBER, limit=8) == 0, "members displace strangers first"
+    members = dict.fromkeys(range(8), MEMBER)
+    assert displaced(members, MEMBER, limit=8) == 0
+    assert displaced(members, STRANGER, limit=8) == 0, "and strangers what exceeds their share"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=200),
+    st.integers(1, 12),
+)
+def test_however_many_come_each_finds_a_place_and_the_kept_ones_stay_kept(
+    comers: list[tuple[int, bool]], limit: int
+) -> None:
+    places: dict[int, Place] = {}
+    for number, (host, proved) in enumerate(comers):
+        newcomer = Place(f"{'member' if proved else 'stranger'} {host}", proved)
+        victim = displaced(places, newcomer, limit)
+        if victim is not None:
+            del places[victim]
+        places[number] = newcomer
+        assert len(places) <= limit
+        unknown = sum(not place.proved for place in places.values())
+        assert unknown <= limit - limit // 4
+
+
+def test_an_address_of_which_somebody_has_proved_himself_is_known() -> None:
+    failures = FailedHandshakes(10, addresses=2)
+    assert failures.place(A) == Place(A, proved=False)
+    assert failures.place(None) == Place(None, proved=True), "this machine"
+    for source in (A, B, A, "c"):
+        failures.succeeded(source)
+    assert [failures.place(source).proved for source in (A, B, "c")] == [True, False, True]
+
+
+# --- lines of the log ------------------------------------------------------------------------
+
+
+def test_lines_of_a_minute_are_limited_and_the_rest_is_counted() -> None:
+    quota = LogQuota(2)
+    assert [quota.allows(now) for now in (5.0, 6.0, 7.0, 64.9)] == [True, True, False, False]
+    assert quota.ends == 65.0
+    assert [quota.untold(), quota.untold()] == [2, 0]
+    assert [quota.allows(now) for now in (65.0, 66.0, 67.0)] == [True, True, False]
+    assert quota.ends == 125.0

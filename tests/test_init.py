@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,24 @@ def test_a_serving_task_does_not_load_what_only_others_need() -> None:
         "cloudpickle", "multiprocessing", "rich", "ml_dtypes", "psync.testing",
         "psync.coordinator", "psync.launcher", "psync.local",
     }  # fmt: skip
+
+
+def extras_of_users() -> list[tuple[str, str]]:
+    """Each extra that is not for psync's own development or examples, and what it installs."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    own = {"test", "lint", "fuzz", "examples"}
+    return [
+        (extra, re.split(r"[<>=;\[ ]", requirement)[0])
+        for extra, requirements in project["optional-dependencies"].items()
+        for requirement in requirements
+        if extra not in own
+    ]
+
+
+@pytest.mark.parametrize(("extra", "package"), extras_of_users())
+def test_an_extra_installs_what_psync_uses(extra: str, package: str) -> None:
+    module = package.replace("-", "_")
+    used = re.compile(rf'^\s*(from|import) {module}\b|"{module}"', re.MULTILINE)
+    sources = Path(psync.__file__).parent.rglob("*.py")
+    assert any(used.search(path.read_text()) for path in sources), f"psync[{extra}]"

@@ -17,6 +17,13 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCE = ROOT / "src" / "psync"
 
+# The simulator is tested as a whole, by tests/testing/test_simulation.py.
+SIMULATION = (
+    "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "journal",
+    "pairs", "replayed_tables", "sync_tables", "hand_tables", "injection", "program", "world",
+    "marks", "mutants", "run", "sweep", "shrink", "__main__",
+)  # fmt: skip
+
 # A module imports modules named before it, and "wire" and "rules" know nothing of each other.
 LAYERS = {
     "L0 ground": ["errors", "specs", "cluster", "cluster_roles"],
@@ -44,12 +51,12 @@ LAYERS = {
         "handshake_limits",
     ],
     "L2 shell": [
-        "access", "signing", "certificates", "tls_config", "checkpoint_files", "image_files",
-        "checkpoint_writer", "weak_writer", "checkpoint_images", "resolvers", "union_resolver",
-        "slurm_resolver", "kubernetes_resolver", "testing_notes", "testing_switches", "weak_rules",
-        "failpoints", "stacks", "task_reports", "platform", "transport", "tls_channel",
-        "tls_network", "connection", "exchanges", "serving", "lost_messages", "rpc", "endpoint",
-        "chief_presence", "environment",
+        "process_state", "access", "signing", "certificates", "tls_config", "disk",
+        "checkpoint_files", "image_files", "checkpoint_writer", "weak_writer", "checkpoint_images",
+        "resolvers", "union_resolver", "slurm_resolver", "kubernetes_resolver", "testing_notes",
+        "testing_switches", "weak_rules", "failpoints", "stacks", "task_reports", "platform",
+        "transport", "tls_channel", "tls_network", "connection", "exchanges", "serving",
+        "lost_messages", "rpc", "endpoint", "chief_presence", "environment",
     ],
     "L3 roles": [
         "context", "captures", "payloads", "failures", "functions", "dataset_functions",
@@ -82,7 +89,8 @@ LAYERS = {
         "worker_changes", "coordinator_options", "worker_iterators", "cluster_coordinator",
         "session_hooks", "training_sessions", "sync_arguments", "group_config",
         "chief_queue_runner", "sync_replicas", "metrics", "checkpoint_objects", "checkpoint_values",
-        "checkpoint_arrays", "checkpoint", "checkpoint_manager", "checkpoint_reports", "callbacks",
+        "checkpoint_names", "checkpoint_arrays", "checkpoint", "checkpoint_manager",
+        "checkpoint_reports", "callbacks",
         "sidecar_evaluator", "training_progress", "evaluation", "trainer", "task_output",
         "lifeline", "task_process", "processes", "testing.deadlock", "testing.segments",
         "testing.loop_base", "testing.clock", "testing.memory_transport", "testing.link",
@@ -96,7 +104,9 @@ LAYERS = {
         "testing.chaos.journal", "testing.chaos.victims", "testing.chaos.killer",
         "testing.chaos.scenes", "testing.chaos.oracle", "testing.chaos.program",
         "testing.chaos.replay", "testing.chaos.one_run", "testing.chaos.summary",
-        "testing.chaos.__main__", "certs_cli", "checkpoint_cli", "cli", "__main__",
+        "testing.chaos.__main__", "testing.simulation",
+        *(f"testing.simulation.{name}" for name in SIMULATION),
+        "certs_cli", "checkpoint_cli", "cli", "__main__",
     ],
 }  # fmt: skip
 ORDER = [module for modules in LAYERS.values() for module in modules]
@@ -114,6 +124,10 @@ WITHOUT_TEST_FILE = {
     "testing": "only re-exports",
     "testing.chaos": "a docstring",
     "testing.chaos.__main__": "the command; tests/processes/test_chaos_command.py runs it",
+    "testing.simulation": "a docstring",
+    **dict.fromkeys(
+        (f"testing.simulation.{name}" for name in SIMULATION), "the simulator is tested as a whole"
+    ),
     "wire": "a docstring",
     "__main__": "two lines; the tests of cli start it as a process",
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,3 +180,24 @@ async def test_an_error_inside_stops_all_processes() -> None:
         async with cluster:
             _ = 1 / 0
     assert all(task.returncode is not None for task in cluster.tasks.values())
+
+
+@pytest.mark.processes
+def test_workers_find_what_lies_beside_the_script_wherever_it_was_started(tmp_path: Path) -> None:
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script" / "beside.py").write_text("async def step():\n    return 'found'\n")
+    (tmp_path / "script" / "program.py").write_text(
+        "import asyncio, beside, psync\n"
+        "async def main():\n"
+        "    async with psync.LocalCluster(1, 1) as cluster:\n"
+        "        strategy = psync.ParameterServerStrategy(cluster.resolver)\n"
+        "        async with psync.ClusterCoordinator(strategy) as coordinator:\n"
+        "            print(await coordinator.schedule(beside.step))\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "../script/program.py"]
+    (tmp_path / "elsewhere").mkdir()
+    run = subprocess.run(
+        command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (0, "found\n"), run.stderr

@@ -166,6 +166,20 @@ async def test_a_slow_request_is_served_after_one_that_came_later(
     assert numbers == [2, 1]
 
 
+async def test_what_nobody_answers_is_never_slow_and_keeps_its_order(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def noted(peer: Peer, message: Any, segments: list[memoryview]) -> None:
+        heard.append(message.closure)
+
+    handlers: Handlers = {FinalBelow: Handler(noted), Push: Handler(Served())}
+    async with losing("memory", tmp_path, {"FinalBelow": {"slow": 0.5}}, handlers) as peer:
+        for number in range(20):
+            peer.notify(FinalBelow(number))
+        await peer.call(push())
+    assert heard == list(range(20))
+
+
 async def test_kinds_that_are_not_named_come_through(tmp_path: Path) -> None:
     served = Served()
     async with losing("memory", tmp_path, {"Assign": {"request": 1}}, {Push: Handler(served)}) as p:

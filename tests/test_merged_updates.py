@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from psync import merged_updates
-from psync.errors import GradientError, ReplicaValueError
+from psync.errors import GradientError, ReplicaValueError, UnsupportedError
 from psync.indexed_slices import IndexedSlices
 from psync.variables import VariableAggregation
 
@@ -89,8 +89,11 @@ async def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
 
 async def test_other_scatters_need_a_first_replica():
     rows, values = np.array([1]), np.array([[1.0]])
-    for target in (Target("v", "NONE"), Target("v", "SUM"), Target("v", "MEAN")):
-        with pytest.raises(ReplicaValueError, match='scatter_max to "v" in one of 3 replicas'):
+    for aggregation, error in (
+        ("NONE", ReplicaValueError), ("SUM", UnsupportedError), ("MEAN", UnsupportedError),
+    ):  # fmt: skip
+        target = Target("v", aggregation)
+        with pytest.raises(error, match='scatter_max to "v" in one of 3 replicas'):
             await merged_updates.scatter(Others(), target, "scatter_max", rows, values)
     target = Target("v", "ONLY_FIRST_REPLICA")
     await merged_updates.scatter(Others(), target, "scatter_max", rows, values)

@@ -215,6 +215,32 @@ def test_slots_have_names_and_others_are_none() -> None:
     assert optimizers.SGD(0.1).get_slot(v, "momentum") is None
 
 
+def test_variables_that_are_not_trained_have_no_slots() -> None:
+    sgd = optimizers.SGD(0.1, momentum=0.5)
+    on_read = psync.VariableSynchronization.ON_READ
+    with strategy_of().scope():
+        trained = psync.Variable(np.float32(0))
+        others = [
+            psync.Variable(np.float32(0), trainable=False),
+            psync.Variable(0),
+            psync.Variable(0.0, synchronization=on_read, aggregation=psync.VariableAggregation.SUM),
+        ]
+    assert sgd.get_slot(trained, "momentum") is not None
+    assert [sgd.get_slot(variable, "momentum") for variable in others] == [None] * 3
+
+
+async def test_a_variable_that_is_not_trainable_has_slots_once_it_is_trained_all_the_same() -> None:
+    sgd = optimizers.SGD(0.5, momentum=0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0), trainable=False)
+        assert sgd.get_slot(v, "momentum") is None
+        await sgd.apply_gradients([(np.float32(2), v)])
+        slot = sgd.get_slot(v, "momentum")
+        assert slot is not None
+        assert await slot.read() == -1
+
+
 # --- compute_gradients, minimize ---------------------------------------------------------------
 
 
@@ -234,6 +260,28 @@ async def test_minimize_returns_the_loss_and_applies_the_gradients() -> None:
         loss = await optimizers.SGD(0.5).minimize(lambda a, b: (a * b, (b, a)), [v, w], global_step)
         assert loss == 12
         assert await psync.pull([v, w, global_step]) == [1, 2.5, 1]
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_minimize_takes_variables_in_any_nesting(synchronous: bool) -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
+            step = psync.get_or_create_global_step()
+        sgd: Any = optimizers.SGD(0.5)
+        optimizer = psync.SyncReplicasOptimizer(sgd, 1) if synchronous else sgd
+
+        def value_and_grad(values: Any) -> Any:
+            (a,), b = values["pair"], values["w"]
+            return a * b, {"pair": [b], "w": a}
+
+        async def train() -> Any:
+            return await optimizer.minimize(
+                value_and_grad, var_list={"pair": (v,), "w": w}, global_step=step
+            )
+
+        assert await in_step(coordinator, train) == 12
+        assert await psync.pull([v, w, step]) == [1, 2.5, 1]
 
 
 async def test_without_var_list_the_trainable_variables_are_meant() -> None:

@@ -39,8 +39,8 @@ def test_an_optimizer_that_nobody_refers_to_is_forgotten(registry: OptimizerRegi
 
 def test_every_optimizer_that_is_made_is_known_here() -> None:
     sgd = optimizers.SGD(0.5)
-    assert sgd.origin == optimizers_here.process
-    assert optimizers_here.get(sgd.origin, sgd.number) is sgd
+    assert sgd.origin == optimizers_here().process
+    assert optimizers_here().get(sgd.origin, sgd.number) is sgd
     assert pickle.loads(pickle.dumps(sgd)) is sgd
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from psync.access import Secret
-from psync.platform import Platform
+from psync.platform import GivenUp, Platform
 from psync.transport import SocketNetwork
 from psync.wire.limits import Limits
 
@@ -32,3 +32,14 @@ def test_a_platform_does_not_change_and_does_not_show_its_secret() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         platform.secret = None  # type: ignore[misc]
     assert "very secret" not in repr(platform)
+
+
+def test_who_listens_hears_of_all_tasks_that_are_given_up_until_it_stops() -> None:
+    given_up, heard = GivenUp(), []
+    given_up.note("a:1", "exited")
+    end = given_up.listen(lambda *each: heard.append(each))
+    given_up.note("b:1", "was killed")
+    end()
+    given_up.note("c:1", "exited")
+    assert heard == [("a:1", "exited"), ("b:1", "was killed")]
+    assert [given_up.reason(address) for address in ("c:1", "d:1")] == ["exited", None]

@@ -72,6 +72,21 @@ class TestLost:
             assert blocked
 
     @pytest.mark.virtual_time
+    @pytest.mark.parametrize("turns", range(6))
+    async def test_one_that_is_given_up_just_as_it_is_revived_is_lost(self, turns: int) -> None:
+        async with PsCluster() as cluster:
+            link = cluster.client().links[0]
+            cluster.network.partition("ps0:1")
+            calling = asyncio.create_task(link.call(always(AskStatistics())))
+            await asyncio.sleep(1)
+            link.revive()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            link.give_up("is not started again")
+            with pytest.raises(ParameterServerLost, match="is not started again"):
+                await calling
+
+    @pytest.mark.virtual_time
     async def test_who_connects_where_a_ps_was_does_not_keep_others_from_where_it_is(self) -> None:
         async with PsCluster() as cluster:
             link = cluster.client(CHIEF).links[0]

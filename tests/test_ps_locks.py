@@ -245,3 +245,16 @@ async def test_a_ps_that_ends_waits_for_no_lock() -> None:
         await cluster.ps[0].close()
         update.cancel()
         await asyncio.gather(update, return_exceptions=True)
+
+
+async def test_a_lock_whose_turn_comes_as_all_of_them_end_is_not_held() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        waiting = asyncio.ensure_future(lock(other, v))
+        await settle()
+        cluster.ps[0]._locks.close()
+        with pytest.raises(LockLost, match="lock 1 has ended"):
+            await waiting
+        assert cluster.ps[0].statistics()["locks"] == {"held": 0, "taken": 1, "expired": 0}

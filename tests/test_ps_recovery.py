@@ -238,3 +238,22 @@ async def test_what_ends_while_the_first_image_is_written_is_undone_too(tmp_path
         await lose(cluster, "ps-0")
         event = await anext(coordinator.events())
         assert event.closures == tuple(value.closure_id for value in undone)
+
+
+async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_alive(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            held = psync.ConditionalAccumulator(np.float64, (2,), name="held")
+        await held.apply_grad(np.zeros(2))
+        await keep_images(coordinator, tmp_path)
+        other = f"ps-{1 - held.place.ps}"
+        taking = asyncio.ensure_future(held.take_grad(2))
+        await asyncio.sleep(1)
+        await lose(cluster, other)
+        await anext(coordinator.events())
+        assert not taking.done()
+        for _ in range(2):
+            await held.apply_grad(np.ones(2))
+        assert np.array_equal(await taking, [1, 1]), "an accumulator begins empty"

@@ -11,21 +11,22 @@ from typing import Any
 import memory_cluster
 import numpy as np
 import pytest
-from chief_lives import another_process, life_of, own_process_again
+from chief_lives import another_process, life_of
 from image_store import keep_images
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
 
 import psync
 from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
 
 pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture(autouse=True)
-def _own_process_again() -> Iterator[None]:
-    with own_process_again():
+def _own_process() -> Iterator[None]:
+    with fresh_process():
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
-from chief_lives import life_of, own_process_again
+from chief_lives import life_of
 from image_store import keep_images
 from ps_cluster import heard, until
 from replica_cluster import add, check, declared, run
@@ -23,6 +23,7 @@ from psync.coordinator_grants import RANGE
 from psync.endpoint import Endpoint
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.events import FailoverEvent
+from psync.process_state import fresh_process
 from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture(autouse=True)
-def _own_process_again() -> Iterator[None]:
-    with own_process_again():
+def _own_process() -> Iterator[None]:
+    with fresh_process():
         yield
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from attach_cluster import at, backing_one_another_up, fail_over, life, silence
-from chief_lives import own_process_again
 
 import psync
+from psync.process_state import fresh_process
 from psync.wire.recovery_messages import Promote
 
 pytestmark = pytest.mark.virtual_time
@@ -20,8 +20,8 @@ SMALL, LARGE = 64, 10_000  # columns: pushes come whole to ps 0, or in parts to 
 
 
 @pytest.fixture(autouse=True)
-def _own_process_again() -> Iterator[None]:
-    with own_process_again():
+def _own_process() -> Iterator[None]:
+    with fresh_process():
         yield
 
 

@@ -137,7 +137,7 @@ def test_contexts_left_in_the_wrong_order_are_named():
     outer, inner = cross_replica(strategy()), cross_replica(strategy())
     outer.__enter__()
     inner.__enter__()
-    with pytest.raises(UsageError, match="left before another"):
+    with pytest.raises(RuntimeError, match="left before another"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     outer.__exit__(None, None, None)
@@ -173,7 +173,7 @@ async def test_a_strategy_that_is_set_holds_for_the_task_and_those_it_starts():
 
 def test_a_strategy_cannot_be_set_in_a_scope_or_a_step():
     mine = strategy()
-    with mine.scope(), pytest.raises(UsageError, match="inside a strategy's scope"):
+    with mine.scope(), pytest.raises(RuntimeError, match="inside a strategy's scope"):
         experimental_set_strategy(mine)
     with step(), pytest.raises(UsageError, match="inside a step"):
         experimental_set_strategy(mine)
@@ -233,8 +233,29 @@ async def test_a_collective_in_cross_replica_context_is_an_error():
     context = get_replica_context()
     with cross_replica(strategy()):
         for call in (context.merge_call(print), context.all_reduce("sum", 1)):
-            with pytest.raises(UsageError, match="in cross-replica context"):
+            with pytest.raises(RuntimeError, match="in cross-replica context"):
                 await call
+
+
+@pytest.mark.parametrize("name", ["merge_call", "all_reduce", "replica_id_in_sync_group"])
+def test_the_missing_replica_context_of_others_is_named(name):
+    mine = strategy()
+    contexts = {"cross-replica": mine.scope, "update": lambda: update_context(mine)}
+    for kind, enter in contexts.items():
+        with pytest.raises(RuntimeError) as caught, enter():
+            getattr(get_replica_context(), name)
+        assert str(caught.value) == (
+            f"{name} in {kind} context, where there is no replica to wait for\n"
+            "hint: call it in the function given to strategy.run, not in a merge function"
+        )
+        assert isinstance(caught.value.__cause__, AttributeError)  # it has the line
+        assert not in_cross_replica_context()
+
+
+def test_other_attributes_that_are_missing_in_cross_replica_context_are_as_ever():
+    for thing, name in ((None, "shape"), (object(), "merge_call")):
+        with pytest.raises(AttributeError), strategy().scope():
+            getattr(thing, name)
 
 
 async def test_an_unknown_reduction_is_an_error_before_anybody_waits():

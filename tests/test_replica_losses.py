@@ -115,3 +115,21 @@ async def test_where_nothing_can_be_gone_back_to_it_is_the_end() -> None:
         await cluster.kill("ps-0")
         with pytest.raises(ParameterServerLost):
             await run(coordinator, 1, *variables)
+
+
+async def test_at_the_end_nobody_looks_for_variables_where_they_were_at_the_beginning() -> None:
+    """The process of before is there again, and knows none of them."""
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        await cluster.kill("ps-0")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        cluster.network.partition("ps-0", "ps-1")  # so there is no backup
+        await cluster.revive("ps-0")
+        await cluster.kill("ps-1")
+        with pytest.raises(ParameterServerLost):
+            await run(coordinator, 1, *variables)
+        for variable in variables:
+            with pytest.raises(ParameterServerLost):
+                await variable.read()
+        cluster.network.heal("ps-0", "ps-1")

@@ -248,6 +248,56 @@ async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> No
         assert int(await training.global_step.read()) == 1
 
 
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size: int) -> None:
+    """It is the first one: ps 1, which has closed none yet, names none with the values.
+
+    When the backup of ps 0 has closed it everywhere, pushes of these values come. They are not of
+    the present step, though that is the first one that the backup decides: nobody has kept them.
+    """
+    async with replicated(3, num_workers=3) as (cluster, coordinator):
+        training = Training(coordinator, size, replicas_to_aggregate=2, total_num_replicas=3)
+        died = cluster.kill_at("ps-0", "ps.step.applied")  # in the log, and no other ps was told
+        training.schedule(12)
+        await died.wait()
+        cluster.network.partition("ps-1", "ps-2")  # so ps 1 waits for its backup
+        await cluster.bury("ps-0")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        await asyncio.sleep(1)  # closures run again, pull, and push
+        assert cluster.ps("ps-1")._sync.steps() == []
+        cluster.network.heal("ps-1", "ps-2")
+        await coordinator.join(timeout=60)
+        await training.check()
+        outcomes = await coordinator.fetch(training.results)
+        counted = len(outcomes) - outcomes.count("stale")
+        assert counted == 2 * int(await training.global_step.read())
+
+
+async def push_only(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
+    gradient = np.zeros(v.shape, np.float32)
+    gradient[:, column] = 1
+    result = await optimizer.apply_gradients([(gradient, v)], global_step)
+    return str(result.outcome.value)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_step_that_pulls_nothing_knows_no_step_in_a_new_session(size: int) -> None:
+    """Each death of a ps ends all sessions, and with them what workers had been told."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(4)
+        await coordinator.join()
+        await cluster.kill("ps-0")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        for column in range(4, 12):
+            args = (training.v, training.optimizer, training.global_step, column)
+            training.results.append(coordinator.schedule(push_only, args=args))
+        await coordinator.join(timeout=60)
+        outcomes = await coordinator.fetch(training.results)
+        assert {"stale", "accepted"} <= set(outcomes[4:])
+        await training.check()
+
+
 ABOUT_STEPS = (
     "Contribute", "StagePush", "AskStep", "DescribeSet", "CloseStep", "RaiseStep", "LogEntries",
     "AttachPs", "Promote", "BackUp", "ReportSchedule", "FinishSteps",

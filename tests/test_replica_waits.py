@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from attach_cluster import backing_one_another_up, life, silence
-from chief_lives import own_process_again
 from ps_cluster import CHIEF, hold, pull, until
 from replica_cluster import ReplicaCluster, replicated
 from sync_cluster import GROUP, SyncCluster
@@ -20,6 +19,7 @@ from test_replica_attach_steps import Training as StepsOfTwo
 from test_replica_steps import LARGE, SMALL, Training
 
 import psync
+from psync.process_state import fresh_process
 from psync.ps_task import PsTask
 from psync.rpc import Handler
 from psync.testing import settle
@@ -196,7 +196,7 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
 async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
     size: int, step_ps: int
 ) -> None:
-    with own_process_again():
+    with fresh_process():
         async with backing_one_another_up() as cluster:
             async with life(cluster) as first:
                 training = StepsOfTwo(first, size, step_ps)

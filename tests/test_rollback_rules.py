@@ -74,5 +74,15 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended = EndedClosures()
     ended.ended(3, 1)
     ended.ended(4, 1)
-    ended.saved(CutCalls([image((3, 0))]))
+    ended.saved(CutCalls([image((3, 0))]), lambda _: False)
     assert ended.undone(CutCalls([image()])) == (4,)
+
+
+def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
+    ended = EndedClosures()
+    cut = CutCalls([ImageState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5, 7))])
+    ended.saved(cut, lambda closure: closure == 7)
+    assert ended.undone(cut) == (5,)
+    ended.saved(cut, lambda closure: closure == 7)
+    ended.saved(CutCalls([image((5, 0))]), lambda closure: closure == 7)
+    assert ended.undone(cut) == ()

@@ -11,7 +11,7 @@ from memory_cluster import coordinating
 
 import psync
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
-from psync.errors import GradientError, ReplicaValueError, UsageError
+from psync.errors import GradientError, ReplicaValueError
 from psync.replica_context import in_update_context
 
 
@@ -153,7 +153,7 @@ async def test_different_numbers_of_merge_calls_are_an_error_and_not_a_hang():
             for _ in range(1 + await replica_id() % 2):
                 await psync.get_replica_context().merge_call(lambda distribution: None)
 
-        with pytest.raises(UsageError, match="different numbers of collectives"):
+        with pytest.raises(RuntimeError, match="different numbers of collectives"):
             await coordinator.strategy.run(fn)
 
 
@@ -164,7 +164,7 @@ async def test_different_collectives_are_an_error():
             op = "SUM" if await replica_id() else "MEAN"
             await psync.get_replica_context().all_reduce(op, 1.0)
 
-        with pytest.raises(UsageError, match="different collectives: "):
+        with pytest.raises(RuntimeError, match="different collectives: "):
             await coordinator.strategy.run(fn)
 
 
@@ -333,8 +333,50 @@ async def test_scatters_are_merged():
         async def updates():
             await table.scatter_update((np.array([0]), np.ones((1, 2), np.int64)))
 
-        with pytest.raises(ReplicaValueError, match="aggregation SUM: expected ONLY_FIRST"):
+        with pytest.raises(NotImplementedError, match="aggregation SUM: expected ONLY_FIRST"):
             await coordinator.strategy.run(updates)
+
+
+@pytest.mark.parametrize(
+    ("method", "aggregation", "expected"),
+    [
+        # Replica i has i + 2 for row i, and 2 for row 2.
+        ("scatter_mul", VariableAggregation.SUM, [12 * 2, 12 * 3, 12 * 2 * 2]),
+        ("scatter_div", VariableAggregation.SUM, [12 / 2, 12 / 3, 12 / 2 / 2]),
+        ("scatter_mul", VariableAggregation.MEAN, [12 * 2 / 2, 12 * 3 / 2, 12]),
+        ("scatter_div", VariableAggregation.MEAN, [12 / (2 / 2), 12 / (3 / 2), 12]),
+        ("scatter_mul", VariableAggregation.ONLY_FIRST_REPLICA, [12 * 2, 12, 12 * 2]),
+    ],
+)
+async def test_factors_of_all_replicas_are_multiplied_a_mean_divides_each(
+    method: str, aggregation: Any, expected: list[float]
+) -> None:
+    """``testScatterMul`` and ``testScatterDiv`` of TensorFlow's ``values_test.py``."""
+    async with coordinating(num_ps=2, num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.full(3, 12.0, np.float32), name="v", aggregation=aggregation)
+
+        async def fn() -> None:
+            replica = await replica_id()
+            await getattr(v, method)((np.array([replica, 2]), np.array([replica + 2.0, 2.0])))
+
+        await coordinator.strategy.run(fn)
+        assert (await v.read()).tolist() == expected
+
+
+async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.ones(2, int), name="v", aggregation=VariableAggregation.MEAN)
+
+        for method in ("scatter_add", "scatter_mul"):
+
+            async def fn(method: str) -> None:
+                await getattr(v, method)((np.array([0]), np.array([2])))
+
+            expected = f'{method} to "v", with aggregation MEAN: expected floating values'
+            with pytest.raises(GradientError, match=expected):
+                await coordinator.strategy.run(fn, args=(method,))
 
 
 async def test_one_replica_writes_without_an_aggregation():

@@ -14,7 +14,7 @@ from memory_cluster import coordinating
 
 import psync
 from psync import VariableAggregation, VariableSynchronization
-from psync.errors import ReplicaValueError, UsageError
+from psync.errors import ReplicaValueError
 
 NONE, SUM, MEAN, FIRST = (
     VariableAggregation.NONE,
@@ -186,7 +186,7 @@ async def test_adding_to_a_sum_in_cross_replica_context_is_an_error() -> None:
 async def test_rows_cannot_be_scattered_to() -> None:
     async with coordinating(num_workers=1) as (_, coordinator):
         v = variable(coordinator.strategy, np.zeros((2, 1)), ON_READ, SUM)
-        with pytest.raises(UsageError, match="cannot be scattered to"):
+        with pytest.raises(NotImplementedError, match="cannot be scattered to"):
             await v.scatter_add(([0], [[1.0]]))
 
 

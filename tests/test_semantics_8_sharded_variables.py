@@ -323,7 +323,7 @@ async def test_reads_are_cached_in_a_scope_and_rows_are_not() -> None:
                 first = await v.read()
                 await v.assign_add(np.ones(6))
                 second, rows = await psync.pull(v), await v[:1]
-                with pytest.raises(UsageError, match="cannot be nested"):
+                with pytest.raises(ValueError, match="cannot be nested"):
                     with psync.cache_variable_reads():
                         pass
             with psync.cache_variable_reads():

@@ -19,7 +19,8 @@ from local_training import strategy_of, training
 
 import psync
 from psync.checkpoint_files import Reader, is_last, remove
-from psync.environment import run_over
+from psync.chief_presence import TrainingPresence
+from psync.environment import run_over, training_presence
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from psync.sidecar_evaluator import Evaluation
 
@@ -157,6 +158,30 @@ class TestRules:
             assert brief(await running) == [(1, 1.0), (3, 3.0)]
             assert asyncio.get_running_loop().time() - began < 10
 
+    async def test_it_ends_when_training_has_and_says_what_it_waits_for(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "psync.sidecar_evaluator")
+        network = psync.testing.MemoryNetwork()
+        tasks = {"/job:ps/task:0": "ps:1"}
+        training_presence.set(TrainingPresence(network, tasks, (3600.0, 600.0)))
+        evaluator = psync.SidecarEvaluator(declared(), value_of, tmp_path)
+        async with saving(tmp_path) as save:
+            listener = await network.listen("ps:1", asyncio.BufferedProtocol)
+            running = asyncio.create_task(evaluator.run())
+            await asyncio.sleep(15)
+            assert f"waiting for a checkpoint in {tmp_path}; training goes on" in caplog.text
+            await save(1)
+            await asyncio.sleep(5000)
+            assert f"after ckpt-00000001 in {tmp_path}; training goes on" in caplog.text
+            assert len(caplog.records) < 20, "less and less often"
+            await save(2)
+            listener.close()
+            await asyncio.sleep(100)
+            assert running.done()
+            assert brief(await running) == [(1, 1.0), (2, 2.0)]
+        assert "the evaluator ends: nobody trains any more (/job:ps/task:0 at ps:1)" in caplog.text
+
     async def test_a_run_without_any_checkpoint_may_end(self, tmp_path: Path) -> None:
         over = asyncio.Event()
         over.set()
@@ -228,7 +253,7 @@ class TestTrouble:
     async def test_a_directory_that_is_none_is_an_error(self, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.touch()
-        with pytest.raises(CheckpointError, match=r"looking for checkpoints: .*Not a directory"):
+        with pytest.raises(CheckpointError, match=r"checkpoints in .*: Not a directory"):
             await psync.SidecarEvaluator(declared(), value_of, file).run()
 
     @pytest.mark.parametrize(
@@ -432,7 +457,7 @@ async def test_a_fit_that_has_ended_has_marked_its_last_checkpoint(tmp_path: Pat
         checkpoint = trainer.checkpoint
 
     def sums(values: dict[str, Any]) -> dict[str, float]:
-        return {"w": values["variables"][0].sum(), "epochs": len(values["history"]["epoch"])}
+        return {"w": values["model"].sum(), "epochs": len(values["history"]["epoch"])}
 
     (found,) = await psync.SidecarEvaluator(checkpoint, sums, tmp_path).run()
     assert (found.number, found.logs) == (2, {"w": -4.0, "epochs": 2.0})

@@ -425,3 +425,13 @@ class TestABackup:
         staging.check(7, A, 1, -1, 10, config_of())
         put(staging, B, 1)
         assert staging.held() == [(7, B, 1, -1, (B, 1))]
+
+
+def test_a_backup_keeps_no_part_that_its_ps_refused():
+    staging = Staging(BUDGET)
+    staging.closed(7, 3)
+    staging.keep(7, A, 1, 3, 10, "late")
+    staging.keep(7, A, 2, -1, 10, "of a session that knows no step")
+    assert staging.statistics().parts == 0
+    staging.keep(7, A, 3, 4, 10, "part")
+    assert staging.staged(7, A, 3) == "part"

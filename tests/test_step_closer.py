@@ -216,6 +216,7 @@ class TestFirstStep:
             cluster.network.heal("ps1:1")
             assert await asyncio.gather(*pushes[1:]) == [accepted(4)] * 2
 
+    @pytest.mark.virtual_time
     async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
         async with SyncCluster(2, step_ps=1) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0

@@ -154,6 +154,20 @@ def test_values_of_before_the_first_step_are_those_of_where_the_group_began() ->
     assert (answer.outcome, answer.staleness) == ("stale", 1)
 
 
+def test_values_of_before_the_first_step_are_stale_where_a_backup_goes_on_with_the_steps() -> None:
+    """It begins at a later one, and no ps keeps a part of a push of before the steps it closed."""
+    steps = Steps(1, 2, begin=40, goes_on=True)
+    assert steps.first_step(GROUP) < steps.step(GROUP) == 40
+    assert steps.push(0, -1) == []  # it waits for a token
+    assert closes(steps.push(1, 40)) == [(40, [1], False)]
+    assert answers(steps.closed(GROUP, 40)) == [(0, "stale", 41), accepted(1, 41)]
+
+
+def test_a_backup_that_goes_on_puts_initial_tokens_of_its_first_step() -> None:
+    steps = Steps(3, 1, begin=40, goes_on=True)
+    assert answers(steps.push(0, 40)) == [accepted(0, 40)]
+
+
 # Who lives.
 
 
@@ -265,6 +279,17 @@ def test_too_few_replicas_are_waited_for_and_then_named() -> None:
     assert "at least 2" in str(refuse.error)
     assert "missing: /job:worker/task:1, /job:worker/task:2" in str(refuse.error)
     assert steps.next_deadline() is None
+
+
+def test_what_was_accepted_is_applied_when_nothing_is_left_to_do_however_few_live() -> None:
+    steps = Steps(3, min_replicas=2)
+    steps.live(0, 1)
+    steps.push(0, 0)
+    steps.live(now=1.0)  # who waits hears that it is over, and its push counts
+    assert not steps.is_settled
+    assert closes(steps.finish()) == [(0, [0], True)]
+    steps.closed(GROUP, 0)
+    assert steps.is_settled
 
 
 def test_replicas_that_come_back_in_time_go_on() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +20,14 @@ from psync.environment import run_over, training_over
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,
-    RemoteError,
+    PsyncError,
     TrainingEnded,
     UsageError,
 )
+from psync.platform import Platform
 from psync.ps_task import PsTask
-from psync.tasks import make_task, run, serve
+from psync.tasks import SETUP_ERRORS, make_task, run, serve
+from psync.testing import MemoryNetwork
 from psync.worker_task import WorkerTask
 
 
@@ -30,6 +36,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith(("PSYNC_", "TF_CONFIG")):
             monkeypatch.delenv(name)
+
+
+pytestmark = pytest.mark.usefixtures("own_log")  # which `run` shows on stderr
 
 
 def resolver(job: str | None = "chief", index: int | None = 0) -> psync.SimpleClusterResolver:
@@ -94,11 +103,24 @@ def test_an_error_of_the_setup_is_said_and_ends_the_process(
     assert re.fullmatch(rf"at {re.escape(__file__)}:\d+, in main", place)
 
 
-def test_such_an_error_of_a_step_is_raised_with_its_remote_traceback() -> None:
-    async def main() -> None:
-        raise ConfigurationError("of a step") from RemoteError("/job:worker/task:0", "X", "x")
+@pytest.mark.parametrize("error", SETUP_ERRORS)
+@pytest.mark.parametrize(
+    "member",
+    [psync.ClusterCoordinator, partial(psync.MonitoredTrainingSession, min_workers=0)],
+    ids=["coordinator", "session"],
+)
+def test_such_an_error_is_the_programs_own_once_training_has_begun(
+    member: Callable[..., Any], error: type[PsyncError]
+) -> None:
+    """Also when it is raised where the coordinator or session has ended."""
 
-    with pytest.raises(ConfigurationError, match="of a step"):
+    async def main() -> None:
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            async with member(psync.ParameterServerStrategy(cluster.resolver)):
+                pass
+            raise error("of the program")
+
+    with pytest.raises(error, match="of the program"):
         run(main, resolver())
 
 
@@ -195,6 +217,39 @@ def test_an_error_of_the_evaluator_is_raised_as_it_is() -> None:
         run(nothing, resolver("evaluator"), evaluator=evaluate)
 
 
+def test_an_option_that_is_wrong_is_an_error_of_the_setup_until_a_checkpoint_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        async with psync.LocalCluster(1, 1, processes=False) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy):
+                with strategy.scope():
+                    v = psync.Variable(0.0, name="v")
+                await psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path).save()
+
+    async def evaluate() -> None:
+        strategy = psync.ParameterServerStrategy(resolver("evaluator"))
+        with strategy.scope():
+            v = psync.Variable(0.0, name="v")
+
+        def wrong(values: Any) -> dict[str, float]:
+            raise ConfigurationError("of the program")
+
+        await psync.SidecarEvaluator(psync.Checkpoint(v=v), wrong, tmp_path).run()
+
+    async def evaluate_wrongly() -> None:
+        raise ConfigurationError("of the set-up")
+
+    run(main, resolver())
+    with pytest.raises(ConfigurationError, match="of the program"):
+        run(nothing, resolver("evaluator"), evaluator=evaluate)
+    with pytest.raises(SystemExit) as caught:
+        run(nothing, resolver("evaluator"), evaluator=evaluate_wrongly)
+    assert caught.value.code == 2
+    assert "psync: error: of the set-up\n" in capsys.readouterr().err
+
+
 def test_an_evaluator_without_a_program_is_said_to_have_none(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -286,6 +341,28 @@ async def test_serve_serves_until_it_is_cancelled() -> None:
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("job", ["worker", "chief"])
+async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_it_waits_for(
+    job: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "psync.chief_presence")
+    cluster = {"worker": {3: "worker-3:1"}, **({"chief": ["chief-0:1"]} if job == "chief" else {})}
+    own = psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="worker", task_id=3)
+    own.platform = Platform(MemoryNetwork(), threads=False)  # type: ignore[attr-defined]
+    serving = asyncio.create_task(serve(own, insecure=True))
+    await asyncio.sleep(35)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    said = [record.getMessage() for record in caplog.records if "presence" in record.name]
+    text = (
+        "/job:worker/task:3 waits for a chief, and its cluster's description names none: a chief "
+        "takes it in with add_worker('worker-3:1', index=3)"
+    )
+    assert said == ([text] * 3 if job == "worker" else [])
 
 
 async def test_a_task_is_made_for_its_job() -> None:

@@ -229,6 +229,22 @@ async def test_a_certificate_for_another_host_is_refused(
 
 
 @PLACES
+async def test_a_client_may_show_a_certificate_for_another_host(
+    place: str, signer: Authority, tmp_path: Path
+) -> None:
+    """Its name proves nothing, as SECURITY.md says: the secret does."""
+    server, client, address = both(place)
+    ps = new_endpoint(TlsNetwork(server, tls_of(tmp_path / "ps", signer)), PS, SERVED)
+    tls = tls_of(tmp_path / "worker", signer, ["worker7.example.org"])
+    worker = new_endpoint(TlsNetwork(client, tls), WORKER)
+    listener = await ps.listen(address)
+    peer = await worker.connect(listener.address, PS)
+    assert (await peer.call(AskStatistics())).message == Done()
+    await worker.close()
+    await ps.close()
+
+
+@PLACES
 async def test_a_client_without_tls_is_told_so(
     place: str, tls: Tls, caplog: pytest.LogCaptureFixture
 ) -> None:

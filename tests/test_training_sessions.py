@@ -595,3 +595,25 @@ async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> Non
     assert value == [step] * 4
     assert last <= step <= last + 1
     assert deaths > 1
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("chief", [False, True])
+async def test_a_worker_that_waits_names_who_has_to_begin(
+    chief: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "psync.chief_presence")
+    program = Program(psync.optimizers.SGD(1.0), stop_at_step=3)
+    async with session_cluster(1, 2, chief=chief) as cluster:
+        waiting = cluster.start(program, "worker", 1)
+        await asyncio.sleep(25)
+        leader = "/job:chief/task:0 at chief-0:1" if chief else "/job:worker/task:0 at worker-0:1"
+        others = [cluster.start(program, "worker", 0)]
+        others += [cluster.start(program, "chief", 0)] if chief else []
+        await asyncio.gather(waiting, *others)
+        said = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "psync.chief_presence"
+        ]
+        assert said == [f"/job:worker/task:1 waits for {leader} to let it begin"] * 2

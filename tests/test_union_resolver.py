@@ -43,10 +43,11 @@ def test_with_indices_on_any_side_a_list_counts_from_0() -> None:
 
 
 def test_an_index_that_is_there_twice_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(KeyError) as caught:
         UnionClusterResolver(FIRST, simple({"worker": {1: "x:1", 3: "y:1"}})).cluster_spec()
-    assert caught.value.message == (
-        "UnionClusterResolver: job 'worker': several resolvers give task 1"
+    assert str(caught.value) == (
+        "UnionClusterResolver: job 'worker': several resolvers give task 1\n"
+        "hint: where one of them gives indices, lists count from 0"
     )
 
 

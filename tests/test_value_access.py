@@ -73,6 +73,28 @@ async def test_a_value_that_does_not_fit_locks_nothing() -> None:
         assert (await v.read()).tolist() == [2, 3]
 
 
+async def test_what_the_dtype_cannot_hold_is_refused_and_overflow_of_a_result_is_numpys() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            small = psync.Variable([100], dtype="int8", name="small")
+            half = psync.Variable([60000.0], dtype="float16", name="half")
+        for variable, operand in ((small, np.array([300])), (half, np.array([1e300]))):
+            rows = [0], operand
+            for refused in (
+                variable.assign(operand), variable.assign(operand, atomic=True),
+                variable.assign_add(operand), variable.assign_sub(operand),
+                variable.scatter_update(rows), variable.scatter_add(rows),
+                variable.scatter_sub(rows), variable.scatter_mul(rows),
+                variable.scatter_min(rows), variable.scatter_max(rows),
+            ):  # fmt: skip
+                with pytest.raises(GradientError, match=r"can hold, got (300|1e\+300)"):
+                    await refused
+        assert (await psync.pull([small, half])) == [[100], [60000]]
+        await small.assign_add([100])
+        await half.assign_add([60000])
+        assert (await psync.pull([small, half])) == [[-56], [np.inf]]
+
+
 async def test_many_at_once_all_end() -> None:
     async with training(2, partitioner=two_shards) as (strategy, _):
         with strategy.scope():

@@ -13,6 +13,7 @@ import memory_cluster
 import numpy as np
 import pytest
 from memory_cluster import coordinating
+from replica_cluster import replicated
 
 import psync
 from psync.errors import CaptureError, ClosureCancelled, ConfigurationError, UsageError
@@ -164,6 +165,27 @@ async def test_a_shard_whose_worker_is_lost_is_done_elsewhere_and_named():
         ((lost, runs),) = visits.account()[0].restarted.items()
         assert runs == 2
         assert Counter(memory_cluster.shared["begun"])[visits.shards[lost]] == 2
+
+
+@pytest.mark.virtual_time
+async def test_shards_that_run_again_after_a_fail_over_are_named() -> None:
+    async with replicated(num_workers=2) as (cluster, coordinator):
+
+        async def step(shard: str) -> str:
+            memory_cluster.shared.setdefault("begun", []).append(shard)
+            await asyncio.sleep(10)
+            return shard
+
+        with coordinator.strategy.scope():
+            declared = psync.Variable(np.zeros(2))
+        await declared.read()
+        visits = coordinator.distribute_once(["a", "b"])
+        visits.schedule(step)
+        await asyncio.sleep(5)
+        await cluster.kill("ps-1")
+        await coordinator.join()
+        assert Counter(memory_cluster.shared["begun"]) == {"a": 2, "b": 2}
+        assert visits.account()[0].restarted == {0: 2, 1: 2}
 
 
 @pytest.mark.virtual_time

@@ -10,7 +10,14 @@ from memory_cluster import MemoryCluster, coordinating, event_of
 
 import psync
 from psync.environment import added_workers
-from psync.errors import ClosedError, ConfigurationError, ConnectFailed, DeadlineExceeded
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ConnectFailed,
+    DeadlineExceeded,
+    ParameterServerLost,
+    WorkerLost,
+)
 
 pytestmark = pytest.mark.virtual_time
 
@@ -211,3 +218,181 @@ async def test_an_added_worker_shares_a_copy_of_a_variable_and_no_sum_notices():
         await coordinator.join()
         assert set(await coordinator.fetch(values)) == {0, 1, 2}
         assert await total.read() == 9
+
+
+# --- tasks that whoever started them does not start again ----------------------------------------
+
+
+async def give_up(cluster: MemoryCluster, coordinator: psync.ClusterCoordinator, task: str) -> None:
+    await cluster.stop(task)
+    given_up = coordinator.strategy.cluster_resolver.platform.given_up
+    given_up.note(f"{task}:1", "exited with code 9 and is not started again")
+
+
+async def test_join_ends_when_no_worker_will_come_again():
+    async with coordinating(1, 2) as (cluster, coordinator):
+
+        async def step():
+            await event_of("never").wait()
+
+        values = [coordinator.schedule(step) for _ in range(5)]
+        joining = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(1)
+        await give_up(cluster, coordinator, "worker-0")
+        await asyncio.sleep(60)
+        assert not joining.done(), "the other one goes on"
+        await give_up(cluster, coordinator, "worker-1")
+        with pytest.raises(WorkerLost) as caught:
+            await joining
+        assert caught.value.message == (
+            "/job:worker/task:1 exited with code 9 and is not started again, and there is no other "
+            "worker; /job:worker/task:0 exited with code 9 and is not started again"
+        )
+        assert all(value.done() for value in values)
+        await coordinator.join()  # nothing was scheduled since
+        coordinator.schedule(step)
+        with pytest.raises(WorkerLost):
+            await coordinator.join()
+        with pytest.raises(WorkerLost):
+            await coordinator.strategy.run(step)
+        with pytest.raises(WorkerLost):
+            await coordinator.join()
+
+
+async def test_a_worker_that_is_added_makes_up_for_those_that_were_given_up():
+    async with coordinating(1, 1) as (cluster, coordinator):
+        await give_up(cluster, coordinator, "worker-0")
+        await cluster.start("worker-0")  # nobody looks for it: it is another one
+        with pytest.raises(WorkerLost):
+            await workers_of(coordinator)
+        assert await coordinator.add_worker("worker-0:1") == "/job:worker/task:0"
+        assert await workers_of(coordinator) == {0}
+
+
+@pytest.mark.parametrize("ends", ["an added one does not come", "the other one is removed"])
+async def test_join_ends_when_the_last_worker_that_could_have_come_does_not(ends: str):
+    num_workers = 1 if ends.startswith("an added") else 2
+    async with coordinating(1, num_workers) as (cluster, coordinator):
+        if num_workers == 2:
+            await cluster.stop("worker-1")  # it may come again, as far as anybody knows
+        await cluster.stop("worker-0")
+        await asyncio.sleep(1)
+        coordinator.schedule(psync.get_worker_index)
+        joining = asyncio.create_task(coordinator.join())
+        if num_workers == 1:
+            last = asyncio.create_task(coordinator.add_worker("nowhere:1", index=7, timeout=10))
+        await asyncio.sleep(1)
+        given_up = coordinator.strategy.cluster_resolver.platform.given_up
+        given_up.note("worker-0:1", "exited with code 9 and is not started again")
+        await asyncio.sleep(1)
+        assert not joining.done()
+        if num_workers == 1:
+            with pytest.raises(ConnectFailed):
+                await last
+        else:
+            await coordinator.remove_worker(W1)
+        with pytest.raises(WorkerLost, match="worker/task:0 exited with code 9"):
+            async with asyncio.timeout(1):
+                await joining
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_worker_that_is_removed_while_it_is_given_up_is_no_fault(turns: int, caplog):
+    async with coordinating(1, 2) as (cluster, coordinator):
+        await cluster.stop("worker-1")
+        await asyncio.sleep(1)
+        removing = asyncio.create_task(coordinator.remove_worker(W1))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up = coordinator.strategy.cluster_resolver.platform.given_up
+        given_up.note("worker-1:1", "has ended by itself and is not started again")
+        await removing
+        await asyncio.sleep(1)
+        assert await workers_of(coordinator) == {0}
+        assert "a supervisor of the coordinator failed" not in caplog.text
+
+
+async def test_a_join_that_waits_says_who_was_given_up():
+    async with coordinating(1, 2) as (cluster, coordinator):
+
+        async def step():
+            await event_of("never").wait()
+
+        coordinator.schedule(step)
+        await give_up(cluster, coordinator, "worker-1")
+        with pytest.raises(DeadlineExceeded, match=f"{W1} exited with code 9 and is not started"):
+            await coordinator.join(timeout=1)
+
+
+async def test_a_worker_that_is_given_up_at_the_start_is_not_waited_for():
+    cluster = MemoryCluster(1, 2)
+    await cluster.start("ps-0")
+    await cluster.start("worker-0")
+    coordinator = psync.ClusterCoordinator(cluster.strategy())
+    starting = asyncio.create_task(coordinator.start())
+    await asyncio.sleep(1)
+    given_up = coordinator.strategy.cluster_resolver.platform.given_up
+    given_up.note("worker-1:1", "exited with code 2 and is not started again")
+    with pytest.raises(ConnectFailed, match=f"did not come up: {W1} exited with code 2"):
+        async with asyncio.timeout(1):
+            await starting
+    await cluster.stop_all()
+
+
+@pytest.mark.parametrize("when", ["before", "while it is waited for"])
+@pytest.mark.parametrize("task", ["ps-0", "ps-1"])
+async def test_a_ps_that_is_given_up_at_the_start_is_not_waited_for(task: str, when: str):
+    cluster = MemoryCluster(2, 1)
+    for other in {"ps-0", "ps-1", "worker-0"} - {task}:
+        await cluster.start(other)
+    coordinator = psync.ClusterCoordinator(cluster.strategy())
+    given_up = coordinator.strategy.cluster_resolver.platform.given_up
+    if when == "before":
+        given_up.note(f"{task}:1", "exited with code 2 and is not started again")
+    starting = asyncio.create_task(coordinator.start())
+    await asyncio.sleep(1)
+    given_up.note(f"{task}:1", "exited with code 2 and is not started again")
+    with pytest.raises(ParameterServerLost, match=f"{task}:1 is lost: it exited with code 2"):
+        async with asyncio.timeout(1):
+            await starting
+    await cluster.stop_all()
+
+
+async def test_a_ps_that_is_given_up_is_lost_at_once_and_the_error_says_why():
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0)
+
+        async def step():
+            await v.assign_add(1.0)
+            await event_of("never").wait()
+
+        coordinator.schedule(step)
+        await asyncio.sleep(1)
+        await give_up(cluster, coordinator, "ps-1")
+        for _ in range(2):
+            with pytest.raises(ParameterServerLost) as caught:
+                async with asyncio.timeout(1):
+                    await coordinator.join()
+            assert caught.value.message == (
+                "/job:ps/task:1 at ps-1:1 is lost: it exited with code 9 and is not started again"
+            )
+
+
+async def test_nobody_waits_for_the_recovery_of_a_ps_that_is_given_up(tmp_path):
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(4), name="v")
+        manager = psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path)
+        await manager.save()
+        await cluster.stop("ps-1")
+        await asyncio.sleep(10)  # the recovery has begun, and waits for somebody who starts it
+        given_up = coordinator.strategy.cluster_resolver.platform.given_up
+        given_up.note("ps-1:1", "exited with code 9 and is not started again")
+        with pytest.raises(
+            ParameterServerLost,
+            match="going back to a checkpoint has failed: /job:"
+            "ps/task:1 exited with code 9 and is not started again",
+        ):
+            async with asyncio.timeout(1):
+                await v.read()

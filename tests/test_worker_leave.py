@@ -11,7 +11,7 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
 from psync.endpoint import Endpoint
-from psync.errors import UsageError
+from psync.errors import UsageError, WorkerLost
 from psync.rpc import Handler
 from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.worker_messages import AttachWorker, GivenBack, RunClosures
@@ -386,7 +386,7 @@ async def test_a_worker_that_leaves_is_attached_by_nobody():
         control, _ = [
             await endpoint.connect("worker-0:1", W0, lane) for lane in ("control", "bulk")
         ]
-        with pytest.raises(UsageError, match=f"{W0} is about to leave"):
+        with pytest.raises(WorkerLost, match=f"{W0} is about to leave"):
             await control.call(
                 AttachWorker(0, 1, 10**6, 10**6, "origin", "program", ["ps-0:1"], 15.0)
             )

@@ -102,6 +102,12 @@ async def test_what_a_step_raises_is_its_outcome_whatever_it_is():
         def closes():
             raise GeneratorExit
 
+        def interrupts():
+            raise KeyboardInterrupt("no key was pressed")
+
+        async def interrupts_on_the_loop():
+            interrupts()
+
         class Odd(BaseException):
             pass
 
@@ -110,6 +116,8 @@ async def test_what_a_step_raises_is_its_outcome_whatever_it_is():
 
         for step, text in (
             (exits, "SystemExit on /job:worker/task:0: 3"),
+            (interrupts, "KeyboardInterrupt on /job:worker/task:0: no key was pressed"),
+            (interrupts_on_the_loop, "KeyboardInterrupt on /job:worker/task:0: no key was"),
             (closes, "GeneratorExit on /job:worker/task:0"),
             (odd, "Odd on /job:worker/task:0: odd"),
         ):

@@ -12,7 +12,13 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
 from psync.endpoint import Endpoint
-from psync.errors import ConfigurationError, FencedError, ParameterServerLost, UsageError
+from psync.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    UsageError,
+)
 from psync.rpc import Peer
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
 from psync.wire.worker_messages import AttachWorker, RunClosures
@@ -49,7 +55,7 @@ async def test_only_a_chief_with_both_connections_attaches_a_worker():
             await peer.call(Shutdown("because"))
         chief = Chief(cluster, 2)
         control = await chief.connect()
-        with pytest.raises(UsageError, match=r"attaches .* before its bulk connection"):
+        with pytest.raises(ConnectionLost, match=r"has no bulk connection to /job:chief/task:0"):
             await control.call(attachment(2))
         await chief.connect("bulk")
         assert (await control.call(attachment(2))).message == Done()

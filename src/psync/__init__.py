@@ -65,8 +65,10 @@ if TYPE_CHECKING:
     from psync.errors import ConfigurationError as ConfigurationError
     from psync.errors import ConnectFailed as ConnectFailed
     from psync.errors import ConnectionLost as ConnectionLost
+    from psync.errors import ContextError as ContextError
     from psync.errors import CutLost as CutLost
     from psync.errors import DeadlineExceeded as DeadlineExceeded
+    from psync.errors import DuplicateTaskError as DuplicateTaskError
     from psync.errors import EndOfData as EndOfData
     from psync.errors import FencedError as FencedError
     from psync.errors import FrameTooLarge as FrameTooLarge
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from psync.errors import TrainingEnded as TrainingEnded
     from psync.errors import TransportError as TransportError
     from psync.errors import UnknownVariableError as UnknownVariableError
+    from psync.errors import UnsupportedError as UnsupportedError
     from psync.errors import UsageError as UsageError
     from psync.errors import VariableIndexError as VariableIndexError
     from psync.errors import VersionMismatch as VersionMismatch
@@ -181,13 +184,13 @@ _HOMES = {
         "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
         "ClosureCancelled",
         "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",
-        "ConnectionLost", "CutLost", "DeadlineExceeded", "EndOfData", "FencedError",
-        "FrameTooLarge",
+        "ConnectionLost", "ContextError", "CutLost", "DeadlineExceeded", "DuplicateTaskError",
+        "EndOfData", "FencedError", "FrameTooLarge",
         "GradientError", "IndexTypeError", "IndexValueError", "LocalProtocolError", "LockLost",
         "NotEnoughReplicas", "ParameterServerLost", "PartitionError", "ProtocolError",
         "PsyncError", "RemoteError", "RemoteProtocolError", "ReplicaValueError", "TaskLost",
-        "TrainingEnded", "TransportError", "UnknownVariableError", "UsageError",
-        "VariableIndexError", "VersionMismatch", "WorkerLost",
+        "TrainingEnded", "TransportError", "UnknownVariableError",
+        "UnsupportedError", "UsageError", "VariableIndexError", "VersionMismatch", "WorkerLost",
     ),
     "events": ("FailoverEvent", "RollbackEvent"),
     "functions": ("StaleCaptureWarning",),

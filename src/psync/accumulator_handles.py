@@ -1,7 +1,7 @@
 """Handles of accumulators: what both kinds share, and how they are declared.
 
 Layer: L4. Imports: errors, specs, blocks, cluster, dense_accumulators, sparse_accumulators,
-context, accumulator_client, hosted_accumulators, rpc, runtime, scopes, wire.
+context, accumulator_client, hosted_accumulators, rpc, runtime, scopes, wire, process_state.
 
 A handle holds no gradient: it travels to workers, and stands for one accumulator on one ps
 everywhere.
@@ -24,6 +24,7 @@ from psync.context import forbid_in_dataset, forbid_in_step
 from psync.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.hosted_accumulators import other_parameters, rule_of
+from psync.process_state import PerProcess
 from psync.rpc import Received
 from psync.runtime import Runtime
 from psync.scopes import Scope, current_scope, runtime_here
@@ -171,21 +172,21 @@ class AccumulatorHandle:
         return f'{method} of accumulator "{self.name}"'
 
 
-_interned: weakref.WeakValueDictionary[tuple[str, str], AccumulatorHandle] = (
-    weakref.WeakValueDictionary()
+_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], AccumulatorHandle]] = PerProcess(
+    weakref.WeakValueDictionary
 )
 
 
 def intern(cls: type[AccumulatorHandle], origin: str, place: Place) -> AccumulatorHandle:
     """Return this process's handle of an accumulator: one object, however often it arrives."""
     key = (origin, place.definition.name)
-    handle = _interned.get(key)
+    handle = _interned().get(key)
     if handle is None:
         handle = object.__new__(cls)
         handle.origin, handle.place = origin, place
         handle._rule = cast(DenseRule | SparseRule, rule_of(place.definition))
         handle._scope = None
-        _interned[key] = handle
+        _interned()[key] = handle
     return handle
 
 

@@ -37,7 +37,6 @@ from typing import Any, cast
 from psync.committer import Committer
 from psync.errors import (
     ConnectionLost,
-    FencedError,
     PsyncError,
     UnknownVariableError,
     UsageError,
@@ -161,7 +160,7 @@ class AccumulatorService:
     def restart(
         self, ledger: Ledger, definitions: Iterable[tuple[DefineAccumulator, int]] = ()
     ) -> None:
-        """Begin with empty ones: whoever waited for gradients that there were waits no more.
+        """Begin with empty ones: whoever waits for gradients asks again, if it may.
 
         Args:
             ledger: Of what is served from now on.
@@ -171,7 +170,7 @@ class AccumulatorService:
         for definition, step in definitions:
             hosted = self.hosted[definition.name] = HostedAccumulator(definition)
             hosted.rule.set_global_step(step)
-        self._waits.settle_all(FencedError(f"{self._task} serves a new coordinator"))
+        self._waits.settle_all(ConnectionLost(f"{self._task} serves another image, or coordinator"))
 
     def promoted(self) -> None:
         """The log that it has followed has ended: takes wait no longer, nobody waits for them.

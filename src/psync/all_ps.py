@@ -23,6 +23,7 @@ from psync.errors import (
     ClosedError,
     ConfigurationError,
     FencedError,
+    NotServedError,
     ParameterServerLost,
     RemoteProtocolError,
 )
@@ -287,9 +288,14 @@ class AllPs:
 
         def answered(outcome: Received | Exception) -> None:
             nonlocal moved
-            if isinstance(outcome, FencedError) and self._moves:
-                moved = self._await_move(link, moved)
-                link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+            if isinstance(outcome, FencedError):
+                if self._moves:
+                    moved = self._await_move(link, moved)
+                    link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+                elif isinstance(outcome, NotServedError):
+                    done(_came_back(link, outcome))
+                else:
+                    done(outcome)
                 return
             if isinstance(outcome, Exception):
                 done(outcome)
@@ -400,8 +406,10 @@ class AllPs:
         while True:
             try:
                 return await link.call(always(message), **options)
-            except FencedError:
+            except FencedError as exc:
                 if not self._moves:
+                    if isinstance(exc, NotServedError):
+                        raise _came_back(link, exc) from exc
                     raise
                 moved = self._await_move(link, moved)
 
@@ -435,6 +443,16 @@ class AllPs:
 
 def _hold(link: PsLink, _: ParameterServerLost) -> None:
     link.hold()
+
+
+def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
+    """Return what it means that a ps without a backup serves nothing: it was started again.
+
+    A step must not fail with the refusal itself: the coordinator knows what to do about a loss.
+    """
+    lost = ParameterServerLost(link.task, f"refuses {CLOSER}: {refused.message}")
+    lost.__cause__ = refused
+    return lost
 
 
 async def _say_how_it_ended(

@@ -3,12 +3,14 @@
 Layer: L1. Imports: errors.
 
 Without this, numpy and Python would take a variable for a list without an end, or say that an
-operand is of a wrong type. ``==`` and ``hash`` stay those of objects: variables are keys of
-dicts.
+operand is of a wrong type. ``hash`` stays that of objects, and so does ``==`` with everything that
+is no number and no array: variables are keys of dicts, and are found in lists of variables.
 """
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -58,6 +60,22 @@ class AwaitFirst:
 
     def __contains__(self, item: object) -> bool:
         self._refuse("`in`")
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self._compared(other, "==", object.__eq__)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compared(other, "!=", object.__ne__)
+
+    def _compared(self, other: object, sign: str, compare: Callable[[Any, object], bool]) -> bool:
+        """Compare as objects; a number or an array would silently be unequal."""
+        if not isinstance(other, AwaitFirst) and (
+            isinstance(other, numbers.Number) or hasattr(other, "__array__")
+        ):
+            self._refuse(f"operator {sign}")
+        return compare(self, other)
 
 
 def _operator(sign: str) -> Any:

@@ -16,7 +16,7 @@ import inspect
 import reprlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -92,6 +92,68 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
         if isinstance(constant, CodeType):
             names.update(dict.fromkeys(_global_names(constant)))
     return tuple(names)
+
+
+def refers_to(fn: object, wanted: object) -> bool:
+    """Return whether the code of a callable names an object: "f", or "module.f".
+
+    Asked are the callable behind partials, what runs when an object is called, or a class is made
+    and iterated over (its special methods), functions that are defined inside, and those of the
+    same module that they name. What is found at run time alone, as by ``import`` inside of a
+    function, is not seen.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        fn = fn.__func__
+    todo = [fn] if isinstance(fn, FunctionType) else _special_methods(fn)
+    seen: set[int] = set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        names = captures_of(each)
+        if any(found is wanted for found in _loaded(each.__code__, names, wanted)):
+            return True
+        todo += [
+            value
+            for value in names.values()
+            if isinstance(value, FunctionType) and value.__globals__ is each.__globals__
+        ]
+    return False
+
+
+def _special_methods(thing: object) -> list[FunctionType]:
+    """Return those of a class; of an object without those that made it, which have run already."""
+    is_class = isinstance(thing, type)
+    return [
+        method
+        for name, method in vars(thing if is_class else type(thing)).items()
+        if isinstance(method, FunctionType)
+        and name.startswith("__")
+        and (is_class or name not in ("__new__", "__init__"))
+    ]
+
+
+def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iterator[object]:
+    """Yield what ``code`` and the functions defined inside it load by a name, or of a module."""
+    last: object = _EMPTY
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            last = names.get(instruction.argval, _EMPTY)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(last, ModuleType):
+            name = instruction.argval
+            if name not in vars(last) and name == getattr(wanted, "__name__", None):
+                last = getattr(last, name, _EMPTY)  # made when it is first asked for, as in psync
+            else:
+                last = vars(last).get(name, _EMPTY)
+        else:
+            last = _EMPTY
+        yield last
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _loaded(constant, names, wanted)
 
 
 class CaptureWatch:

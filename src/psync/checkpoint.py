@@ -1,8 +1,9 @@
 """Saving and restoring what is trained.
 
 Layer: L4. Imports: errors, checkpoint_arrays, checkpoint_files, checkpoint_layout,
-checkpoint_objects, checkpoint_values, checkpoint_writer, weak_writer, cluster_coordinator, context,
-coordinator, failpoints, image_state, optimizer_state, scopes, variables.
+checkpoint_names, checkpoint_objects, checkpoint_values, checkpoint_writer, weak_writer,
+cluster_coordinator, context, coordinator, failpoints, image_state, optimizer_state, scopes,
+variables.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
@@ -32,8 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from psync.checkpoint_arrays import in_thread, write_by_reading, write_cut
-from psync.checkpoint_files import Reader, checkpoints_in, remove
+from psync.checkpoint_files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoint_layout import changed_rate, step_of
+from psync.checkpoint_names import with_names_of
 from psync.checkpoint_objects import Contents, rate_name
 from psync.checkpoint_values import nested, read_arrays
 from psync.checkpoint_writer import Writer, streamed_by_environ
@@ -138,9 +140,9 @@ class Checkpoint:
             number: Of this one, from 0. Default: one more than the highest there.
 
         Raises:
-            CheckpointError: The disk is full, or fails; there is one of that number; a ps was cut
-                off or died meanwhile, or serves another coordinator. What was saved before is
-                whole.
+            CheckpointError: The disk is full, or fails, or the directory is none: path, number and
+                step are named. There is one of that number; a ps was cut off or died meanwhile, or
+                serves another coordinator. What was saved before is whole.
             ConfigurationError: The number is none.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
@@ -166,7 +168,8 @@ class Checkpoint:
                     logger.warning("a checkpoint is begun anew: %s", exc.message)
                     continue  # a ps was cut off, or was lost and has been recovered
                 raise CheckpointError(
-                    f"checkpoint: it was not saved: {exc}", hint="what was saved before is whole"
+                    f"checkpoint in {directory}: it was not saved: {exc}",
+                    hint="what was saved before is whole",
                 ) from exc
         raise AssertionError("unreachable")
 
@@ -224,6 +227,7 @@ class Checkpoint:
             CheckpointCorrupt: It is damaged.
             CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
                 Nothing was restored.
+            CheckpointError: It cannot be read; the path is named.
             UsageError: No coordinator is running.
             ParameterServerLost: A ps is gone.
 
@@ -232,7 +236,7 @@ class Checkpoint:
         forbid_in_step("restoring a checkpoint")
         reader = await asyncio.to_thread(Reader, Path(path))
         contents = self._contents()
-        manifest = reader.manifest
+        manifest = await asyncio.to_thread(with_names_of, contents, reader)
         difference = contents.compared(
             manifest,
             reader.path,
@@ -284,6 +288,7 @@ class Checkpoint:
         """
         contents = self._contents(slots=False)
         reader = await asyncio.to_thread(Reader, Path(path))
+        reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
         arrays = await read_arrays(reader, contents, slots=slots)
         states = reader.manifest.states
         return {
@@ -330,22 +335,34 @@ async def _written(
     failpoints: Failpoints,
     write: Callable[[Writer], Awaitable[None]],
 ) -> Path:
-    """Write a checkpoint, or leave nothing of it."""
-    if number is None:
-        number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
+    """Write a checkpoint, or leave nothing of it.
+
+    Raises:
+        CheckpointError: The disk is full, or fails: says of which checkpoint and step.
+    """
     begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
-    name = f"{PREFIX}-{number:08d}"
     shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
-    begin = writer_without(failpoints.without, Expected(number, shapes, states))
     try:
-        await in_thread(lambda: begun.append(begin(directory, name, failpoints.hit)))
-        writer = begun[0]
-        await write(writer)
-        return await in_thread(writer.commit, number, shapes, states)
-    except BaseException:
+        with disk_errors(str(directory)):
+            if number is None:
+                number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
+            name = f"{PREFIX}-{number:08d}"
+            begin = writer_without(failpoints.without, Expected(number, shapes, states))
+            await in_thread(lambda: begun.append(begin(directory, name, failpoints.hit)))
+            writer = begun[0]
+            await write(writer)
+            return await in_thread(writer.commit, number, shapes, states)
+    except BaseException as exc:
         for writer in begun:
             await in_thread(writer.abandon)
-        raise
+        if type(exc) is not CheckpointError:
+            raise
+        steps = [states[step] for step in contents.optimizers]
+        what = "a checkpoint" if number is None else f"checkpoint {number}"
+        what += f" of step {max(steps)}" if steps else ""
+        raise CheckpointError(f"saving {what}: {exc.message}", hint=exc.hint) from (
+            exc.__cause__ or exc
+        )
 
 
 def _checked_number(number: Any) -> int:

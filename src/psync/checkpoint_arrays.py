@@ -11,7 +11,6 @@ arrays, and the program writes the same file.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from psync.checkpoint_objects import Array, Contents, Part
 from psync.checkpoint_writer import Writer
 from psync.cuts import Cut
 from psync.errors import CheckpointError
+from psync.platform import random_hex
 from psync.specs import dtype_of
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ async def write_by_reading(contents: Contents, writer: Writer) -> None:
 
 async def _shared(cut: Cut, writer: Writer) -> list[bool]:
     """Return for each ps whether it sees the directory: it can read what was just written there."""
-    nonce = secrets.token_hex(16)
+    nonce = random_hex(16)
     path = await in_thread(writer.put_nonce, nonce)
     answers = await cut.shared(str(path.absolute()), nonce)
     await in_thread(writer.remove_nonce)

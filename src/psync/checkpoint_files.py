@@ -1,6 +1,6 @@
 """Checkpoints on disk: written whole or not at all, read by ranges of rows, checked.
 
-Layer: L2. Imports: errors, specs, blocks, checkpoint_manifest.
+Layer: L2. Imports: errors, specs, blocks, checkpoint_manifest, disk.
 
     directory/
         ckpt-00000012/
@@ -25,7 +25,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,8 @@ from psync.checkpoint_manifest import (
     Tensor,
     read_manifest,
 )
-from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from psync.disk import current_disk
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, PsyncError
 from psync.specs import dtype_of
 
 MANIFEST = "manifest.json"
@@ -98,8 +98,12 @@ class DataFile:
         self._at = len(header)
         self._nbytes = self._crc = 0  # of the slice that is being written
         with disk_errors(f"writing {path}"):
-            self._file: BinaryIO = open(path, "xb")
-            self._file.write(header)
+            self._file: BinaryIO = current_disk.get().create(path)
+            try:
+                self._file.write(header)
+            except OSError:
+                self.abandon()
+                raise
 
     def write(self, data: Any) -> None:
         """Write the next slice: an array or a buffer of its bytes, or an iterator over such parts.
@@ -151,13 +155,13 @@ class DataFile:
                 f"{self.path}: {self._planned[len(self.slices)].tensor!r} was not written"
             )
         with disk_errors(f"writing {self.path}"), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            current_disk.get().sync(self._file)
         return self._at
 
     def abandon(self) -> None:
         """Close the file, whatever is in it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what is still buffered fails as what was written did
+            self._file.close()
 
 
 def _header(planned: Sequence[Planned]) -> bytes:
@@ -191,24 +195,24 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._checked: set[Slice] = set()
-        if not is_complete(path):
-            raise CheckpointNotFound(
-                f"{path}: no checkpoint here"
-                + (", or one that was never completed" if path.is_dir() else ""),
-                hint="CheckpointManager(...).latest_checkpoint says which is the newest",
-            )
         with disk_errors(f"reading {path}"):
+            if not is_complete(path):
+                raise CheckpointNotFound(
+                    f"{path}: no checkpoint here"
+                    + (", or one that was never completed" if path.is_dir() else ""),
+                    hint="CheckpointManager(...).latest_checkpoint says which is the newest",
+                )
             commit = read_bounded(path / COMMIT, 64)
             data = read_bounded(path / MANIFEST, MAX_MANIFEST_BYTES)
-        self.manifest = read_manifest(data, commit, str(path))
-        for name, size in self.manifest.files.items():
-            found = (path / name).stat().st_size if (path / name).is_file() else -1
-            if found != size:
-                raise CheckpointCorrupt(
-                    f"{path / name}: expected {size} bytes, "
-                    + ("it is not there" if found < 0 else f"got {found}"),
-                    hint="restore an older checkpoint",
-                )
+            self.manifest = read_manifest(data, commit, str(path))
+            for name, size in self.manifest.files.items():
+                found = (path / name).stat().st_size if (path / name).is_file() else -1
+                if found != size:
+                    raise CheckpointCorrupt(
+                        f"{path / name}: expected {size} bytes, "
+                        + ("it is not there" if found < 0 else f"got {found}"),
+                        hint="restore an older checkpoint",
+                    )
 
     def read(self, tensor: Tensor, start: int, stop: int) -> np.ndarray:
         """Return rows ``start`` to ``stop`` of a tensor, a new array; of a scalar: the scalar.
@@ -261,10 +265,18 @@ class Reader:
 
 
 def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
-    """Return (number, path) of the complete checkpoints in a directory, the oldest first."""
+    """Return (number, path) of the complete checkpoints in a directory, the oldest first.
+
+    Raises:
+        CheckpointError: The directory is none, or cannot be read. If it is not there it is empty.
+    """
     pattern = re.compile(re.escape(prefix) + r"-(\d{1,18})")
     found = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+    with (
+        disk_errors(f"looking for checkpoints in {directory}"),
+        contextlib.suppress(FileNotFoundError),
+        os.scandir(directory) as entries,
+    ):
         for entry in entries:
             match = pattern.fullmatch(entry.name)
             if match and is_complete(Path(entry.path)):
@@ -273,8 +285,13 @@ def checkpoints_in(directory: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether there is a checkpoint: False also once it has been removed."""
-    return (path / COMMIT).is_file()
+    """Return whether there is a checkpoint: False also once it has been removed.
+
+    Raises:
+        CheckpointError: The disk does not tell.
+    """
+    with disk_errors(f"looking at {path}"):
+        return (path / COMMIT).is_file()
 
 
 def mark_last(path: Path) -> None:
@@ -291,20 +308,50 @@ def mark_last(path: Path) -> None:
 def unmark_last(path: Path) -> None:
     """Take that back; where nothing may be written, it stays."""
     with contextlib.suppress(OSError):
-        (path / LAST).unlink(missing_ok=True)
+        current_disk.get().unlink(path / LAST)
 
 
 def is_last(path: Path) -> bool:
-    """Return whether the program has said that no other checkpoint follows this one."""
-    return (path / LAST).is_file()
+    """Return whether the program has said that no other checkpoint follows this one.
+
+    Raises:
+        CheckpointError: The disk does not tell.
+    """
+    with disk_errors(f"looking at {path}"):
+        return (path / LAST).is_file()
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; it ceases to exist at once, and its files go then."""
+    """Remove a checkpoint; it ceases to exist at once, and its files go then.
+
+    Raises:
+        CheckpointError: It cannot be removed.
+    """
     doomed = path.with_name(path.name + ".tmp")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    with disk_errors(f"removing {path}"), contextlib.suppress(FileNotFoundError):
+        current_disk.get().rename(path, doomed)
+        sync_directory(path.parent)  # or it might come back, without its files
+    current_disk.get().remove_tree(doomed)
+
+
+def remove_leftovers(directory: Path, prefix: str, below: int) -> None:
+    """Remove what is left of checkpoints whose program died while it wrote or removed them.
+
+    Args:
+        directory: Where they are.
+        prefix: Of their names.
+        below: Only those with lower numbers, which nobody writes any more.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
+    pattern = re.compile(re.escape(prefix) + r"-(\d{1,18})(\.abandoned)?\.tmp")
+    with disk_errors(f"looking for leftovers in {directory}"):
+        names = sorted(os.listdir(directory))
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match and int(match[1]) < below:
+            current_disk.get().remove_tree(directory / name)
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
@@ -322,26 +369,27 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and sync it to disk."""
-    with open(path, "xb") as file:
+    with current_disk.get().create(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        current_disk.get().sync(file)
 
 
 def sync_directory(path: Path) -> None:
     """Sync the names in a directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    current_disk.get().sync_directory(path)
 
 
 @contextlib.contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error of ours."""
+    """Turn what the operating system says into an error of ours.
+
+    Args:
+        what: Was done, and with which path.
+    """
     try:
         yield
+    except PsyncError:  # that of a lost connection is an OSError, too
+        raise
     except OSError as exc:
         raise CheckpointError(
             f"{what}: {exc.strerror or exc}", hint="is there room on the disk, and permission?"

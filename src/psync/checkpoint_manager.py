@@ -15,7 +15,13 @@ import os
 from pathlib import Path
 
 from psync.checkpoint import PREFIX, Checkpoint, coordinator_for
-from psync.checkpoint_files import checkpoints_in, mark_last, remove, unmark_last
+from psync.checkpoint_files import (
+    checkpoints_in,
+    mark_last,
+    remove,
+    remove_leftovers,
+    unmark_last,
+)
 from psync.checkpoint_images import SavedImages, stored_images, why_not
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError, ConfigurationError
@@ -70,6 +76,7 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every_n_steps
         self._images = SavedImages("")  # of the checkpoints that this program has saved
+        self._under_way = 0  # saves
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
@@ -81,12 +88,16 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """The complete checkpoints, the oldest first."""
+        """The complete checkpoints, the oldest first.
+
+        Raises:
+            CheckpointError: The directory cannot be read.
+        """
         return [path for _, path in checkpoints_in(self._directory, PREFIX)]
 
     @property
     def latest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
+        """The newest complete checkpoint, or None; raises as ``checkpoints``."""
         return latest_checkpoint(self._directory)
 
     async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
@@ -97,9 +108,13 @@ class CheckpointManager:
             last: Whether no other one follows; see ``finish``.
         """
         asked = self._images.asked
-        path, coordinator, images = await self._checkpoint._saved(
-            self._directory, checkpoint_number
-        )
+        self._under_way += 1
+        try:
+            path, coordinator, images = await self._checkpoint._saved(
+                self._directory, checkpoint_number
+            )
+        finally:
+            self._under_way -= 1
         if coordinator is not None:
             self._offer(path, coordinator)
             coordinator.recovery.from_checkpoint.saved(images)
@@ -109,6 +124,9 @@ class CheckpointManager:
                 kept = self._keep_every is not None and not number % self._keep_every
                 if not kept and old not in (path, in_use):
                     await asyncio.to_thread(remove, old)
+        if not self._under_way:
+            number = int(path.name.rpartition("-")[2])
+            await asyncio.to_thread(remove_leftovers, self._directory, PREFIX, number)
         if last:
             await self.finish()
         return path
@@ -184,6 +202,9 @@ class CheckpointManager:
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
     """Return the newest complete checkpoint in a directory, or None.
+
+    Raises:
+        CheckpointError: The directory cannot be read. If it is not there it is empty.
 
     Source: ``tf.train.latest_checkpoint``.
     """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from psync.checkpoint_files import DataFile, Planned, Reader
+from psync.checkpoint_files import DataFile, Planned, Reader, disk_errors
 from psync.checkpoint_images import check_places, stored_images
 from psync.checkpoint_manifest import Tensor
 from psync.errors import CheckpointError, CheckpointNotFound
@@ -41,7 +41,8 @@ def summary(path: Path) -> str:
     """Return a line about a checkpoint: name, number, tensors, bytes, date."""
     manifest = Reader(path).manifest
     nbytes = sum(manifest.files.values())
-    saved = np.datetime64(int(path.stat().st_mtime), "s")
+    with disk_errors(f"looking at {path}"):
+        saved = np.datetime64(int(path.stat().st_mtime), "s")
     return (
         f"{path.name}  {len(manifest.tensors)} tensors  {len(manifest.states)} states  "
         f"{_size(nbytes)}  {saved}"
@@ -133,17 +134,18 @@ def export(
     """
     reader = Reader(path)
     wanted = _renamed(reader, prefixes)
-    if directory.exists():
-        raise CheckpointError(f"export: {directory} exists already")
     temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        names = _write_files(reader, wanted, temporary, max_file_bytes)
-        os.rename(temporary, directory)
-    except BaseException:
+    with disk_errors(f"export to {directory}"):
+        if directory.exists():
+            raise CheckpointError(f"export: {directory} exists already")
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        temporary.mkdir(parents=True)
+        try:
+            names = _write_files(reader, wanted, temporary, max_file_bytes)
+            os.rename(temporary, directory)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     return [directory / name for name in names]
 
 

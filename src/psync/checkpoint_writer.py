@@ -1,6 +1,6 @@
 """A checkpoint that is being written: its files, whoever writes them, and how it is completed.
 
-Layer: L2. Imports: errors, checkpoint_files, checkpoint_manifest.
+Layer: L2. Imports: errors, checkpoint_files, checkpoint_manifest, disk.
 
 The program makes a directory that ends in ``.tmp``. ps tasks that see it write their files there
 themselves; all others are written by the program. Then come the manifest, ``COMMIT`` and the
@@ -12,7 +12,6 @@ Everything here blocks: call it in a thread.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from psync.checkpoint_files import (
     write_synced,
 )
 from psync.checkpoint_manifest import Image, Manifest, Place, Slice, Tensor, commit_line
+from psync.disk import current_disk
 from psync.errors import CheckpointError, ConfigurationError
 
 NONCE = "nonce"
@@ -71,12 +71,11 @@ class Writer:
     _images: dict[int, Image] = field(default_factory=dict)  # by ps
 
     def __post_init__(self) -> None:
-        if (self.directory / self.name).exists():
-            raise CheckpointError(f"{self.directory / self.name}: exists already")
         with disk_errors(f"making {self.temporary}"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            if (self.directory / self.name).exists():
+                raise CheckpointError(f"{self.directory / self.name}: exists already")
             self._throw_away()  # what a save has left that was interrupted
-            self.temporary.mkdir()
+            current_disk.get().make_directory(self.temporary)
 
     @property
     def temporary(self) -> Path:
@@ -97,7 +96,7 @@ class Writer:
     def remove_nonce(self) -> None:
         """Remove that file."""
         with contextlib.suppress(OSError):
-            (self.temporary / NONCE).unlink(missing_ok=True)
+            current_disk.get().unlink(self.temporary / NONCE)
 
     def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
         """Begin a data file.
@@ -158,14 +157,14 @@ class Writer:
         data = self._manifest(number, tensors, states).to_bytes()
         final = self.directory / self.name
         self.remove_nonce()
-        self._look_at_files()
         with disk_errors(f"writing {final}"):
             write_synced(self.temporary / MANIFEST, data)
             self.reached("checkpoint.before_commit")
             write_synced(self.temporary / COMMIT, commit_line(data))
             sync_directory(self.temporary)
+            self._look_at_files()  # only now: a machine that dies no longer takes a name with it
             self.reached("checkpoint.before_rename")
-            self.temporary.rename(final)
+            current_disk.get().rename(self.temporary, final)
             sync_directory(self.directory)
         return final
 
@@ -213,7 +212,8 @@ class Writer:
     def _throw_away(self) -> None:
         """Remove the directory; a ps that is about to make a file in it cannot any more."""
         doomed = self.directory / f"{self.name}.abandoned.tmp"
-        shutil.rmtree(doomed, ignore_errors=True)
+        disk = current_disk.get()
+        disk.remove_tree(doomed)
         with contextlib.suppress(OSError):
-            self.temporary.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+            disk.rename(self.temporary, doomed)
+        disk.remove_tree(doomed)

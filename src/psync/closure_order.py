@@ -39,6 +39,10 @@ class ClosureOrder:
     def discard(self, closure: Closure) -> None:
         """Take a queued closure out, wherever it stands."""
         del self._queued[closure.id]
+        if not self._queued:
+            self._queued.clear()  # of its table, too, which is as large as the longest queue was
+            self._fresh.clear()
+            self._late.clear()
 
     def first(self) -> Closure:
         """Return the queued closure with the lowest id; there is one."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from psync.closure_messages import arguments_reply, function_reply
-from psync.closure_states import Closure
+from psync.closure_states import Closure, State
 from psync.closures import Action, ClosureQueue
 from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
 from psync.failpoints import Failpoints
@@ -111,8 +111,9 @@ class ClosureService:
         actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
         self._reports.has_data(worker)
         for closure_id, payload in results:
-            value = self._closures[closure_id].payload.value()
-            if value is not None:
+            closure = self._closures[closure_id]
+            value = closure.payload.value()
+            if value is not None and closure.state is State.FINISHED:
                 value.set_payload(payload)
         self._owner.perform(actions)
 

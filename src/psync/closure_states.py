@@ -117,6 +117,7 @@ class Closure:
         "num_missing",
         "payload",
         "state",
+        "times_back",
         "worker",
     )
     is_replica = False
@@ -140,13 +141,14 @@ class Closure:
         self.error: BaseException | None = None  # how it ended, if not FINISHED
         self.worker = ""  # holds it now, or held it last; "" before the first
         self.lost_on: tuple[str, ...] = ()  # workers that were lost while they held it, in order
+        self.times_back = 0  # how often a worker was gone that held it, for whatever reason
         self.num_missing = 0  # dependencies that have no value yet
         self.dependents: list[Closure] | None = None  # those that wait for the value of this one
         self.known_started = False  # its worker was asked to give it back and did not
 
     @property
     def attempts(self) -> int:
-        """How often it came back because its worker was lost."""
+        """How often it came back because its worker was lost, and may be the cause of that."""
         return len(self.lost_on)
 
     @property

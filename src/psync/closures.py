@@ -264,6 +264,7 @@ class ClosureQueue:
         for closure in closures:
             if closure.is_replica:  # none other is held beside it
                 return self._lost_replica(worker, closure)
+            closure.times_back += 1
             if blame:
                 closure.lost_on += (worker,)
         self._num_put_back += self._open.come_back(closures, Event.LOSE)
@@ -276,6 +277,9 @@ class ClosureQueue:
     def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
         """A worker ran these closures to their end, and each has a value.
 
+        Once an error ends everything they end cancelled all the same: updates that they made since
+        are refused, on one ps task sooner than on another.
+
         Args:
             worker: Name of the worker.
             ids: Ids of the closures.
@@ -285,7 +289,12 @@ class ClosureQueue:
             LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
-        self._open.finish(self._dispatcher.take_finished(worker, ids, mean_s))
+        closures = self._dispatcher.take_finished(worker, ids, mean_s)
+        if self._errors.ending is None:
+            self._open.finish(closures)
+        else:  # ps tasks may have refused its updates since the error, and some of them not
+            for closure in closures:
+                self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
         return self._actions(worker)
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
@@ -342,6 +351,10 @@ class ClosureQueue:
     def low_water(self) -> int:
         """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
         return self._open.low_water()
+
+    def is_open(self, closure_id: int) -> bool:
+        """Whether a closure has not ended yet."""
+        return self._open.get(closure_id) is not None
 
     def is_settled(self, cutoff: int) -> bool:
         """Whether a join with this cut-off is over; ``collect_error`` then says how.

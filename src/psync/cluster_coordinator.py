@@ -2,7 +2,7 @@
 
 Layer: L4. Imports: errors, closures, context, coordinator, coordinator_options, datasets,
 environment, events, flapping, optimizer_registry, reattachment, remote_value, strategy,
-task_reports, visits, worker_changes, worker_iterators.
+task_reports, visits, worker_changes, worker_iterators, process_state.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from psync.context import forbid_in_step
 from psync.coordinator import Coordinator
 from psync.coordinator_options import checked_options
 from psync.datasets import PerWorkerDataset
-from psync.environment import platform_of, script_is_shared
+from psync.environment import note_training_began, platform_of, script_is_shared
 from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
 from psync.events import Event
 from psync.flapping import LIMIT
 from psync.optimizer_registry import optimizers_here
+from psync.process_state import PerProcess
 from psync.reattachment import OwnOptimizers
 from psync.remote_value import RemoteValue
 from psync.strategy import ParameterServerStrategy
@@ -31,7 +32,9 @@ from psync.visits import Visits
 from psync.worker_changes import add_worker, remove_worker
 from psync.worker_iterators import WorkerIterators
 
-_of_origin: weakref.WeakValueDictionary[str, ClusterCoordinator] = weakref.WeakValueDictionary()
+_of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
+    weakref.WeakValueDictionary
+)
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
 
 
@@ -80,11 +83,11 @@ class ClusterCoordinator:
             raise ConfigurationError(
                 f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
             )
-        known = _of_origin.get(strategy.origin)
+        known = _of_origin().get(strategy.origin)
         if known is not None:
             return known  # type: ignore[return-value]  # a subclass would be made first
         made = super().__new__(cls)
-        _of_origin[strategy.origin] = made
+        _of_origin()[strategy.origin] = made
         return made
 
     def __init__(
@@ -177,7 +180,7 @@ class ClusterCoordinator:
             self.strategy.cluster,
             self.strategy.declared,
             origin=self.strategy.origin,
-            program=optimizers_here.process,
+            program=optimizers_here().process,
             main_by_name=script_is_shared.get(),
             ps_timeout_s=options.ps_timeout_s,
             closure_timeout_s=options.closure_timeout_s,
@@ -186,7 +189,9 @@ class ClusterCoordinator:
             max_losses=options.max_losses,
             max_flaps=options.max_flaps,
             replicate=self.strategy.ps_recovery == "replica",
-            attach=OwnOptimizers(optimizers_here.of_the_program, optimizers_here.note_learning_rate)
+            attach=OwnOptimizers(
+                optimizers_here().of_the_program, optimizers_here().note_learning_rate
+            )
             if options.attach
             else None,
         )
@@ -198,6 +203,7 @@ class ClusterCoordinator:
             raise
         finally:
             self._starting = False
+        note_training_began()
         self._coordinator = coordinator
         self._undescribe = add_description(coordinator.describe)
         self.strategy.runtime = coordinator.runtime
@@ -214,6 +220,9 @@ class ClusterCoordinator:
 
     async def close(self) -> None:
         """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
+
+        Updates of the program that were begun are waited for, for as long as a ps may be out of
+        reach before it is lost.
 
         Cancellation: Connections may still be closing.
         """
@@ -234,6 +243,10 @@ class ClusterCoordinator:
         It runs at least once: again, elsewhere, if its worker is lost. Its pushes are applied
         at most once. After an error, and until ``join`` has raised it, what is scheduled is
         cancelled at once.
+
+        A call takes some microseconds, and a queued closure half a KiB, beside its arguments, until
+        it has ended. Whoever schedules hundreds of thousands in one loop should ``await
+        asyncio.sleep(0)`` now and then: nothing is sent, and no result comes in, meanwhile.
 
         Args:
             fn: A coroutine function, which runs on the worker's event loop, or a plain one,
@@ -287,8 +300,12 @@ class ClusterCoordinator:
 
         Cancellation: It is forgotten.
         """
-        workers = self._running("add_worker").links.workers
-        return await add_worker(workers, self.strategy.cluster, address, index, timeout)
+        coordinator = self._running("add_worker")
+        workers = coordinator.links.workers
+        try:
+            return await add_worker(workers, self.strategy.cluster, address, index, timeout)
+        finally:
+            coordinator.worker_given_up()  # it may have been the last hope
 
     async def remove_worker(self, task: str, timeout: float | None = None) -> None:
         """Ask a worker to leave, and wait until it has; its process exits with code 0.
@@ -308,13 +325,15 @@ class ClusterCoordinator:
 
         Cancellation: It leaves all the same.
         """
-        await remove_worker(self._running("remove_worker").links.workers, task, timeout)
+        coordinator = self._running("remove_worker")
+        await remove_worker(coordinator.links.workers, task, timeout)
+        coordinator.worker_given_up()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
 
         Gradients that were accepted in a synchronous step are applied when it returns: if nothing
-        is left to do, in a partial step.
+        is left to do, in a partial step, however few workers live.
 
         Args:
             timeout: Seconds, or None: for ever. Every ten seconds without news the log says
@@ -329,13 +348,14 @@ class ClusterCoordinator:
                 failed.
             DeadlineExceeded: After ``timeout`` seconds; says what is running where.
             ParameterServerLost: A ps is gone.
+            WorkerLost: A ``LocalCluster`` has given up its last worker; names them all.
             FencedError: A newer coordinator has taken the cluster over.
 
         Cancellation: Safe; what was scheduled goes on.
 
         Source: ``ClusterCoordinator.join``; there, further errors are lost.
         """
-        await self._running("join").join(timeout, finish_steps=optimizers_here.any_synchronous())
+        await self._running("join").join(timeout, finish_steps=optimizers_here().any_synchronous())
 
     def done(self) -> bool:
         """Return whether nothing is queued or running; never blocks, never raises an error
@@ -345,23 +365,24 @@ class ClusterCoordinator:
     async def fetch(self, structure: Any) -> Any:
         """Return ``structure`` with each RemoteValue replaced by its value.
 
+        If one has failed, this collects the error as ``join`` does: it is raised when nothing is
+        running any more and nothing is queued, and the next closures run normally.
+
         Args:
             structure: A RemoteValue, or any nesting of dicts, lists and tuples.
 
         Raises:
-            Exception: As ``RemoteValue.fetch``, of the first that failed.
+            Exception: As ``RemoteValue.fetch``, of the first in the structure that failed; its
+                cause or a note names the first error of all, if that is another one.
 
         Cancellation: Safe.
         """
-        if isinstance(structure, RemoteValue):
-            return await structure.fetch()
-        if isinstance(structure, dict):
-            return {key: await self.fetch(item) for key, item in structure.items()}
-        if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-            return type(structure)(*[await self.fetch(item) for item in structure])
-        if isinstance(structure, list | tuple):
-            return type(structure)([await self.fetch(item) for item in structure])
-        return structure
+        try:
+            return await _fetched(structure)
+        except Exception as exc:
+            if self._coordinator is not None:
+                await self._coordinator.collect_into(exc)
+            raise
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Return a dataset of which every worker reads its own.
@@ -377,6 +398,7 @@ class ClusterCoordinator:
 
         Raises:
             UsageError: It is none of these; says what to give instead.
+            ConfigurationError: It makes a variable; also a ValueError.
             CaptureError: It captures or holds something that cannot be sent.
             ClosedError: The coordinator is not running.
 
@@ -477,5 +499,18 @@ def coordinator_of(origin: str) -> Coordinator | None:
     Args:
         origin: Token of the strategy.
     """
-    known = _of_origin.get(origin)
+    known = _of_origin().get(origin)
     return None if known is None else known._coordinator
+
+
+async def _fetched(structure: Any) -> Any:
+    """Return ``structure`` with each RemoteValue replaced by its value."""
+    if isinstance(structure, RemoteValue):
+        return await structure.fetch()
+    if isinstance(structure, dict):
+        return {key: await _fetched(item) for key, item in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*[await _fetched(item) for item in structure])
+    if isinstance(structure, list | tuple):
+        return type(structure)([await _fetched(item) for item in structure])
+    return structure

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from psync.blocks import BlockPool
@@ -57,6 +57,9 @@ class LinksOwner(Protocol):
 
     def ps_lost(self, error: ParameterServerLost) -> None:
         """Variables are gone."""
+
+    def worker_given_up(self) -> None:
+        """A worker will not come again."""
 
     def replaced(self, error: FencedError) -> None:
         """A newer coordinator has taken the cluster over."""
@@ -126,6 +129,8 @@ class ClusterLinks:
         self._enquiring = asyncio.Lock()
         self._fenced_ps: set[int] = set()  # that serve us under the present incarnation
         self._is_closing = False
+        self._min_workers = 0  # wanted at the start
+        self._unlisten: Callable[[], object] = lambda: None
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
         """Connect to all tasks; return when every ps and ``min_workers`` workers are there.
@@ -137,6 +142,8 @@ class ClusterLinks:
         Cancellation: Safe; ``close`` still has to be called.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
+        self._min_workers = min_workers
+        self._unlisten = self._platform.given_up.listen(self._given_up)
         await self._ask_ps_0(timeout_s)
         if self._keep:
             await self._find_served(deadline, timeout_s)
@@ -147,25 +154,34 @@ class ClusterLinks:
         self.workers.start()
         try:
             async with asyncio.timeout_at(deadline):
-                while not (
-                    self.membership.ready(min_workers)
-                    and self.workers.num_attached >= min_workers
-                    and len(self._fenced_ps) == len(self._ps)
-                ):
+                ended = not self._keep
+                while not (self._is_ready(min_workers) and ended):
+                    if self._is_ready(min_workers):
+                        await self._search.end_former()
+                        ended = True
+                        continue
                     self._changed.clear()
                     await self._changed.wait()
                     if self._failure is not None:
                         raise self._failure
-                if self._keep:
-                    await self._search.end_former()
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
             raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
         self._up = True
 
+    def _is_ready(self, min_workers: int) -> bool:
+        return (
+            self.membership.ready(min_workers)
+            and self.workers.num_attached >= min_workers
+            and len(self._fenced_ps) == len(self._ps)
+            # A new incarnation begins with empty ps tasks: what is created now would be gone.
+            and not self._enquiring.locked()
+        )
+
     async def close(self) -> None:
         """Close everything. Cancellation: connections may still be closing."""
         self._is_closing = True
+        self._unlisten()
         tasks = (*self._supervisors, *self._fences)
         for task in tasks:
             task.cancel()
@@ -204,13 +220,25 @@ class ClusterLinks:
     async def _ask_ps_0(self, timeout_s: float) -> None:
         """Let ps 0 grant an incarnation: nobody else is asked for anything before."""
         task, address = next(iter(self._ps.items()))
+
+        def given_up(at: str, _: str) -> None:
+            if at == address and not asking.expired():
+                asking.reschedule(asyncio.get_running_loop().time())
+
+        unlisten = None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as asking:
+                unlisten = self._platform.given_up.listen(given_up)
                 self._bear(await enquire(self._platform, task, address))
         except TimeoutError as exc:
+            if (lost := self.ps.links[0].lost) is not None:
+                raise lost from exc
             tasks = dict(self.membership.missing())  # all of them: nobody has been tried
             missing = ", ".join(await absent(self._platform, tasks)) or f"{task} at {address}"
             raise _did_not_come_up(timeout_s, missing) from exc
+        finally:
+            if unlisten is not None:
+                unlisten()
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: ask ps 0 for one above that.
@@ -221,17 +249,20 @@ class ClusterLinks:
         Raises:
             FencedError: It is not so: a newer coordinator has come.
         """
-        async with self._enquiring:
-            if self.incarnation != refused:
-                return  # somebody has asked meanwhile
-            seen = await enquire(self._platform, task, address)
-            if seen <= refused:
-                raise FencedError(f"{task} serves a newer coordinator than this one")
-            logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
-            ps_0, at = next(iter(self._processes.items()))
-            self._bear(await enquire(self._platform, ps_0, at, previous=refused, seen=seen))
-            for peer in self._endpoint.peers:
-                peer.abort(ConnectionLost("this coordinator has a new incarnation"))
+        try:
+            async with self._enquiring:
+                if self.incarnation != refused:
+                    return  # somebody has asked meanwhile
+                seen = await enquire(self._platform, task, address)
+                if seen <= refused:
+                    raise FencedError(f"{task} serves a newer coordinator than this one")
+                logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
+                ps_0, at = next(iter(self._processes.items()))
+                self._bear(await enquire(self._platform, ps_0, at, previous=refused, seen=seen))
+                for peer in self._endpoint.peers:
+                    peer.abort(ConnectionLost("this coordinator has a new incarnation"))
+        finally:
+            self._changed.set()
 
     def _bear(self, incarnation: int) -> None:
         note_incarnation(incarnation)
@@ -253,6 +284,24 @@ class ClusterLinks:
                 self._ps[link.task] = link.address = place.address
 
     # Supervision.
+
+    def _given_up(self, address: str, reason: str) -> None:
+        """Whoever has started the task at this address does not start it again."""
+        for name, at in self.workers.addresses().items():
+            if at == address:
+                self.supervise(self._give_up_worker(name, reason))
+        for link in self.ps.links:
+            if link.address == address:
+                link.give_up(f"at {address} is lost: it {reason}")
+
+    async def _give_up_worker(self, name: str, reason: str) -> None:
+        await self.workers.give_up(name, reason)
+        if not self._up and len(self.workers.addresses()) < self._min_workers:
+            raise ConnectFailed(
+                f"the cluster did not come up: {name} {reason}",
+                hint="what it wrote says why it ended",
+            )
+        self._owner.worker_given_up()
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         self._supervisors.discard(task)

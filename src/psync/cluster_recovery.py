@@ -142,13 +142,8 @@ class ClusterRecovery:
                 await self.replicas.changed()
 
     def describe(self) -> list[str]:
-        """Say where each ps and its backup are; for reports."""
-        return [] if self.replicas is None else self.replicas.describe()
-
-    def say_once(self) -> None:
-        """Say what a lost ps would mean, when training begins."""
-        if self.replicas is None:
-            self.from_checkpoint.say_once()
+        """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
+        return (self.replicas or self.from_checkpoint).describe()
 
     # What is lost.
 
@@ -163,6 +158,8 @@ class ClusterRecovery:
         """A ps is lost, says ps 0, before it was noticed here; return whether it is recovered."""
         if self.from_checkpoint.source is None or self._closed:
             return False
+        if all(link.task != error.task for link in self._links.ps.links):
+            return False  # a gang has ended because some ps was lost, which we know
         # Once the worker's other results are noted.
         asyncio.get_running_loop().call_soon(self.ps_lost, error)
         return True
@@ -218,6 +215,10 @@ class ClusterRecovery:
     def created(self) -> set[tuple[tuple[int, int], str]]:
         """Return (key, name of the variable) of all shards that were created."""
         return self._creation.created
+
+    def is_open(self, closure: int) -> bool:
+        """Whether a closure has not ended yet."""
+        return self._queue.is_open(closure)
 
     def recovery_ended(self) -> None:
         """Go on: ps tasks know nothing of what they were told since the checkpoint."""

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from psync.errors import ConnectionLost, PsyncError
 from psync.wire import protocol as wire
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame
+from psync.wire.messages import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -236,6 +237,12 @@ class Connection(asyncio.BufferedProtocol):
             self._error = error
         if self._transport is not None:
             self._transport.abort()
+
+    def refuse(self, refused: Refused) -> None:
+        """Turn the peer away in the middle of its handshake, and say why."""
+        if not self._closing:
+            self.wire.refuse(refused)
+            self._go_on_shaking_hands()
 
     def fail(self, error: Exception) -> None:
         """Close because of ``error``, and say where it came from if that was not foreseen."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias, TypeVar
 
-from psync.errors import ClosureCancelled, UsageError
+from psync.errors import ClosureCancelled, ContextError, UsageError
 from psync.pulled_steps import PulledSteps
 
 T = TypeVar("T")
@@ -213,13 +213,13 @@ def get_worker_index() -> int:
         From 0 to the number of workers minus 1.
 
     Raises:
-        UsageError: Outside a step and outside dataset code: the program runs on no worker.
+        ContextError: Outside a step and outside dataset code: the program runs on no worker.
 
     Source: ``tf.distribute.coordinator.experimental_get_current_worker_index``.
     """
     here = _here.get()
     if here is None:
-        raise UsageError(
+        raise ContextError(
             "get_worker_index outside a step: no worker is running this",
             hint="call it in a function given to schedule, or in a dataset function",
         )

@@ -162,6 +162,7 @@ class Coordinator:
         self._on_stall = on_stall
         self._watchdog: asyncio.Task[None] | None = None
         self._closed = False
+        self._ps_timeout_s = ps_timeout_s
         self._loop = asyncio.get_running_loop()
 
     async def start(self, min_workers: int, timeout_s: float) -> None:
@@ -208,7 +209,10 @@ class Coordinator:
             await self.recovery.close()
             await self.cuts.close()
             self.events.close()
-            await self.links.ps.drain()
+            # A ps without a backup keeps an update until there is one, and nobody orders it now.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._ps_timeout_s):
+                    await self.links.ps.drain()
         finally:
             try:
                 await self.links.close()
@@ -278,9 +282,8 @@ class Coordinator:
         forbid_in_merge("join")
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
-        self.recovery.fail_if_gone()
+        self._fail_if_gone()
         self.prepare()
-        self.recovery.say_once()
         if self._creating is not None:
             await self._joins.wait(self._creating, deadline, timeout_s)
         future = self._joins.add(cutoff)
@@ -292,6 +295,29 @@ class Coordinator:
         future.result()
         if finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
+
+    async def collect_into(self, error: Exception) -> None:
+        """Collect the error that a join would raise, where ``error`` is raised instead.
+
+        If that is another one it becomes the cause of ``error``, or a note.
+
+        Cancellation: Safe; a join still raises it.
+        """
+        if self._closed or not self._queue.has_failed:
+            return
+        future = self._joins.add(self._queue.next_id)
+        self._joins.settle()
+        try:
+            await self._joins.wait(future, None, None)
+            collected = future.exception()
+        finally:
+            self._joins.discard(future)
+        if collected is None or collected is error or isinstance(collected, ClosedError):
+            return
+        if error.__cause__ is None:
+            error.__cause__ = collected
+        else:
+            error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
 
     async def _finish_steps(self, deadline: float | None, timeout_s: float | None) -> None:
         async def finish() -> None:
@@ -311,8 +337,9 @@ class Coordinator:
         others = ["variables are being created"] if self._creating is not None else []
         others += self.gangs.describe()
         others += self.links.workers.describe()
-        membership = self.links.membership
-        return describe_waiting(self._queue, membership.missing(), others, membership.gone())
+        membership, given_up = self.links.membership, self.links.workers.given_up
+        left = [worker for worker in membership.gone() if worker not in given_up]
+        return describe_waiting(self._queue, membership.missing(), others, left)
 
     def describe(self) -> list[str]:
         """Say what runs where, what waits and for whom; for reports."""
@@ -409,6 +436,17 @@ class Coordinator:
         self._reports.worker_lost(worker)
         self.perform(self._queue.worker_lost(worker, blame=blame))
 
+    def worker_given_up(self) -> None:
+        """A worker will not come again: end what is scheduled, if it was the last."""
+        self._fail_if_gone()
+
+    def _fail_if_gone(self) -> None:
+        """End what is scheduled where nobody is left who could do it."""
+        self.recovery.fail_if_gone()
+        error = self.links.workers.all_given_up()
+        if error is not None and not self._queue.has_failed and (self.gangs or not self.done()):
+            self.fail(error)
+
     def ps_lost(self, error: ParameterServerLost) -> None:
         """Recover it, or end everything."""
         self.recovery.ps_lost(error)
@@ -455,6 +493,8 @@ class Coordinator:
 
     def prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
+        if self.links.workers.all_given_up():
+            self._loop.call_soon(self._dispatch)  # where it is said
         if self._creation.pending and self._creating is None:
             self._start_creating()
 
@@ -520,7 +560,7 @@ class Coordinator:
 
     def _dispatch(self) -> None:
         self._dispatch_due = False
-        self.recovery.fail_if_gone()
+        self._fail_if_gone()
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
@@ -537,6 +577,8 @@ class Coordinator:
 
     def _settle(self, closure: Closure, error: BaseException | None) -> None:
         self._closures.pop(closure.id, None)
+        if not self._closures:
+            self._closures.clear()  # of its table, too, which is as large as it has ever been
         if error is not None:
             value = closure.payload.value()
             if value is not None and not value.done():

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from psync.errors import FencedError
 
-RANGE = 1 << 32
-"""Incarnations that belong to one coordinator: 4 s of a clock that counts nanoseconds."""
+RANGE = 1 << 20
+"""Incarnations that belong to one coordinator: 1 ms of a clock that counts nanoseconds.
+
+No more, since each grant may be so far ahead of the clock, and a ps 0 that is started anew knows
+only the clock. No less, since one is drawn for each attachment of a worker."""
 
 
 class CoordinatorGrants:

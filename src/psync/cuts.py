@@ -142,7 +142,7 @@ class Cut:
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             received = await self._links[ps].call(
-                always(ReadFrozen(self.number, item, start, stop)), bulk=True
+                always(ReadFrozen(self.number, item, start, stop)), cut=True
             )
             if sum(map(len, received.segments)) != stop - start:
                 raise RemoteProtocolError(
@@ -284,7 +284,7 @@ class Cuts:
         for ps, updates in wanted.items():
             if not 0 <= ps < len(self._links):
                 raise RemoteProtocolError(f"an update has a part on ps {ps}, which there is not")
-            calls.append(self._links[ps].call(always(Admit(number, updates))))
+            calls.append(self._links[ps].call(always(Admit(number, updates)), cut=True))
         if calls:
             await all_of(calls)
 
@@ -292,7 +292,7 @@ class Cuts:
         """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""
 
         async def tell() -> None:
-            calls = (link.call(always(message)) for link in self._links)
+            calls = (link.call(always(message), cut=True) for link in self._links)
             await asyncio.gather(*calls, return_exceptions=True)  # who is gone has let go
 
         task = asyncio.get_running_loop().create_task(tell())
@@ -310,7 +310,7 @@ class Cuts:
 async def _ask(
     link: PsLink, message: Message, answer: type[M], segments: Sequence[Segment] = ()
 ) -> tuple[M, Sequence[memoryview]]:
-    received: Received = await link.call(always(message), segments, bulk=True)
+    received: Received = await link.call(always(message), segments, cut=True)
     if not isinstance(received.message, answer):
         raise RemoteProtocolError(
             f"{link.task} answered {type(message).__name__} with {type(received.message).__name__}"

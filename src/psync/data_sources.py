@@ -238,7 +238,8 @@ def dataset_of(source: Any) -> Callable[..., Any]:
             iterated over more than once.
 
     Raises:
-        UsageError: If it is something else; says what to give instead.
+        ConfigurationError: If it is something else; says what to give instead.
+        UsageError: If it is a function that is no dataset function.
     """
     if isinstance(source, Dataset | Sharded):
         return source
@@ -252,7 +253,7 @@ def dataset_of(source: Any) -> Callable[..., Any]:
         source.close()  # one clear error, not also "was never awaited"
     if callable(source):
         return _function(source)
-    raise UsageError(
+    raise ConfigurationError(
         f"dataset: expected a dataset function or an iterable of batches, got {type_name(source)}"
         + (", which is asynchronous" if _is_asynchronous(source) else ""),
         hint="batches are loaded by plain code, in a thread, ahead of the steps",
@@ -268,27 +269,30 @@ def iterable_of(source: Any) -> Dataset:
     """Return the dataset that an iterable is.
 
     Raises:
-        UsageError: If it is none, or can be iterated over only once, or is arrays and not batches.
+        ConfigurationError: If it is none, or can be iterated over only once, or is arrays and not
+            batches.
     """
     if isinstance(source, Dataset):
         return source
     if reason := getattr(type(source), "__psync_capture_error__", None):
-        raise UsageError(f"dataset: a {type_name(source)} is none: {reason}")
+        raise ConfigurationError(f"dataset: a {type_name(source)} is none: {reason}")
     if isinstance(source, Iterator):
-        raise UsageError(
+        raise ConfigurationError(
             f"dataset: a {type_name(source)} can be iterated over only once, and each worker does",
             hint="pass the function that makes it: create_per_worker_dataset(batches), not "
             "create_per_worker_dataset(batches())",
         )
     if what := _arrays_in(source):
-        raise UsageError(
+        raise ConfigurationError(
             f"dataset: expected an iterable of batches, got {what}",
             hint="psync.data.from_arrays(arrays, batch_size=…) cuts arrays into batches",
         )
     if isinstance(source, str | bytes | Mapping) or not (
         hasattr(source, "__iter__") or hasattr(source, "__getitem__")
     ):
-        raise UsageError(f"dataset: expected an iterable of batches, got {type_name(source)}")
+        raise ConfigurationError(
+            f"dataset: expected an iterable of batches, got {type_name(source)}"
+        )
     return IterableDataset(source)
 
 

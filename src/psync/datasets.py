@@ -1,13 +1,12 @@
 """Per-worker datasets: every worker reads its own.
 
 Layer: L4. Imports: errors, captures, context, data_sources, dataset_functions,
-distributed_datasets, functions, payloads, runtime.
+distributed_datasets, functions, payloads, platform, runtime, process_state.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -16,15 +15,16 @@ import numpy as np
 
 from psync.captures import type_name
 from psync.context import current_closure
-from psync.data_sources import IterableDataset, dataset_of
-from psync.distributed_datasets import DistributedDataset, element_spec_of
-from psync.errors import CaptureError, ConfigurationError, UsageError
+from psync.data_sources import Dataset, IterableDataset, Sharded, dataset_of
+from psync.distributed_datasets import DistributedDataset, element_spec_of, refuse_variables
+from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.functions import Function, FunctionTable
 from psync.payloads import pack
+from psync.platform import random_hex
+from psync.process_state import PerProcess
 from psync.runtime import IteratorHandle
 
-_numbers = itertools.count(1)
-_PROCESS = os.urandom(4).hex()
+_numbers = PerProcess(lambda: itertools.count(1))
 
 
 class PerWorkerDataset:
@@ -68,14 +68,14 @@ class PerWorkerDataset:
 
         Raises:
             ConfigurationError: It is none, or of a worker that is not in the cluster.
-            UsageError: Inside a step.
+            ContextError: Inside a step.
         """
         if current_closure() is not None:
-            raise UsageError(
+            raise ContextError(
                 "iter() on a per-worker dataset inside a step",
                 hint="call iter(dataset) on the coordinator and pass the iterator to the step",
             )
-        uid = f"{_PROCESS}-{next(_numbers)}"
+        uid = f"{random_hex(4)}-{next(_numbers())}"
         starts = _checked(position, self._num_workers)
         iterator = PerWorkerIterator(uid, self._function, self._num_workers, starts, self._ask)
         weakref.finalize(iterator, self._release, uid).atexit = False
@@ -164,15 +164,18 @@ def capture_dataset(source: Any, functions: FunctionTable) -> tuple[Callable[...
     """Return the dataset function that ``source`` stands for, and how it is sent to workers.
 
     Raises:
-        UsageError: It is no dataset, or one that a worker cannot read by itself.
+        ConfigurationError: It is no dataset, or one that a worker cannot read by itself,
+            or a function that makes a variable.
         CaptureError: It holds something that cannot be sent; names it.
     """
     if isinstance(source, PerWorkerDataset | IteratorHandle):
-        raise UsageError(
+        raise ConfigurationError(
             f"dataset: expected a dataset function or an iterable of batches, got a "
             f"{type_name(source)}, which is per worker already"
         )
     fn = source.dataset_fn if isinstance(source, DistributedDataset) else dataset_of(source)
+    if not isinstance(fn, Dataset | Sharded):
+        refuse_variables(fn)
     try:
         return fn, functions.register_dataset(fn)
     except CaptureError:

@@ -1,6 +1,6 @@
 """Variables that are declared but not yet created: shape, dtype, shards, first values.
 
-Layer: L3. Imports: errors, specs, partitioners, wire.limits.
+Layer: L3. Imports: errors, specs, fitting, partitioners, wire.limits.
 
 Declaring is synchronous and takes no memory on a ps. The values are made later, on the
 chief, one shard at a time, so a table larger than the chief's memory can be declared with a
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from psync.errors import PartitionError, UsageError
+from psync.fitting import overflow
 from psync.partitioners import check_partitions, div_split
 from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of
 from psync.wire.limits import Limits
@@ -101,8 +102,8 @@ def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
         subject: What the value is for, for messages.
 
     Raises:
-        PartitionError: If it is not numeric, of a dtype that variables do not have, or changed
-            by becoming an integer or bool of ``dtype``.
+        PartitionError: If it is not numeric, of a dtype that variables do not have, changed by
+            becoming an integer or bool of ``dtype``, or infinite by becoming another float.
     """
     try:
         array = np.asarray(value)
@@ -113,11 +114,19 @@ def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
         if dtype == "float64" and not hasattr(value, "dtype"):
             dtype = "float32"
     kind = dtype_of(dtype)
+    if array.dtype.kind == "c":
+        raise PartitionError(f"{subject}: expected {dtype}, got {array.dtype}")
     try:
-        with np.errstate(invalid="ignore"):  # NaN to integer: found below
+        # NaN to integer, and numbers that become infinite: found below.
+        with np.errstate(invalid="ignore", over="ignore"):
             made = np.array(array, dtype=kind, order="C", copy=True)
-    except (ValueError, TypeError) as exc:
+    except (ValueError, TypeError, OverflowError) as exc:
         raise PartitionError(f"{subject}: cannot be converted to {dtype}: {exc}") from exc
+    if (beyond := overflow(array, made)) is not None:
+        raise PartitionError(
+            f"{subject}: expected values that {dtype} can hold, got {beyond}",
+            hint="clip them, or choose another dtype",
+        )
     if kind.kind in "iub" and array.dtype != kind and not np.array_equal(made, array):
         raise PartitionError(
             f"{subject}: {array.dtype} values would change by becoming {dtype}",

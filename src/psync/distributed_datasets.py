@@ -1,7 +1,7 @@
 """Datasets of which each worker has its share.
 
-Layer: L4. Imports: errors, captures, context, data_sources, dataset_functions,
-element_specs.
+Layer: L4. Imports: errors, captures, context, data_sources, dataset_functions, element_specs,
+variables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from psync.captures import type_name
+from psync.captures import name_of, refers_to, type_name
 from psync.context import current_closure, enter_dataset
 from psync.data_sources import (
     POLICIES,
@@ -25,7 +25,8 @@ from psync.data_sources import (
 )
 from psync.dataset_functions import InputContext, open_dataset, takes_context
 from psync.element_specs import spec_of
-from psync.errors import ConfigurationError, UsageError
+from psync.errors import ConfigurationError, ContextError
+from psync.variables import Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class DistributedDataset:
         closure = current_closure()
         index = closure.worker_index if closure is not None else self._worker_index
         if index is None:
-            raise UsageError(
+            raise ContextError(
                 "iter() on a distributed dataset on the coordinator: its elements are for workers",
                 hint="pass iter(coordinator.create_per_worker_dataset(dataset)) to steps",
             )
@@ -134,11 +135,11 @@ def distribute_dataset(
     ``ParameterServerStrategy.experimental_distribute_dataset``."""
     policy = _options("experimental_distribute_dataset", options).shard_policy
     if isinstance(dataset, DistributedDataset):
-        raise UsageError("dataset: expected a dataset, got one that is distributed already")
+        raise ConfigurationError("dataset: expected a dataset, got one that is distributed already")
     if not isinstance(dataset, Dataset) and (
         inspect.isroutine(dataset) or isinstance(dataset, type)
     ):
-        raise UsageError(
+        raise ConfigurationError(
             f"dataset: expected an iterable of batches, got a {type_name(dataset)}",
             hint="distribute_datasets_from_function takes a function, which is told its shard",
         )
@@ -159,7 +160,23 @@ def distribute_function(
             hint="the function cuts its shard itself: context.input_pipeline_id says which",
         )
     takes_context(dataset_fn)
+    refuse_variables(dataset_fn)
     return DistributedDataset(dataset_fn, num_workers, worker_index)
+
+
+def refuse_variables(dataset_fn: Any) -> None:
+    """Refuse a dataset function that makes variables, before any worker runs it.
+
+    Raises:
+        ConfigurationError: Its code names ``psync.Variable``.
+    """
+    if refers_to(dataset_fn, Variable):
+        raise ConfigurationError(
+            f"dataset_fn {name_of(dataset_fn)} names psync.Variable: dataset code cannot make a "
+            "variable, it runs on each worker, ahead of the steps",
+            hint="declare it in `with strategy.scope():`, and use it in the step that gets the "
+            "batch",
+        )
 
 
 def numpy_dataset(numpy_input: Any) -> ArrayDataset:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,12 +19,11 @@ from psync.errors import (
     ClosedError,
     ConfigurationError,
     ConnectFailed,
-    ConnectionLost,
     FencedError,
     ProtocolError,
     PsyncError,
 )
-from psync.handshake_limits import FailedHandshakes, crowding, source_of
+from psync.handshake_limits import FailedHandshakes, LogQuota, Place, displaced, source_of
 from psync.membership import backoff
 from psync.platform import Platform
 from psync.rpc import Handler, Peer
@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 
 REPORT_AFTER_S = 5.0
 """A connection that is not up by then is reported, and again at doubling intervals."""
+
+OWN_NAME_WITHIN_S = 60.0
+"""By then the name at which a task listens can be resolved. That of a pod of Kubernetes comes into
+the DNS some seconds after the pod has begun, and that it was not there stays in caches."""
+
+_PROVED = ("fenced", "early")
+"""Why peers are refused that hold the secret."""
 
 CLOSE_TIMEOUT_S = 1.0
 """A peer that has not taken by then what we had to say to it will not get it."""
@@ -71,10 +78,13 @@ class Endpoint:
         self.pool = pool if pool is not None else BlockPool()
         self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
         self._admit = admit
-        self._peers: set[Peer] = set()  # open, or in their handshake
+        self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
         # Of them, accepted ones in their handshake, the oldest first, and where they come from.
-        self._unproven: dict[Peer, str | None] = {}
+        self._unproven: dict[Peer, Place] = {}
         self._failures = FailedHandshakes(platform.limits.handshake_failures)
+        self._log_quota = LogQuota()
+        self._untold: asyncio.TimerHandle | None = None  # None: every line was written
+        self._untold_level = logging.NOTSET  # the highest of the lines that were not
         self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
         self._listeners: list[Listener] = []
         self._closed = False
@@ -85,16 +95,16 @@ class Endpoint:
         return [peer for peer in self._peers if peer.is_open]
 
     async def listen(self, address: str) -> Listener:
-        """Accept connections at ``address``.
+        """Accept connections at ``address``. A name that cannot be resolved yet is waited for.
 
         Raises:
-            ConfigurationError: The address is in use or not this machine's.
+            ConfigurationError: The address is in use or not this machine's, or its name is none.
 
         Cancellation: Safe.
         """
         self._check_not_closed()
         try:
-            listener = await self.platform.network.listen(address, self._accept)
+            listener = await self._listen(address)
         except OSError as exc:
             raise ConfigurationError(
                 f"{self.task} cannot listen on {address}: {reason(exc)}",
@@ -103,6 +113,24 @@ class Endpoint:
             ) from exc
         self._listeners.append(listener)
         return listener
+
+    async def _listen(self, address: str) -> Listener:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + OWN_NAME_WITHIN_S
+        attempt = 0
+        while True:
+            try:
+                return await self.platform.network.listen(address, self._accept)
+            except socket.gaierror as exc:
+                if loop.time() >= deadline:
+                    raise
+                if not attempt:
+                    logger.warning(
+                        "%s cannot listen on %s yet, and tries again for %.0f s: %s",
+                        self.task, address, OWN_NAME_WITHIN_S, reason(exc),
+                    )  # fmt: skip
+            await asyncio.sleep(backoff(attempt, self.platform.uniform()))
+            attempt += 1
 
     async def connect(self, address: str, expect: str, lane: str = "control") -> Peer:
         """Open one connection to the task ``expect`` at ``address``; one attempt.
@@ -124,7 +152,7 @@ class Endpoint:
                 opened.set_result(None)
 
         def on_closed(peer: Peer, error: Exception | None) -> None:
-            self._peers.discard(peer)
+            self._peers.pop(peer, None)
             if opened.done():
                 if peer.task:  # else the caller is told
                     self._report_closed(peer, error)
@@ -134,18 +162,23 @@ class Endpoint:
                 why = _one_line(error) if error is not None else "the connection was closed"
                 opened.set_exception(ConnectFailed(f"{expect} at {address}: {why}"))
 
-        secret = self.platform.secret
+        secret, incarnation = self.platform.secret, self.incarnation
         handshake = ClientHandshake(
             secret.value if secret is not None else None,
-            self.task, self.incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
+            self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
         )  # fmt: skip
         peer = self._new_peer(handshake, on_opened, on_closed)
         try:
             async with asyncio.timeout(self.platform.limits.handshake_seconds):
                 await self.platform.network.connect(address, lambda: peer.connection)
                 await opened
+            if incarnation != self.incarnation:  # who speaks over it would be taken for another
+                raise ConnectFailed(
+                    f"{expect} at {address}: the connection was begun under incarnation "
+                    f"{incarnation}, which is {self.incarnation} by now"
+                )
         except BaseException as exc:
-            self._peers.discard(peer)
+            self._peers.pop(peer, None)
             peer.abort()
             if not opened.cancel() and not opened.cancelled():
                 opened.exception()  # seen, even if something else came first
@@ -222,6 +255,7 @@ class Endpoint:
         self._closed = True
         for listener in self._listeners:
             listener.close()
+        self._tell_untold()
         for peer in list(self._peers):
             peer.close()
         handlers = self._tasks - {asyncio.current_task()}
@@ -258,46 +292,48 @@ class Endpoint:
         refused: Refused | None = None
         if len(self._peers) >= limits.connections:
             refused = Refused("full", f"it has {limits.connections} connections")
-        elif len(self._unproven) >= limits.handshakes and not self._make_room():
-            refused = Refused("full", f"{limits.handshakes} others are at their handshake")
         peer = self._new_peer(
             handshake, self._on_accepted_opened, self._on_accepted_closed, refused
         )
-        self._unproven[peer] = None
-        peer.connection.on_made = functools.partial(self._check_source, peer)
+        if refused is None:
+            peer.connection.on_made = functools.partial(self._take_place, peer)
         if self._closed:
             peer.abort()
         return peer.connection
 
-    def _make_room(self) -> bool:
-        victim = crowding(self._unproven)
-        if victim is None:
-            return False
-        del self._unproven[victim]
-        victim.abort(ConnectionLost("its place was needed for a peer from another address"))
-        return True
-
-    def _check_source(self, peer: Peer, peername: object) -> None:
-        source = source_of(peername)
-        if not self._failures.allows(source, asyncio.get_running_loop().time()):
-            self._unproven.pop(peer, None)
+    def _take_place(self, peer: Peer, peername: object) -> None:
+        source, now = source_of(peername), asyncio.get_running_loop().time()
+        if not self._failures.allows(source, now):
             peer.abort()
-        elif peer in self._unproven:
-            self._unproven[peer] = source
+            return
+        place = self._failures.place(source)
+        oldest = displaced(self._unproven, place, self.platform.limits.handshakes)
+        if oldest is not None:
+            self._count_failure(self._unproven.pop(oldest).source)
+            oldest.connection.refuse(Refused("full", "its place was needed for a newer connection"))
+        self._unproven[peer] = place
 
     def _on_accepted_opened(self, peer: Peer) -> None:
-        self._failures.succeeded(self._unproven.pop(peer, None))
+        self._failures.succeeded(self._unproven.pop(peer).source)
         for listener in self.on_peer:
             listener(peer)
 
     def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
-        self._peers.discard(peer)
-        source = self._unproven.pop(peer, None)
+        self._peers.pop(peer, None)
+        place = self._unproven.pop(peer, None)
         self._report_closed(peer, error)
-        if source is None or self._closed or not _has_failed(peer, error):
+        if place is None or self._closed:
             return
+        refused = peer.connection.wire.refused
+        if refused is not None and refused.reason in _PROVED:
+            self._failures.succeeded(place.source)
+        else:
+            self._count_failure(place.source)
+
+    def _count_failure(self, source: str | None) -> None:
         if self._failures.failed(source, asyncio.get_running_loop().time()):
-            logger.warning(
+            self._log_stranger(
+                logging.WARNING,
                 "%s: %d handshakes with %s have failed; most connections from there are closed at "
                 "once, until that ends", self.task, self.platform.limits.handshake_failures, source,
             )  # fmt: skip
@@ -315,7 +351,7 @@ class Endpoint:
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
             on_opened, on_closed, self._admit, refused, self.platform.losses,
         )  # fmt: skip
-        self._peers.add(peer)
+        self._peers[peer] = None
         return peer
 
     def _report_closed(self, peer: Peer, error: Exception | None) -> None:
@@ -327,16 +363,41 @@ class Endpoint:
             level = {"full": logging.INFO, "early": logging.DEBUG}.get(
                 refused.reason, logging.WARNING
             )
-            logger.log(level, "%s refused %s: %s", self.task, who, refused.detail)
+            log = logger.log if refused.reason in _PROVED else self._log_stranger
+            log(level, "%s refused %s: %s", self.task, who, refused.detail)
         elif self._closed:
             return
         elif connection.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
-            # It has seen our proof. With another secret it told its own log why, and nothing to us.
-            logger.info(
-                "%s: %s left without proving itself: does it hold the same secret?", self.task, who
+            # It has seen our proof. It died, or it has another secret: that stands in its own log.
+            self._log_stranger(
+                logging.INFO, "%s: %s left before its handshake was over", self.task, who
             )
         elif isinstance(error, PsyncError):
-            logger.warning("%s lost %s: %s", self.task, who, _one_line(error))
+            log = logger.log if peer.task else self._log_stranger
+            log(logging.WARNING, "%s lost %s: %s", self.task, who, _one_line(error))
+
+    def _log_stranger(self, level: int, text: str, *args: object) -> None:
+        """Write a line about somebody who has not proved himself, unless there are too many."""
+        if not logger.isEnabledFor(level):
+            return
+        loop = asyncio.get_running_loop()
+        if self._log_quota.allows(loop.time()):
+            logger.log(level, text, *args)
+        elif not self._closed:
+            self._untold_level = max(self._untold_level, level)
+            if self._untold is None:
+                self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
+
+    def _tell_untold(self) -> None:
+        if self._untold is not None:
+            self._untold.cancel()
+            self._untold = None
+            logger.log(
+                self._untold_level,
+                "%s: %d more lines about strangers in the last minute were left out",
+                self.task, self._log_quota.untold(),
+            )  # fmt: skip
+            self._untold_level = logging.NOTSET
 
     def _check_not_closed(self) -> None:
         if self._closed:
@@ -352,15 +413,6 @@ class Endpoint:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _has_failed(peer: Peer, error: Exception | None) -> bool:
-    """Whether a handshake that is over counts as failed."""
-    refused = peer.connection.wire.refused
-    if refused is not None:
-        return refused.reason not in ("full", "fenced")
-    # A peer that has said nothing, and left, was a probe, or died.
-    return isinstance(error, PsyncError) or peer.connection.bytes_received > 0
 
 
 def _one_line(error: Exception) -> str:

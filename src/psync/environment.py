@@ -1,12 +1,13 @@
 """The platform of a task that runs in a process of its own, from its environment variables.
 
-Layer: L2. Imports: access, errors, failpoints, lost_messages, platform, resolvers,
+Layer: L2. Imports: access, chief_presence, errors, failpoints, lost_messages, platform, resolvers,
 tls_config, tls_network, transport, wire.limits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import math
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 
 from psync.access import insecure_by_environ, load_secret, require_secret
+from psync.chief_presence import TrainingPresence
 from psync.errors import ConfigurationError
 from psync.failpoints import Failpoints
 from psync.lost_messages import MessageLosses
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", default=False)
 """Whether workers run this script too: then classes of its ``__main__`` travel by name."""
 
+training_began: ContextVar[asyncio.Event | None] = ContextVar("psync_training_began", default=None)
+"""Set once the set-up has proved right: a coordinator or training session has started, or the
+evaluator has found a checkpoint. What goes wrong from then on is the program's own."""
+
 training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_over", default=None)
 """Set by a training session that ends: the program now says its last words."""
 
@@ -39,6 +45,11 @@ added_workers: ContextVar[dict[str, str] | None] = ContextVar("psync_added_worke
 
 run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", default=None)
 """Set when the run ends beside which a launcher has started this evaluator; None: none has."""
+
+training_presence: ContextVar[TrainingPresence | None] = ContextVar(
+    "psync_training_presence", default=None
+)
+"""What this evaluator sees of the training tasks; not set where a launcher says when that ends."""
 
 
 _newest_incarnation = 0  # under which this process is, or was, a coordinator
@@ -65,6 +76,7 @@ def platform_of(
         ConfigurationError: No secret, certificates that cannot be used, or a variable that cannot
             be understood.
     """
+    tell_launcher()
     own = getattr(resolver, "platform", None)
     if isinstance(own, Platform):
         return own
@@ -81,6 +93,26 @@ def platform_of(
         losses=MessageLosses.from_environment(environ),
         apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
     )
+
+
+def tell_launcher() -> None:
+    """Tell the launcher, if there is one, that this program takes part in its cluster."""
+    known = os.environ.pop("PSYNC_MEMBER_FD", None)
+    if known is None:
+        return
+    fd, _, inode = known.partition(":")
+    with contextlib.suppress(OSError):  # it has gone
+        # A process that the program has started has the variable, and another file there, or none.
+        if os.fstat(int(fd)).st_ino == int(inode):
+            os.write(int(fd), b"1")
+            os.close(int(fd))
+
+
+def note_training_began() -> None:
+    """Whatever was to be connected to is there; see ``training_began``."""
+    began = training_began.get()
+    if began is not None:
+        began.set()
 
 
 def newest_incarnation() -> int:

@@ -6,7 +6,11 @@ The class answers one question: who must act.
 
     PsyncError
     ├── UsageError                        the caller; never retried
-    │   ├── ConfigurationError (ValueError)    cluster spec, options, environment
+    │   ├── ConfigurationError (ValueError)    cluster spec, options, arguments, environment
+    │   │   └── DuplicateTaskError (KeyError)  two descriptions of one task
+    │   ├── ContextError (RuntimeError,        in another scope, context or task than it is for,
+    │   │                 ValueError)          or not on all replicas
+    │   ├── UnsupportedError (NotImplementedError)  objects of this kind cannot do that
     │   ├── PartitionError (ValueError)        shape, dtype or shard mismatch
     │   ├── GradientError (ValueError)         a gradient that does not fit its variable
     │   ├── ReplicaValueError (ValueError)     values of replicas that do not fit each other
@@ -89,7 +93,22 @@ class UsageError(PsyncError):
 
 
 class ConfigurationError(UsageError, ValueError):
-    """A cluster description, option or environment variable is wrong."""
+    """A cluster description, argument, option or environment variable is wrong."""
+
+
+class DuplicateTaskError(ConfigurationError, KeyError):
+    """Two descriptions of one cluster give the same task."""
+
+
+class ContextError(UsageError, RuntimeError, ValueError):
+    """A call in another scope, context or task than it is for, or not made by all replicas.
+
+    TensorFlow raises now a RuntimeError, now a ValueError where such a call is wrong.
+    """
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """An operation that objects of this kind do not have, or not here, though others do."""
 
 
 class PartitionError(UsageError, ValueError):
@@ -187,7 +206,7 @@ class TaskLost(PsyncError):
 
 
 class WorkerLost(TaskLost):
-    """A worker died or became unreachable; its closures run again elsewhere."""
+    """A worker died or became unreachable; its closures run again elsewhere, if there is any."""
 
 
 class ParameterServerLost(TaskLost):
@@ -196,6 +215,10 @@ class ParameterServerLost(TaskLost):
 
 class FencedError(PsyncError):
     """The request came from an incarnation that a newer one has replaced."""
+
+
+class NotServedError(FencedError):
+    """The process does not serve that ps: it was started again, or a backup elsewhere serves it."""
 
 
 class RemoteError(PsyncError):

@@ -29,7 +29,7 @@ from psync.distributed_values import (
     reducing_distributed,
     select,
 )
-from psync.errors import ReplicaValueError, UsageError
+from psync.errors import ContextError, ReplicaValueError
 from psync.replica_sums import ReduceOp, as_reduce_op
 from psync.specs import VariableSpec
 from psync.sums import Pieces
@@ -69,7 +69,7 @@ class Extended:
         """The device of each worker; the program knows them.
 
         Raises:
-            UsageError: In a step, and outside of every scope.
+            ContextError: In a step, and outside of every scope.
         """
         raise self._unknown("worker_devices")
 
@@ -78,12 +78,12 @@ class Extended:
         """The device of each ps; the program knows them.
 
         Raises:
-            UsageError: In a step, and outside of every scope.
+            ContextError: In a step, and outside of every scope.
         """
         raise self._unknown("parameter_devices")
 
-    def _unknown(self, operation: str) -> UsageError:
-        return UsageError(
+    def _unknown(self, operation: str) -> ContextError:
+        return ContextError(
             f"{operation} of {self._strategy!r}",
             hint="ask the strategy itself, in the program: strategy.extended",
         )
@@ -106,7 +106,7 @@ class Extended:
         Raises:
             ReplicaValueError: No such operation; values that do not fit each other; no destination,
                 or a list of them.
-            UsageError: In replica context.
+            ContextError: In replica context.
 
         Cancellation: Safe.
 
@@ -122,7 +122,7 @@ class Extended:
 
         Raises:
             ReplicaValueError: As by ``reduce_to``; or something is no pair.
-            UsageError: In replica context.
+            ContextError: In replica context.
 
         Cancellation: Safe.
 
@@ -157,7 +157,7 @@ class Extended:
 
         Raises:
             ReplicaValueError: It has a value for each replica; no destination, or a list of them.
-            UsageError: In replica context.
+            ContextError: In replica context.
 
         Cancellation: Safe.
 
@@ -309,10 +309,10 @@ class Extended:
         """Refuse ``operation`` where one replica runs.
 
         Raises:
-            UsageError: In a step, or in a function given to ``run``.
+            ContextError: In a step, or in a function given to ``run``.
         """
         if self._contexts.replica() is not None:
-            raise UsageError(
+            raise ContextError(
                 f"{operation} in replica context, where the values of other replicas are not known",
                 hint="do it in a merge function: "
                 "await psync.get_replica_context().merge_call(merge_fn, args=…)",

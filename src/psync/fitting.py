@@ -25,7 +25,8 @@ def fitting(
 
     Args:
         value: An array, or what numpy makes one of. Python numbers, and lists of them, have no
-            dtype: they get the variable's, unless it is of a lower kind.
+            dtype: they get the variable's, unless it is of a lower kind. Each number must be one
+            that this dtype can hold: floats may be rounded, but not become infinite.
         spec: Of the variable.
         operation: For messages.
         casting: Which other dtypes of arrays are converted.
@@ -44,18 +45,67 @@ def fitting(
         raise GradientError(f"{operation}: the value is not an array: {exc}") from exc
     if array.shape != shape:
         raise GradientError(f"{operation}: expected shape {shape}, got {array.shape}")
-    typed = hasattr(value, "dtype")
-    if not np.can_cast(array.dtype, dtype, casting if typed else "same_kind") and (
-        typed or (array.dtype.kind, dtype.kind) != ("i", "u")
-    ):
+    typed, kind = hasattr(value, "dtype"), array.dtype.kind
+    if typed and casting == "no":
+        fits = np.can_cast(array.dtype, dtype, casting)
+    else:
+        fits = _is_same_kind(array.dtype, dtype) or (not typed and (kind, dtype.kind) == ("i", "u"))
+    if not fits:
         raise GradientError(
             f"{operation}: expected dtype {spec.dtype}, got {array.dtype}",
             hint=f"convert it: np.asarray(value, {spec.dtype!r})",
         )
-    try:
-        return np.asarray(array if typed else value, dtype, order="C")
-    except OverflowError as exc:
-        raise GradientError(f"{operation}: expected {spec.dtype}: {exc}") from exc
+    beyond = _out_of_range(array, dtype)
+    if beyond is None:
+        with np.errstate(over="ignore"):  # it is found below
+            made = np.asarray(array, dtype, order="C")
+        beyond = overflow(array, made)
+    if beyond is not None:
+        raise GradientError(
+            f"{operation}: expected values that {spec.dtype} can hold, got {beyond}",
+            hint="clip them, or declare the variable with a wider dtype",
+        )
+    return made
+
+
+def overflow(array: np.ndarray, made: np.ndarray) -> str | None:
+    """Return a finite element of ``array`` that is infinite in ``made``, as text, or None.
+
+    Args:
+        array: Anything.
+        made: The array in another dtype.
+    """
+    if _may_overflow(array.dtype, made.dtype):
+        finite = np.isfinite(made)
+        if not finite.all():
+            lost = array[~finite & np.isfinite(array)]
+            return str(lost[0]) if lost.size else None
+    return None
+
+
+def _may_overflow(source: np.dtype, target: np.dtype) -> bool:
+    if source == target or target.kind in "iub":
+        return False
+    if source.kind in "iub":
+        return target == np.float16  # all others hold the largest integer
+    floating = source.kind == "f" or source.name == "bfloat16"
+    return floating and (target.itemsize < source.itemsize or target.itemsize == 2)
+
+
+def _out_of_range(array: np.ndarray, dtype: np.dtype) -> str | None:
+    """Return an integer that an integer dtype cannot hold, as text, or None."""
+    if dtype.kind not in "iu" or not array.size or np.can_cast(array.dtype, dtype):
+        return None
+    limits = np.iinfo(dtype)
+    extremes = array.min(), array.max()
+    return next((str(each) for each in extremes if not limits.min <= each <= limits.max), None)
+
+
+def _is_same_kind(source: np.dtype, target: np.dtype) -> bool:
+    """Return whether a cast stays within a kind, or goes to a higher one, as numpy has it."""
+    # Of bfloat16 numpy knows neither; it is floating.
+    known = [np.dtype(np.float32) if each.name == "bfloat16" else each for each in (source, target)]
+    return np.can_cast(known[0], known[1], "same_kind")
 
 
 def checked_target(array: Any, spec: VariableSpec) -> np.ndarray:

@@ -35,10 +35,10 @@ from typing import TypeAlias
 
 from psync.errors import (
     ClosureCancelled,
+    ContextError,
     EndOfData,
     LocalProtocolError,
     PsyncError,
-    UsageError,
     WorkerLost,
 )
 
@@ -171,7 +171,7 @@ class Gang:
             collective = self._open[number] = _Collective(what, replica)
         collective.here.add(replica)
         if collective.what != what:
-            error = UsageError(
+            error = ContextError(
                 f"different collectives: {self._name(collective.first)} is in {collective.what}, "
                 f"{self._name(replica)} in {what}",
                 hint="every replica must call the same ones in the same order",
@@ -274,8 +274,8 @@ class Gang:
             if record.ended and record.arrived <= number
         ]
 
-    def _different_numbers(self, left: int, waits: int, number: int) -> UsageError:
-        return UsageError(
+    def _different_numbers(self, left: int, waits: int, number: int) -> ContextError:
+        return ContextError(
             f"different numbers of collectives: {self._name(left)} returned after "
             f"{self._replicas[left].arrived}, {self._name(waits)} is in its "
             f"number {number + 1}, {self._open[number].what}",

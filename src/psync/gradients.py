@@ -1,6 +1,6 @@
 """Gradients from torch and jax, in the form that ``compute_gradients`` and ``minimize`` take.
 
-Layer: L4. Imports: errors, indexed_slices.
+Layer: L4. Imports: errors, indexed_slices, pulls.
 
 Both libraries are imported when a gradient is first computed, by the task that computes it.
 """
@@ -8,29 +8,45 @@ Both libraries are imported when a gradient is first computed, by the task that 
 from __future__ import annotations
 
 import importlib
+import itertools
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError
 from psync.indexed_slices import IndexedSlices
+from psync.pulls import is_flat, leaves, mapped
 
 Loss = Callable[..., Any]
+
+
+@runtime_checkable
+class _Array(Protocol):
+    """What numpy makes an array of by itself: those of all libraries."""
+
+    def __array__(self) -> Any: ...
+
+
+_ARRAY = _Array, numbers.Number
 
 
 def from_torch(loss_fn: Loss) -> GradientFunction:
     """Return a function that computes a loss and its gradients with torch, on the CPU.
 
     Args:
-        loss_fn: Called with a tensor for each variable, then the data; returns a scalar tensor.
+        loss_fn: Called with a tensor for each variable, then the data; returns a scalar tensor, or
+            a pair of it and the predictions. Of variables that are nested otherwise than in a
+            list, it gets the tensors as one argument, nested alike.
 
     Returns:
-        What ``minimize`` takes; see ``GradientFunction``. The tensors share memory with the values
-        that were pulled, and torch refuses to change them in place. A gradient is None where the
-        loss does not depend on a variable or a variable is not floating, and IndexedSlices where
-        torch makes a sparse one, as ``torch.nn.functional.embedding(…, sparse=True)`` does.
+        What ``minimize`` and ``Trainer`` take; see ``GradientFunction``. The tensors share memory
+        with the values that were pulled, and torch refuses to change them in place. A gradient is
+        None where the loss does not depend on a variable or a variable is not floating, and
+        IndexedSlices where torch makes a sparse one, as
+        ``torch.nn.functional.embedding(…, sparse=True)`` does.
 
     Raises:
         ConfigurationError: When it is called: torch is not installed.
@@ -43,6 +59,8 @@ def from_torch(loss_fn: Loss) -> GradientFunction:
 
         async def step(batches):
             return await optimizer.minimize(value_and_grad.on(*next(batches)), (w, b))
+
+        trainer = psync.Trainer(strategy, (w, b), value_and_grad, optimizer)  # or so
     """
     return _TorchGradients(loss_fn)
 
@@ -53,13 +71,15 @@ def from_jax(loss_fn: Loss, *, jit: bool = True) -> GradientFunction:
     Make it once, outside of the step: what is compiled is kept with it.
 
     Args:
-        loss_fn: Called with an array for each variable, then the data; returns a scalar.
+        loss_fn: Called with an array for each variable, then the data; returns a scalar, or a pair
+            of it and the predictions. Of variables that are nested otherwise than in a list, it
+            gets the arrays as one argument, nested alike.
         jit: Compile it, anew for other shapes.
 
     Returns:
-        What ``minimize`` takes; see ``GradientFunction``. A gradient is None where a variable is
-        not floating. Unless jax was told to ``jax_enable_x64``, float64 variables are computed in
-        float32.
+        What ``minimize`` and ``Trainer`` take; see ``GradientFunction``. A gradient is None where
+        a variable is not floating. Unless jax was told to ``jax_enable_x64``, float64 variables are
+        computed in float32.
 
     Raises:
         ConfigurationError: When it is called: jax is not installed.
@@ -79,8 +99,10 @@ def from_jax(loss_fn: Loss, *, jit: bool = True) -> GradientFunction:
 class GradientFunction(ABC):
     """Computes a loss and its gradients: ``loss, grads = function(*values)``.
 
-    Values and gradients are numpy arrays, one for each variable, the loss is a float. Values are
-    not changed and, where their memory allows it, not copied. It may be captured by a step.
+    Values and gradients are numpy arrays, one for each variable, the loss is a float. Of one value
+    that is a nesting of arrays, the gradients are nested alike. Where the loss function returns
+    predictions, too, they come third, as numpy arrays. Values are not changed and, where their
+    memory allows it, not copied. It may be captured by a step.
 
     Args:
         loss_fn: Called with the values, then the data, as the library's arrays.
@@ -95,7 +117,7 @@ class GradientFunction(ABC):
         name = getattr(self._loss_fn, "__qualname__", self._loss_fn)
         return f"<gradients of {name}>"
 
-    def on(self, *data: Any) -> Callable[..., tuple[float, list[Any]]]:
+    def on(self, *data: Any) -> Callable[..., tuple[Any, ...]]:
         """Return the function of the values alone, with the data that the loss gets besides.
 
         Args:
@@ -103,63 +125,114 @@ class GradientFunction(ABC):
         """
         return lambda *values: self._compute(values, data)
 
-    def __call__(self, *values: np.ndarray) -> tuple[float, list[Any]]:
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
         """Return the loss and the gradients, in the order of the values."""
         return self._compute(values, ())
 
+    def of_batch(self, values: Any, batch: Any) -> tuple[Any, ...]:
+        """Return what a ``Trainer`` asks of its ``value_and_grad``.
+
+        Args:
+            values: Nested as its variables are.
+            batch: The data; the items of a tuple or list are an argument each.
+        """
+        data = batch if isinstance(batch, list | tuple) else (batch,)
+        if is_flat(values, _ARRAY):
+            return self._compute(values, data)
+        loss, grads, *predictions = self._compute((values,), data)
+        return loss, grads[0] if isinstance(values, _ARRAY) else grads, *predictions
+
+    def _compute(self, values: Sequence[Any], data: Sequence[Any]) -> tuple[Any, ...]:
+        numbered = itertools.count()
+        structure = mapped(tuple(values), lambda _: next(numbered), _ARRAY)
+        arrays = [np.asarray(value) for value in leaves(tuple(values), _ARRAY)]
+        loss, computed, predictions = self._differentiate(arrays, structure, data)
+        grads = list(mapped(structure, computed.__getitem__, int))
+        if len(values) == 1 and not isinstance(values[0], _ARRAY):
+            (grads,) = grads
+        return (loss, grads) if predictions is None else (loss, grads, predictions)
+
+    def _loss_of(
+        self, arrays: Sequence[Any], structure: tuple[Any, ...], data: Sequence[Any]
+    ) -> tuple[Any, Any]:
+        """Return the loss, and the predictions or None.
+
+        Args:
+            arrays: The values, as the library's arrays.
+            structure: The arguments of the loss function; arrays are their positions there.
+            data: Its other arguments.
+        """
+        made = self._loss_fn(*mapped(structure, arrays.__getitem__, int), *data)
+        loss, predictions = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        return loss, predictions
+
     @abstractmethod
-    def _compute(
-        self, values: Sequence[np.ndarray], data: Sequence[Any]
-    ) -> tuple[float, list[Any]]: ...
+    def _differentiate(
+        self, arrays: Sequence[np.ndarray], structure: tuple[Any, ...], data: Sequence[Any]
+    ) -> tuple[float, Sequence[Any], Any]:
+        """Return the loss, a gradient for each array, and the predictions or None."""
 
 
 class _TorchGradients(GradientFunction):
     def __reduce__(self) -> tuple[Any, ...]:
         return from_torch, (self._loss_fn,)
 
-    def _compute(
-        self, values: Sequence[np.ndarray], data: Sequence[Any]
-    ) -> tuple[float, list[Any]]:
+    def _differentiate(
+        self, arrays: Sequence[np.ndarray], structure: tuple[Any, ...], data: Sequence[Any]
+    ) -> tuple[float, Sequence[Any], Any]:
         torch = _library("torch")
-        tensors = [_tensor(torch, np.asarray(value)) for value in values]
+        tensors = [_tensor(torch, array) for array in arrays]
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         for tensor in floating:
             tensor.requires_grad_(True)
         rest = [_tensor(torch, each) if isinstance(each, np.ndarray) else each for each in data]
-        loss = self._loss_fn(*tensors, *rest)
+        loss, predictions = self._loss_of(tensors, structure, rest)
         _check_scalar(loss, self)
         grads = iter(torch.autograd.grad(loss, floating, allow_unused=True))
-        return loss.item(), [
-            _from_tensor(torch, next(grads), value) if tensor.is_floating_point() else None
-            for tensor, value in zip(tensors, values, strict=True)
+        computed = [
+            _from_tensor(torch, next(grads), array) if tensor.is_floating_point() else None
+            for tensor, array in zip(tensors, arrays, strict=True)
         ]
+        return loss.item(), computed, mapped(predictions, _predicted(torch), torch.Tensor)
 
 
 class _JaxGradients(GradientFunction):
     def __init__(self, loss_fn: Loss, jit: bool) -> None:
         super().__init__(loss_fn)
         self._jit = jit
-        self._made: dict[tuple[int, ...], Callable[..., Any]] = {}  # by positions of what varies
+        self._made: list[tuple[tuple[int, ...], tuple[Any, ...], Callable[..., Any]]] = []
+        """Positions of what varies, structure of the arguments, and what computes gradients."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _JaxGradients, (self._loss_fn, self._jit)
 
-    def _compute(
-        self, values: Sequence[np.ndarray], data: Sequence[Any]
-    ) -> tuple[float, list[Any]]:
+    def _differentiate(
+        self, arrays: Sequence[np.ndarray], structure: tuple[Any, ...], data: Sequence[Any]
+    ) -> tuple[float, Sequence[Any], Any]:
         jax = _library("jax")
-        arrays = [np.asarray(value) for value in values]
         floating = [jax.numpy.issubdtype(array.dtype, jax.numpy.floating) for array in arrays]
         varies = tuple(i for i, yes in enumerate(floating) if yes)
-        made = self._made.get(varies)
-        if made is None:
-            made = jax.value_and_grad(self._loss_fn, varies)
-            made = self._made[varies] = jax.jit(made) if self._jit else made
-        loss, computed = made(*arrays, *data)
+        made = self._function(jax, varies, structure, len(arrays))
+        (loss, predictions), computed = made(*arrays, *data)
         grads: list[Any] = [None] * len(arrays)
         for i, gradient in zip(varies, computed, strict=True):
             grads[i] = np.asarray(gradient).astype(arrays[i].dtype, copy=False)
-        return float(loss), grads
+        return float(loss), grads, mapped(predictions, np.asarray, _ARRAY)
+
+    def _function(
+        self, jax: Any, varies: tuple[int, ...], structure: tuple[Any, ...], count: int
+    ) -> Callable[..., Any]:
+        """Return what computes the gradients; it is made once."""
+        for known, of, made in self._made:
+            if (known, of) == (varies, structure):
+                return made
+
+        def loss_of(*arguments: Any) -> tuple[Any, Any]:
+            return self._loss_of(arguments[:count], structure, arguments[count:])
+
+        made = jax.value_and_grad(loss_of, varies, has_aux=True)
+        self._made.append((varies, structure, jax.jit(made) if self._jit else made))
+        return self._made[-1][2]
 
 
 def _library(name: str) -> Any:
@@ -214,6 +287,19 @@ def _array(torch: Any, tensor: Any, value: np.ndarray) -> np.ndarray:
     else:
         array = tensor.numpy()
     return array
+
+
+def _predicted(torch: Any) -> Callable[[Any], np.ndarray]:
+    """Return what makes an array of a tensor; numpy has no bfloat16, so metrics get float32."""
+
+    def array_of(tensor: Any) -> np.ndarray:
+        detached = tensor.detach()
+        array: np.ndarray = (
+            detached.float() if detached.dtype == torch.bfloat16 else detached
+        ).numpy()
+        return array
+
+    return array_of
 
 
 def _check_scalar(loss: Any, function: GradientFunction) -> None:

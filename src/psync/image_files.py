@@ -1,17 +1,19 @@
 """Items of an image in a file: written with checksums, read back and compared with them.
 
-Layer: L2. Imports: errors, checkpoint_files, ps_image.
+Layer: L2. Imports: errors, checkpoint_files, disk, ps_image.
 
 Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from psync.checkpoint_files import DataFile, Planned, disk_errors
+from psync.disk import current_disk
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.ps_image import Frozen, Thawed
 
@@ -50,7 +52,8 @@ def write_items(
         size = file.close()
     except BaseException:
         file.abandon()
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            current_disk.get().unlink(path)
         raise
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in file.slices]
 

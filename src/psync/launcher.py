@@ -165,13 +165,20 @@ class _Run:
         limit = self._chief_restarts
         while True:
             restarts = self._num_chiefs
-            chief = self._start("chief", index, {"PSYNC_RESTART_COUNT": str(restarts)})
-            if chief is None:
-                return
-            self._num_chiefs += 1
-            code = await chief.wait()
-            if self._outcome.done():
-                return
+            with _Membership() as membership:
+                environ = {"PSYNC_RESTART_COUNT": str(restarts), **membership.environ}
+                chief = self._start("chief", index, environ, membership.write_end)
+                if chief is None:
+                    return
+                self._num_chiefs += 1
+                code = await chief.wait()
+                if self._outcome.done():
+                    return
+                if code == 0 and not membership.was_told():
+                    _say(
+                        f"{self._commands['chief'][1]} ended without psync.run(main), so it has "
+                        "used no ps and no worker; end it in: psync.run(main)"
+                    )
             death = f"the chief {describe_exit(code)}"
             if code in (0, SETUP_ERROR) or restarts == limit:
                 break
@@ -190,7 +197,7 @@ class _Run:
                 return
             death = f"{ps.name} {describe_exit(code)}"
             if code == SETUP_ERROR or not self._allows(policy):
-                why = "" if code == SETUP_ERROR else f", {self._too_often}"
+                why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
                 _say(f"{death}{why}: it is not started again")
                 self._group.abandon("ps", index)  # so that the chief does not wait for it
                 return
@@ -216,7 +223,7 @@ class _Run:
                 _say(f"{death} and is started again, as the chief was")
                 continue
             if not self._allows(policy):
-                self._give_up(f"{death}, {self._too_often}")
+                self._give_up(f"{death}, {policy.exceeded}")
                 return
             _say(f"{death} and is started again ({self._at_most})")
 
@@ -257,13 +264,8 @@ class _Run:
     def _at_most(self) -> str:
         return f"at most {self._max_restarts} times a minute"
 
-    @property
-    def _too_often(self) -> str:
-        limit = self._max_restarts
-        return f"{limit + 1} deaths within a minute" if limit else "restarts are off"
-
     def _start(
-        self, job: str, index: int, env: Mapping[str, str] | None = None
+        self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
     ) -> TaskProcess | None:
         """Start a task; None if the run is being stopped, or has to be because it cannot start."""
         if self._outcome.done():
@@ -272,7 +274,9 @@ class _Run:
             "inherited" if job == "chief" else "discarded" if self._quiet else "prefixed"
         )
         try:
-            return self._group.start_task(job, index, self._commands[job], env=env, output=output)
+            return self._group.start_task(
+                job, index, self._commands[job], env=env, output=output, pass_fds=pass_fds
+            )
         except OSError as error:
             self._give_up(f"{job}-{index} could not be started: {error}")
             return None
@@ -315,6 +319,27 @@ class _Run:
         else:
             _say(f"{signum.name}: stopping all tasks; once more to kill them")
             self._finish(128 + signum)
+
+
+class _Membership:
+    """How the launcher hears that a chief takes part in its cluster: by a byte in a pipe."""
+
+    def __enter__(self) -> Self:
+        self._read_end, self.write_end = os.pipe()
+        self.environ = {"PSYNC_MEMBER_FD": f"{self.write_end}:{os.fstat(self.write_end).st_ino}"}
+        os.set_blocking(self._read_end, False)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._read_end)
+        os.close(self.write_end)
+
+    def was_told(self) -> bool:
+        """Whether it has said so."""
+        try:
+            return bool(os.read(self._read_end, 1))
+        except BlockingIOError:
+            return False
 
 
 class _Ending:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import sys
+import sysconfig
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +20,7 @@ from psync import certificates
 from psync.access import Secret, mint_secret
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, UsageError
-from psync.platform import Platform
+from psync.platform import GivenUp, Platform
 from psync.processes import ProcessGroup, RestartPolicy
 from psync.ps_task import PsTask
 from psync.resolvers import SimpleClusterResolver
@@ -48,14 +51,16 @@ class LocalCluster:
 
     An async context manager. With processes, each task is a real process with a secret of
     its own making; one that died is started again, three times a minute. A ps comes back
-    empty. Without, all tasks run in this process and on this loop, joined by memory instead
-    of sockets.
+    empty. They import what lies beside this program's script, as it does. Without, all tasks run
+    in this process and on this loop, joined by memory instead of sockets.
 
     Args:
         num_ps: Number of ps tasks, at least 1.
         num_workers: Number of workers, at least 1.
         processes: Whether tasks are processes of their own.
-        max_restarts: How often a minute each worker and each ps may be started again.
+        max_restarts: How often a minute each worker and each ps may be started again. One that dies
+            once more is given up, and a ``ClusterCoordinator`` does not wait for it: when the last
+            worker is given up, ``join`` raises WorkerLost; for a ps, ParameterServerLost.
         network: Joins the tasks of a cluster without processes, in place of one that delivers
             at once: ``psync.testing.MemoryNetwork(seed=7, latency=(0.001, 0.01))`` delays, cuts
             and checks. With ``psync.testing.run_virtual`` such a test takes no real time.
@@ -103,6 +108,7 @@ class LocalCluster:
         self._max_restarts = max_restarts
         self._resources: contextlib.AsyncExitStack | None = None  # None before start
         self._resolver: LocalClusterResolver | None = None
+        self._given_up = GivenUp()  # those that died too often, or have left
         self._watchers: set[asyncio.Task[None]] = set()
         self.tasks: dict[str, TaskProcess] = {}  # the newest process of each, as "worker-0"
 
@@ -173,7 +179,7 @@ class LocalCluster:
 
     async def _start_processes(self, resources: contextlib.AsyncExitStack) -> None:
         secret = mint_secret()
-        environ = dict(os.environ)
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(_own_import_path())}
         if self._security:
             for name in TLS_VARIABLES:
                 environ.pop(name, None)
@@ -186,12 +192,16 @@ class LocalCluster:
             for index in range(count):
                 self._watch(group, job, index)
         network = SocketNetwork() if tls is None else TlsNetwork(SocketNetwork(), tls)
-        platform = Platform(network, Secret(secret.encode()))
+        platform = Platform(network, Secret(secret.encode()), given_up=self._given_up)
         self._resolver = LocalClusterResolver(group.cluster, platform)
 
     def _watch(self, group: ProcessGroup, job: str, index: int) -> None:
         name = f"{job}-{index}"
         self.tasks[name] = group.start_task(job, index)
+
+        def give_up(why: str) -> None:
+            group.abandon(job, index)
+            self._given_up.note(group.cluster[job][index], why)
 
         async def watch() -> None:
             policy = RestartPolicy(self._max_restarts)
@@ -199,18 +209,22 @@ class LocalCluster:
             while True:
                 code = await self.tasks[name].wait()
                 if job == "worker" and code == 0:  # it was asked to leave, and did
-                    logger.info("%s has ended by itself and is not started again", name)
-                    group.abandon(job, index)
+                    why = "has ended by itself and is not started again"
+                    logger.info("%s %s", name, why)
+                    give_up(why)
                     return
                 if not policy.allow(loop.time()):
-                    logger.error("%s %s and is not started again", name, describe_exit(code))
-                    group.abandon(job, index)
+                    why = f"{describe_exit(code)} and is not started again ({policy.exceeded})"
+                    logger.error("%s %s", name, why)
+                    give_up(why)
                     return
                 logger.warning("%s %s and is started again", name, describe_exit(code))
                 try:
                     self.tasks[name] = group.start_task(job, index)
                 except OSError as exc:
-                    logger.error("%s could not be started again: %s", name, exc)
+                    why = f"{describe_exit(code)} and could not be started again: {exc}"
+                    logger.error("%s %s", name, why)
+                    give_up(why)
                     return
 
         task = asyncio.get_running_loop().create_task(watch())
@@ -221,3 +235,15 @@ class LocalCluster:
         for task in list(self._watchers):
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
+
+
+def _own_import_path() -> list[str]:
+    """Return where this program finds its own modules: its script's directory, PYTHONPATH.
+
+    That is what stands before Python's own directories, which tasks have, too.
+    """
+    stdlib = sysconfig.get_path("stdlib")
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    pythons = {stdlib, os.path.join(os.path.dirname(stdlib), zipped)}
+    own = itertools.takewhile(lambda path: path not in pythons, sys.path)
+    return [os.path.abspath(path) for path in own]  # an empty one is the working directory

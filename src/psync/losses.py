@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from psync.errors import ReplicaValueError, UsageError
+from psync.errors import ContextError, ReplicaValueError
 from psync.replica_context import in_cross_replica_context, replicas_in_sync
 
 
@@ -34,7 +34,7 @@ def compute_average_loss(
 
     Raises:
         ReplicaValueError: The losses are a scalar, a weight does not fit, or the size is none.
-        UsageError: In cross-replica context without a size.
+        ContextError: In cross-replica context without a size.
 
     Source: ``tf.nn.compute_average_loss``.
     """
@@ -61,7 +61,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         regularization_loss: A number or an array, of any library.
 
     Raises:
-        UsageError: In cross-replica context.
+        ContextError: In cross-replica context.
 
     Source: ``tf.nn.scale_regularization_loss``.
     """
@@ -113,7 +113,7 @@ def _checked_size(size: Any) -> int:
 
 def _check_in_replica(operation: str, instead: str) -> None:
     if in_cross_replica_context():
-        raise UsageError(
+        raise ContextError(
             f"{operation} in cross-replica context, where it is not known whose losses these are",
             hint=f"call it in a step, or in the function given to strategy.run{instead}",
         )

@@ -21,7 +21,8 @@ that are not named) how often which form is drawn, and how often each form happe
 A *late* request is served when the file is there that "until" names, in the order in which they
 came: as if it had been on its way until then, or in the buffer of a kernel whose process was
 stopped. Its caller has long given it up, and sent it again. Of a *slow* one nothing is lost, it is
-served up to SLOW_S later. Nothing is late or slow unless a share says so.
+served up to SLOW_S later; a message that nobody answers never is, for the next may follow from it.
+Nothing is late or slow unless a share says so.
 
     {"Push": {"late": 0.3}, "until": "/some/file", "seed": 7}
 
@@ -186,7 +187,7 @@ class LossyServer(RequestServer):
             self._cut(f"the request {kind} is late")
             self._losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
             return
-        if form == SLOW:
+        if form == SLOW and frame.kind == Kind.REQUEST:  # what nobody answers keeps its order
             after_s = self._losses.slowness()
             asyncio.get_running_loop().call_later(after_s, self._serve_late, frame)
             return

@@ -1,6 +1,6 @@
 """Updates that the replicas of a gang make together: merged into one, which is done once.
 
-Layer: L4. Imports: errors, collectives, distributed_values, indexed_slices, replica_sums,
+Layer: L4. Imports: errors, collectives, distributed_values, indexed_slices, replica_sums, sums,
 turns.
 
 A replica brings its own value, and the coordinator does with all of them what each would have done
@@ -16,9 +16,10 @@ import numpy as np
 
 from psync.collectives import GangMember
 from psync.distributed_values import reducing_values
-from psync.errors import GradientError, ReplicaValueError
+from psync.errors import GradientError, ReplicaValueError, UnsupportedError
 from psync.indexed_slices import IndexedSlices
 from psync.replica_sums import ReduceOp
+from psync.sums import sum_dtype
 from psync.turns import in_turns
 
 
@@ -65,38 +66,50 @@ async def scatter(
         values: A row for each.
 
     Raises:
-        ReplicaValueError: The variable has no aggregation; or SUM or MEAN, and the method neither
-            adds nor subtracts.
+        ReplicaValueError: The variable has no aggregation.
+        UnsupportedError: It has SUM or MEAN, and the method is no arithmetic.
         GradientError: MEAN of a variable of integers.
         PsyncError: As ``ReplicaContext.merge_call``.
 
     Cancellation: As ``ReplicaContext.merge_call``.
 
-    Source: ``AutoPolicy`` of TensorFlow's ``distribute/values.py``.
+    Source: ``MirroredVariable`` of TensorFlow's ``distribute/values.py``.
     """
     _check_aggregation(member, variable, method)
-    if variable.aggregation.name != "ONLY_FIRST_REPLICA" and method not in _ADDITIVE:
-        raise ReplicaValueError(
+    if variable.aggregation.name != "ONLY_FIRST_REPLICA" and method not in (*_ADDITIVE, *_FACTORS):
+        raise UnsupportedError(
             f'{method} to "{variable.name}" in one of {member.num_replicas} replicas, with '
             f"aggregation {variable.aggregation.name}: expected ONLY_FIRST_REPLICA",
-            hint="scatter_add and scatter_sub are merged with SUM and MEAN; or do it in a "
-            "merge_call",
+            hint="scatter_add, scatter_sub, scatter_mul and scatter_div are merged with SUM and "
+            "MEAN; or do it in a merge_call",
+        )
+    if variable.aggregation.name == "MEAN" and "float" not in values.dtype.name:
+        raise GradientError(
+            f'{method} to "{variable.name}", with aggregation MEAN: expected floating values, got '
+            f"{values.dtype}",
+            hint="declare it with a floating dtype",
         )
     what = f'{method} to "{variable.name}"'
     await member.collective(what, _write_rows, (variable, method, rows, values))
 
 
 _ADDITIVE = ("scatter_add", "scatter_sub")
+_FACTORS = ("scatter_mul", "scatter_div")
 
 
 async def _write_rows(
     strategy: Any, calls: Sequence[tuple[Any, str, np.ndarray, np.ndarray]]
 ) -> None:
     variable, method, rows, values = calls[0]
-    if variable.aggregation.name == "SUM":  # rows that several replicas have are summed by scatter
+    aggregation = variable.aggregation.name
+    if aggregation == "SUM" or (aggregation == "MEAN" and method in _FACTORS):
+        # Of a row that several replicas have, scatter adds the values, or multiplies them.
         rows = np.concatenate([rows for _, _, rows, _ in calls])
         values = np.concatenate([values for _, _, _, values in calls])
-    elif variable.aggregation.name == "MEAN":
+        if aggregation == "MEAN":  # as TensorFlow: each factor is divided by the replicas
+            quotients = values.astype(sum_dtype(values.dtype), copy=False) / len(calls)
+            values = quotients.astype(values.dtype, copy=False)
+    elif aggregation == "MEAN":
         slices = [IndexedSlices(values, rows) for _, _, rows, values in calls]
         mean = await in_turns(reducing_values(ReduceOp.MEAN, slices))
         rows, values = mean.indices, mean.values

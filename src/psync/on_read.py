@@ -19,7 +19,13 @@ import numpy as np
 from psync.await_first import AwaitFirst
 from psync.context import current_closure
 from psync.declarations import as_array, describe, takes_shard
-from psync.errors import GradientError, PartitionError, ReplicaValueError, UsageError
+from psync.errors import (
+    GradientError,
+    PartitionError,
+    ReplicaValueError,
+    UnsupportedError,
+    UsageError,
+)
 from psync.fitting import checked_target, fitting
 from psync.indexing import select
 from psync.remote_value import RemoteValue
@@ -147,7 +153,7 @@ class CopyAccess(RowAccess):
         return CopyRead(self, index)
 
     async def _scatter(self, method: str, op: str, sparse_delta: Any) -> NoReturn:
-        raise UsageError(
+        raise UnsupportedError(
             f'{method} to "{self.spec.name}": rows of a variable that is synchronized on read '
             "cannot be scattered to",
             hint="in a step: read it, change the rows, assign it; or declare it with "

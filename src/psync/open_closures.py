@@ -125,6 +125,7 @@ class OpenClosures:
             del still_open[closure.id]
             if closure.dependents is not None:
                 self.queue_late(self.waits.has_value(closure))
+        self._shrink()
         self._settled += closures
         self.totals[State.FINISHED] += len(closures)
 
@@ -181,8 +182,15 @@ class OpenClosures:
         closure.error = error
         closure.dependencies = ()
         self._open.pop(closure.id, None)
+        self._shrink()
         self.totals[closure.state] += 1
         self._settled.append(closure)
+
+    def _shrink(self) -> None:
+        """Keep nothing once nothing is open: a dict keeps the largest table that it needed."""
+        if not self._open:
+            self._open.clear()
+            self._unsettled.clear()
 
     def _ended_without_value(self, closure: Closure) -> None:
         """Settle all that needed this closure's value, and end everything if this is an error."""

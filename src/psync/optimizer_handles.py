@@ -113,8 +113,9 @@ class Optimizer:
         self._forbid_nonfinite = forbid_nonfinite
         self._staleness_bound = staleness_bound
         self._arrived: tuple[AnyVariable, ...] = ()
+        self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
         self._in_use = False  # from then on the ps tasks know the configuration, or soon will
-        optimizers_here.add_new(self)
+        optimizers_here().add_new(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._in_use = True
@@ -159,8 +160,24 @@ class Optimizer:
         return list(self._rule.slot_names())
 
     def get_slot(self, var: AnyVariable, name: str) -> Slot | None:
-        """Return the slot ``name`` of ``var``, or None if this optimizer has no such slot."""
-        return Slot(var, self, name) if name in self._rule.slot_names() else None
+        """Return the slot ``name`` of ``var``, or None if there is none.
+
+        A trainable variable of a float dtype has all slots of this optimizer from its declaration
+        on: until gradients are pushed for it they have their first values. Other variables have
+        none, unless this process has pushed gradients for them.
+
+        Source: ``tf.compat.v1.train.Optimizer.get_slot``; there a slot is made with the first
+            gradients, of whatever variable.
+        """
+        if name not in self._rule.slot_names() or not self._trains(var):
+            return None
+        return Slot(var, self, name)
+
+    def _trains(self, variable: AnyVariable) -> bool:
+        spec = variable.spec
+        if (variable.origin, spec.variable_id) in self._also_trained:
+            return True
+        return spec.trainable and "float" in spec.dtype
 
     def variables(self) -> list[Slot]:
         """Return its slots of all trainable variables that can be optimized (of a float dtype).
@@ -178,7 +195,7 @@ class Optimizer:
         return [
             Slot(variable, self, name)
             for variable in variables
-            if "float" in str(variable.dtype)
+            if self._trains(variable)
             for name in names
         ]
 
@@ -317,20 +334,23 @@ class Optimizer:
         return result
 
     async def compute_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Iterable[AnyVariable] | None = None
+        self, value_and_grad: ValueAndGrad, var_list: Any = None
     ) -> list[tuple[Any, AnyVariable]]:
         """Pull the variables and return pairs of gradient and variable.
 
         Args:
-            value_and_grad: Called with the values (one argument each); returns the loss and
-                the gradients in the same order.
-            var_list: The variables. Default: all trainable variables of the strategy. Where
-                steps run in other processes than the program, those that were declared before
-                the step was first scheduled.
+            value_and_grad: Called with the values, one argument each; returns the loss and the
+                gradients in the same order. Of variables that are nested otherwise than in a list
+                it gets the values as one argument, nested alike, and so it returns the gradients.
+                Predictions may follow them, as for ``Trainer``, and are not used.
+            var_list: The variables: one, several, or any nesting of them as ``pull`` takes it.
+                Default: all trainable variables of the strategy. Where steps run in other
+                processes than the program, those that were declared before the step was first
+                scheduled.
 
         Raises:
-            GradientError: If the function returns something else or another number of gradients,
-                or something in ``var_list`` is no variable.
+            GradientError: If the function returns something else, another number of gradients, or
+                nested otherwise; or something in ``var_list`` is no variable.
             UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
                 two strategies are running.
 
@@ -342,7 +362,7 @@ class Optimizer:
     async def minimize(
         self,
         value_and_grad: ValueAndGrad,
-        var_list: Iterable[AnyVariable] | None = None,
+        var_list: Any = None,
         global_step: AnyVariable | None = None,
     ) -> Any:
         """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
@@ -360,7 +380,7 @@ class Optimizer:
         return loss
 
     async def _value_and_gradients(
-        self, value_and_grad: ValueAndGrad, var_list: Iterable[AnyVariable] | None
+        self, value_and_grad: ValueAndGrad, var_list: Any
     ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
         variables = (
             self._trainable_variables("compute_gradients without var_list")
@@ -375,6 +395,8 @@ class Optimizer:
     def _checked(self, grads_and_vars: GradsAndVars) -> Pairs:
         pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
         for gradient, variable in pairs:
+            if not variable.spec.trainable:
+                self._also_trained.add((variable.origin, variable.spec.variable_id))
             if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
                 self._rule.check_rows(f'gradient for "{variable.name}"')
         return pairs
@@ -412,13 +434,14 @@ def _restore(
     variables: tuple[AnyVariable, ...],
 ) -> Optimizer:
     """Return this process's handle of an optimizer: one object, however often it arrives."""
-    optimizer = optimizers_here.get(origin, number)
+    optimizer = optimizers_here().get(origin, number)
     if optimizer is None:
         optimizer = cls.__new__(cls)
         optimizer.number, optimizer.origin = number, origin
         optimizer._arrived, optimizer._in_use = (), True
+        optimizer._also_trained = set()
         optimizer._set_state(state)
-        optimizers_here.add(optimizer)
+        optimizers_here().add(optimizer)
     if len(variables) > len(optimizer._arrived):  # more may have been declared since
         optimizer._arrived = variables
     return optimizer

@@ -1,6 +1,6 @@
 """The optimizers of this process, each one object however often it arrives.
 
-Layer: L4. Imports: adoption, schedules.
+Layer: L4. Imports: adoption, platform, schedules, process_state.
 
 An optimizer is known by the process that made it and its number there. Who refers to it no more,
 forgets it.
@@ -9,12 +9,13 @@ forgets it.
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from psync.adoption import NewOptimizer
+from psync.platform import random_hex
+from psync.process_state import PerProcess
 from psync.schedules import from_config as schedule_from_config
 
 if TYPE_CHECKING:
@@ -25,11 +26,15 @@ class OptimizerRegistry:
     """Optimizers by their origin and number."""
 
     def __init__(self) -> None:
-        self.process = os.urandom(8).hex()  # the origin of those that are made here
-        self._numbers = itertools.count(1)
         self._known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
             weakref.WeakValueDictionary()
         )
+        self.begin_process()
+
+    def begin_process(self) -> None:
+        """Number the optimizers that are made from now on as those of a process of their own."""
+        self.process = random_hex(8)  # the origin of those that are made here
+        self._numbers = itertools.count(1)
 
     def add_new(self, optimizer: Optimizer) -> None:
         """Number an optimizer that is made here."""
@@ -65,4 +70,4 @@ class OptimizerRegistry:
         return any(optimizer.synchronous for optimizer in self._known.values())
 
 
-optimizers_here = OptimizerRegistry()
+optimizers_here = PerProcess(OptimizerRegistry)

@@ -60,6 +60,11 @@ class RestartPolicy:
         self.window_s = window_s
         self._restarts: deque[float] = deque()  # times of those within the window, oldest first
 
+    @property
+    def exceeded(self) -> str:
+        """Why it may not be started once more."""
+        return f"{self.limit + 1} deaths within a minute" if self.limit else "restarts are off"
+
     def allow(self, now: float) -> bool:
         """Whether the task may be started again at ``now`` (seconds); a yes is counted."""
         while self._restarts and now - self._restarts[0] >= self.window_s:

@@ -27,6 +27,7 @@ from psync.membership import backoff
 from psync.rpc import Into, Peer, Received
 from psync.wire.codec import Message, check
 from psync.wire.frames import Segment
+from psync.wire.handshake import LANES
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,7 @@ class PsLink:
         self.lost_after_s = lost_after_s  # inf: it may not be up yet, so as long as it takes
         self._life = 0  # how often it was revived
         self._peers: dict[str, Peer] = {}
-        self._connecting: dict[str, asyncio.Lock] = {
-            "control": asyncio.Lock(),
-            "bulk": asyncio.Lock(),
-            "lock": asyncio.Lock(),
-        }
+        self._connecting = {lane: asyncio.Lock() for lane in LANES}
         self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
         self._next_sequence = 1
         self._outstanding: dict[int, None] = {}  # in order
@@ -207,6 +204,7 @@ class PsLink:
         set_id: int | None = None,
         set_ids: Iterable[int] = (),
         locked: bool = False,
+        cut: bool = False,
         urgent: bool = False,
         at_once: bool = False,
     ) -> Received:
@@ -221,6 +219,7 @@ class PsLink:
             set_ids: More of them.
             locked: Whether it is about a lock, or said under one: then nothing may be in front of
                 it that waits for a lock.
+            cut: Whether it is about a cut: then nothing may be in front of it that waits at a gate.
             urgent: Whether it is part of a recovery: others wait while that goes on, see ``hold``.
             at_once: As for ``Peer.call``.
 
@@ -232,7 +231,7 @@ class PsLink:
 
         Cancellation: Safe; the request may have been served.
         """
-        lane = "lock" if locked else "bulk" if bulk else "control"
+        lane = "cut" if cut else "lock" if locked else "bulk" if bulk else "control"
         self.num_calls += 1
         losses = 0
         while True:
@@ -408,8 +407,7 @@ class PsLink:
         for peer in self._peers.values():
             peer.abort(ConnectionLost(f"{self.task} is being recovered"))
         self._peers.clear()
-        for attempt in self._attempts.values():
-            attempt.reschedule(asyncio.get_running_loop().time())
+        self._end_attempts()
         self.lost = None
         self.incarnation = None
         self._life += 1
@@ -417,9 +415,20 @@ class PsLink:
             self._keepalive.cancel()  # the next connection has one of its own
             self._keepalive = None
 
+    @property
+    def gone_for_good(self) -> str | None:
+        """Return what became of the ps, if nobody starts it again."""
+        return self._endpoint.platform.given_up.reason(self.address)
+
     def give_up(self, message: str) -> None:
-        """The ps is there, but says itself that it has lost its shards."""
+        """The ps says itself that it has lost its shards, or is gone for good."""
         self._declare_lost(message)
+        self._end_attempts()
+
+    def _end_attempts(self) -> None:
+        for attempt in self._attempts.values():
+            if not attempt.expired():  # it ends already
+                attempt.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """Close the connections; calls under way fail. Cancellation: safe."""

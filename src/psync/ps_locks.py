@@ -182,6 +182,8 @@ class PsLocks:
             if self._locks.get(holder) is lock:
                 self._drop(holder)
             raise
+        if self._locks.get(holder) is not lock:  # its turn came, and its end before it was told
+            raise self._lost(holder[2])
         self._start_lease(holder, lock)
         return Reply(Done())
 

@@ -1,7 +1,7 @@
 """A lost ps comes back: all ps tasks go back to the newest checkpoint, and training goes on.
 
-Layer: L3. Imports: errors, checkpoint_writer, image_state, rollback_rules, events, ps_link,
-ps_client, wire.
+Layer: L3. Imports: errors, checkpoint_files, checkpoint_writer, image_state, rollback_rules,
+events, ps_link, ps_client, wire.
 
     RUNNING   --a ps is lost-->                    WAITING
     WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from psync.checkpoint_files import disk_errors
 from psync.checkpoint_writer import streamed_by_environ
 from psync.errors import (
     CheckpointCorrupt,
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Sent at once where a ps cannot read the file itself."""
+
+UNSAVED = "no CheckpointManager has saved anything yet"
 
 MAX_ATTEMPTS = 50
 """In a row: ps tasks that die again and again while they are being recovered."""
@@ -93,6 +96,9 @@ class RecoveryOwner(Protocol):
     def created(self) -> set[tuple[tuple[int, int], str]]:
         """Return (key, name of the variable) of all shards that were created."""
 
+    def is_open(self, closure: int) -> bool:
+        """Whether a closure has not ended yet."""
+
     def recovery_ended(self) -> None:
         """Go on."""
 
@@ -120,7 +126,6 @@ class PsRecovery:
         self._task: asyncio.Task[None] | None = None
         self._lost: dict[str, None] = {}  # names of ps tasks, since the recovery began
         self._loads = 0
-        self._said = False
 
     @property
     def is_on(self) -> bool:
@@ -129,21 +134,16 @@ class PsRecovery:
 
     def saved(self, images: Sequence[ImageState]) -> None:
         """There is a new checkpoint: what it has cannot be undone any more."""
-        self.ended.saved(CutCalls(images))
+        self.ended.saved(CutCalls(images), self._owner.is_open)
 
-    def say_once(self) -> None:
-        """Say what a lost ps would mean, when training begins."""
-        if not self._said:
-            self._said = True
-            if self.source is None:
-                logger.info(
-                    "no CheckpointManager has saved anything yet: until then a ps that is lost "
-                    "ends this program with ParameterServerLost"
-                )
+    def describe(self) -> list[str]:
+        """Say what a lost ps would mean, if nothing could be done; for reports."""
+        return [] if self.source is not None else [f"{UNSAVED}: a ps that is lost ends the program"]
 
     def takes_over(self, error: ParameterServerLost) -> bool:
         """A ps is lost; return whether it will be recovered."""
         if self.source is None:
+            logger.error("%s cannot be brought back: %s", error.task, UNSAVED)
             return False
         self._lost[error.task] = None
         if self._task is None:
@@ -225,6 +225,8 @@ class PsRecovery:
             for image, before, state in zip(images, read, states, strict=True)
         ]
         for link in links:
+            if reason := link.gone_for_good:
+                raise CheckpointError(f"{link.task} {reason}")
             if link.lost is not None:
                 link.revive()
         await self._attach_all()
@@ -325,6 +327,6 @@ class PsRecovery:
 
 
 def _read(path: Path, start: int, count: int) -> bytes:
-    with open(path, "rb") as file:
+    with disk_errors(f"reading {path}"), open(path, "rb") as file:
         file.seek(start)
         return file.read(count)

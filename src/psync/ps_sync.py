@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 
 from psync.blocks import BlockPool
 from psync.committer import Committer
-from psync.errors import BusyError, FencedError, RemoteProtocolError, UsageError
+from psync.errors import BusyError, NotServedError, RemoteProtocolError, UsageError
 from psync.global_steps import GlobalSteps
 from psync.group_table import CLOSER, GroupTable
 from psync.ledger import Ledger
@@ -252,7 +252,7 @@ class PsSync(GroupTable):
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
         if not self.serves:
-            raise FencedError(f"{self._task} is not, or no longer, served by this process")
+            raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
     def _came_along(
         self, peer: Peer, message: CloseStep, segments: Sequence[memoryview]

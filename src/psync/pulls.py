@@ -79,37 +79,46 @@ async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bo
     return mapped(tree, values.__getitem__)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield each variable in ``tree``, as often as it stands there."""
-    if isinstance(tree, Handle):
+def leaves(tree: Any, kind: Any = Handle) -> Iterator[Any]:
+    """Yield each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from leaves(item)
+            yield from leaves(item, kind)
     elif isinstance(tree, list | tuple):
         for item in tree:
-            yield from leaves(item)
+            yield from leaves(item, kind)
 
 
-def mapped(tree: Any, value_of: Callable[[Handle], Any]) -> Any:
+def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any:
     """Return ``tree`` with its variables replaced; containers keep their type.
 
     Args:
         tree: As ``pull`` takes it.
         value_of: A variable → what stands in its place.
+        kind: Of what is replaced, if it is no variables.
     """
-    if isinstance(tree, Handle):
+    if isinstance(tree, kind):
         return value_of(tree)
     if isinstance(tree, dict):
         made = copying.copy(tree)  # keeps what a subclass has, such as a default factory
         for key, item in tree.items():
-            made[key] = mapped(item, value_of)
+            made[key] = mapped(item, value_of, kind)
         return made
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(mapped(item, value_of) for item in tree))
+        return type(tree)(*(mapped(item, value_of, kind) for item in tree))
     if isinstance(tree, list | tuple):
-        return type(tree)(mapped(item, value_of) for item in tree)
+        return type(tree)(mapped(item, value_of, kind) for item in tree)
     return tree
+
+
+def is_flat(tree: Any, kind: Any = Handle) -> bool:
+    """Return whether ``tree`` is a list or tuple of variables, or things of a kind, and no more.
+
+    A function of such values gets an argument for each; of any other nesting, the nesting.
+    """
+    return isinstance(tree, list | tuple) and all(isinstance(item, kind) for item in tree)
 
 
 def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:

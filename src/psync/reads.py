@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from psync.context import ClosureContext, current_closure
-from psync.errors import UsageError
+from psync.errors import ContextError
 from psync.runtime import Runtime
 from psync.shard_locks import pull_at_once
 from psync.specs import VariableSpec
@@ -48,7 +48,7 @@ def cache_variable_reads() -> Generator[None, None, None]:
     one in the step.
 
     Raises:
-        UsageError: Inside another such scope.
+        ContextError: Inside another such scope.
 
     Example:
         with psync.cache_variable_reads():
@@ -59,7 +59,7 @@ def cache_variable_reads() -> Generator[None, None, None]:
     that is open where a function is first traced becomes part of it.
     """
     if _kept_here() is not None:
-        raise UsageError(
+        raise ContextError(
             "cache_variable_reads: scopes cannot be nested",
             hint="one is open here: what is read in it is kept already",
         )

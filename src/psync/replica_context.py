@@ -30,7 +30,7 @@ from psync import collectives
 from psync.collectives import Collective, GangMember
 from psync.context import current_closure, forbid_in_step
 from psync.distributed_values import local_results, reducing_distributed, select
-from psync.errors import UsageError
+from psync.errors import ContextError
 from psync.extended import Contexts, Extended
 from psync.replica_states import (
     CrossReplica,
@@ -39,6 +39,7 @@ from psync.replica_states import (
     Updating,
     enter_for_good,
     entered,
+    no_replica,
 )
 from psync.replica_sums import ReduceOp, as_reduce_op
 from psync.scopes import open_scope
@@ -86,7 +87,7 @@ class ReplicaContext:
             kwargs: Likewise.
 
         Raises:
-            UsageError: Not in replica context; or the replicas do not all come to the same.
+            ContextError: Not in replica context; or the replicas do not all come to the same.
             CaptureError: Something cannot be sent to the coordinator.
             WorkerLost: The worker of another replica was lost; names it.
             ClosureCancelled: Another replica failed, or the gang was cancelled.
@@ -137,11 +138,9 @@ class ReplicaContext:
         return await self._collective(f"all_gather along {axis}", collectives.gather, (value, axis))
 
     async def _collective(self, what: str, function: Collective, value: Any) -> Any:
-        if not isinstance(_state(), ReplicaContext):
-            raise UsageError(
-                f"{what} in cross-replica context, where there is no replica to wait for",
-                hint="call it in the function given to strategy.run, not in a merge function",
-            )
+        state = _state()
+        if not isinstance(state, ReplicaContext):
+            raise no_replica(what, state)
         if self._member is not None:
             return await self._member.collective(what, function, value)
         with cross_replica(self.strategy):
@@ -260,10 +259,10 @@ def forbid_in_merge(operation: str) -> None:
     """Refuse ``operation`` in a merge function: it would wait for a gang that waits for it.
 
     Raises:
-        UsageError: In the function of a collective.
+        ContextError: In the function of a collective.
     """
     if isinstance(_state(), Merging):
-        raise UsageError(
+        raise ContextError(
             f"{operation} in a merge function: it would wait for the replicas, who wait for it",
             hint="do it when strategy.run has returned",
         )
@@ -275,14 +274,15 @@ def experimental_set_strategy(strategy: Any) -> None:
     It holds for this task and those that it starts.
 
     Raises:
-        UsageError: In a scope, in a step, or in a replica.
+        ContextError: In a scope, or in a replica.
+        UsageError: In a step.
 
     Source: ``tf.distribute.experimental_set_strategy``.
     """
     forbid_in_step("experimental_set_strategy")
     state = _state()
     if state is not _OUTSIDE and not (isinstance(state, CrossReplica) and state.is_default):
-        raise UsageError(
+        raise ContextError(
             "experimental_set_strategy inside a strategy's scope",
             hint="call it at the beginning, outside of every `with strategy.scope():`",
         )
@@ -296,12 +296,12 @@ async def run_alone(
     """Call ``fn`` here as the only replica of ``strategy``; await what can be awaited of it.
 
     Raises:
-        UsageError: In a replica of a gang, or in its merge function.
+        ContextError: In a replica of a gang, or in its merge function.
         Exception: What ``fn`` raises.
     """
     forbid_in_merge("run")
     if current_gang() is not None:
-        raise UsageError("run in a replica of run, which is one of several")
+        raise ContextError("run in a replica of run, which is one of several")
     with Enter(ReplicaContext(strategy)):
         args, kwargs = select(0, (args, kwargs))
         result = fn(*args, **kwargs)
@@ -332,7 +332,7 @@ class OneReplica:
         """Call ``fn`` here, once, as the only replica; await what it returns if it can be awaited.
 
         Raises:
-            UsageError: In a replica of a gang.
+            ContextError: In a replica of a gang.
             Exception: What ``fn`` raises.
         """
         return await run_alone(self, fn, tuple(args), dict(kwargs or {}))
@@ -348,11 +348,11 @@ class OneReplica:
         """Return the sum or mean over the replicas of a value.
 
         Raises:
-            UsageError: In a replica of a gang, which has its own value only.
+            ContextError: In a replica of a gang, which has its own value only.
             ReplicaValueError: It cannot be reduced.
         """
         if current_gang() is not None:
-            raise UsageError(
+            raise ContextError(
                 "reduce in replica context, where the other replicas' values are not known",
                 hint="await psync.get_replica_context().all_reduce(…), or reduce in a merge_call",
             )

@@ -19,6 +19,7 @@ Source: docs/design.md, section 20.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -322,12 +323,23 @@ class ReplicaRecovery:
         """Return whether all ps tasks go back to a checkpoint."""
         for ps in range(len(self._links)):
             self._note(ps, None, None)
-        self._at_home({self._home[ps] for ps in self._lost})
         lost, self._lost = self._lost, {}
-        taken = [self._fallback.takes_over(error) for error in lost.values()]
-        if not all(taken):
-            self._lost = lost
-        return all(taken)
+        if not all([self._fallback.takes_over(error) for error in lost.values()]):
+            self._lost = lost  # it is the end: there is nothing anywhere
+            create_task = asyncio.get_running_loop().create_task
+            self._keepers = [
+                create_task(self._without_backup(link.index))
+                for link in self._links
+                if link.lost is None
+            ]
+            return False
+        self._at_home({self._home[ps] for ps in lost})
+        return True
+
+    async def _without_backup(self, ps: int) -> None:
+        """Whoever waits for a ps that waits for its backup is answered."""
+        with contextlib.suppress(PsyncError):
+            await self._alone(ps)
 
     def _at_home(self, dead: set[int]) -> None:
         """Look for all that was served in these processes where it was at the beginning."""

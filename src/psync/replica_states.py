@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from psync.context import Running, running
-from psync.errors import UsageError
+from psync.errors import ContextError
 
 
 class CrossReplica:
@@ -56,6 +56,19 @@ class Updating:
         self.replica_id = replica_id
 
 
+REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")
+"""Attributes of a replica context that nothing else has."""
+
+
+def no_replica(what: str, state: CrossReplica | Updating) -> ContextError:
+    """Return the error for what needs a replica and is done where there is none."""
+    kind = "update" if isinstance(state, Updating) else "cross-replica"
+    return ContextError(
+        f"{what} in {kind} context, where there is no replica to wait for",
+        hint="call it in the function given to strategy.run, not in a merge function",
+    )
+
+
 _entered: contextvars.ContextVar[tuple[Running, Any] | None] = contextvars.ContextVar(
     "psync_replica_state", default=None
 )
@@ -81,7 +94,8 @@ class Enter:
         value: What ``as`` gives.
 
     Raises:
-        UsageError: On leaving, if another one was entered in it and not left.
+        ContextError: On leaving, if another one was entered in it and not left; or if code in it
+            used the replica context, which is None in it, as if there were one.
     """
 
     __slots__ = ("_entry", "_token", "_value")
@@ -102,8 +116,12 @@ class Enter:
         traceback: TracebackType | None,
     ) -> None:
         if _entered.get() is not self._entry and exc is None:
-            raise UsageError(
+            raise ContextError(
                 "a replica context was left before another that was entered in it",
                 hint="use `with` blocks, which are left in the right order",
             )
         _entered.reset(self._token)
+        state = self._entry[1]
+        if isinstance(exc, AttributeError) and exc.obj is None and exc.name in REPLICAS_ONLY:
+            if isinstance(state, CrossReplica | Updating):
+                raise no_replica(exc.name, state) from exc

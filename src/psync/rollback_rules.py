@@ -12,7 +12,7 @@ in it. Synchronous pushes are known to ps 0, once their step has been applied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from psync.image_state import ImageState
 
@@ -25,6 +25,9 @@ class CutCalls:
 
     Args:
         images: Of all ps tasks.
+
+    Attributes:
+        pending: Closures of which a synchronous push waits for its step: it is not in the cut.
     """
 
     def __init__(self, images: Sequence[ImageState]) -> None:
@@ -42,7 +45,7 @@ class CutCalls:
                     self._calls.setdefault(closure, set()).add(call)
             for _, closure, ordinal, _ in image.counted:
                 self._calls.setdefault(closure, set()).add(ordinal)
-        self._pending = frozenset(number for image in images for number in image.pending)
+        self.pending = frozenset(number for image in images for number in image.pending)
 
     def has_all(self, closure: int, calls: int) -> bool:
         """Return whether all updates of a closure that has ended are in the cut.
@@ -51,7 +54,7 @@ class CutCalls:
             closure: Its id.
             calls: How many calls it has made that update something.
         """
-        if closure in self._pending:
+        if closure in self.pending:
             return False
         return closure < self._final_below or len(self._calls.get(closure, ())) >= calls
 
@@ -69,9 +72,15 @@ class EndedClosures:
         """Note a closure that has ended, and how many calls it has made."""
         self._calls[closure] = calls
 
-    def saved(self, cut: CutCalls) -> None:
-        """Forget those that are in a checkpoint now."""
-        self._calls = {
+    def saved(self, cut: CutCalls, is_open: Callable[[int], bool]) -> None:
+        """Forget those that are in a checkpoint now.
+
+        Args:
+            cut: What is in it.
+            is_open: Whether a closure has not ended yet. One that had before the first cut was
+                begun was not noted, and may wait for its step in that.
+        """
+        self._calls = {closure: 0 for closure in cut.pending if not is_open(closure)} | {
             closure: calls
             for closure, calls in self._calls.items()
             if not cut.has_all(closure, calls)

@@ -165,7 +165,7 @@ class RowAccess(AwaitFirst):
         Raises:
             VariableIndexError: A row is out of range.
             IndexTypeError, IndexValueError: The indices are no integers, or not of shape (n,).
-            GradientError: Shape or dtype of the values do not fit.
+            GradientError: Shape or dtype of the values do not fit, or the dtype cannot hold one.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
             ClosureCancelled: In a step that was cancelled.
@@ -190,6 +190,10 @@ class RowAccess(AwaitFirst):
     async def scatter_add(self, sparse_delta: Any) -> Self:
         """Add to rows; those of one that is named more than once are summed. Else as
         ``scatter_update``.
+
+        What is refused are values that the dtype cannot hold. Results are numpy's in place, here
+        and in the other methods: integers wrap around, and floats that grow too large become
+        infinite.
         """
         return await self._scatter("scatter_add", "add", sparse_delta)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from psync.accumulator_client import AccumulatorClient
 from psync.context import current_closure
-from psync.errors import UsageError
+from psync.errors import UnsupportedError, UsageError
 from psync.iterators import IteratorTable
 from psync.plans import Plan
 from psync.ps_client import PsClient
@@ -157,11 +157,11 @@ class IteratorHandle:
 
         Raises:
             EndOfData: There is none; a step that lets it through ends with it.
-            UsageError: Outside a step.
+            UnsupportedError: Outside a step.
         """
         runtime = current_runtime()
         if runtime is None or runtime.iterators is None:
-            raise UsageError(
+            raise UnsupportedError(
                 "next() on a per-worker iterator outside a step: each worker has its own data",
                 hint="pass the iterator to a step: schedule(step, args=(iterator,))",
             )

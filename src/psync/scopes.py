@@ -1,6 +1,6 @@
 """Which strategy's ``scope()`` is open here, and which strategies are running.
 
-Layer: L3. Imports: errors, specs, cluster, placement, context, runtime.
+Layer: L3. Imports: errors, specs, cluster, placement, context, runtime, process_state.
 
 Apart from ``strategy`` so that variables can find the scope they are declared in without
 importing the strategy, which knows variables.
@@ -19,6 +19,7 @@ from psync.cluster import ClusterSpec
 from psync.context import forbid_in_dataset
 from psync.errors import ClosedError, UsageError
 from psync.placement import Placement
+from psync.process_state import PerProcess
 from psync.runtime import Runtime, current_runtime
 from psync.specs import VariableSpec
 
@@ -75,17 +76,22 @@ class Scope(Protocol):
 open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
 
 
-_strategies: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+_strategies: PerProcess[weakref.WeakSet[Any]] = PerProcess(weakref.WeakSet)
+
+
+def begin_process() -> None:
+    """Forget the strategies of this process: what follows stands for one that has just begun."""
+    _strategies().clear()
 
 
 def add_strategy(scope: Scope) -> None:
     """Note a new strategy."""
-    _strategies.add(scope)
+    _strategies().add(scope)
 
 
 def running_scopes() -> list[Scope]:
     """Return the strategies of this process whose variables can be reached: one, as a rule."""
-    return [scope for scope in _strategies if scope.runtime is not None]
+    return [scope for scope in _strategies() if scope.runtime is not None]
 
 
 def current_scope() -> Scope | None:

@@ -1,6 +1,6 @@
 """One instant over all ps tasks: values that are read, and assigned, under a lock on their shards.
 
-Layer: L3. Imports: errors, plans, ps_client, ps_link, pulled_steps, wire.
+Layer: L3. Imports: errors, plans, ps_client, ps_link, pulled_steps, wire, process_state.
 
 A lock is taken on one ps after the other, in the order of their indices, so two tasks that want
 the same shards cannot wait for each other. It is renewed while the call goes on, and given up
@@ -21,6 +21,7 @@ import numpy as np
 
 from psync.errors import LockLost, PsyncError
 from psync.plans import Plan
+from psync.process_state import PerProcess
 from psync.ps_client import PsClient
 from psync.ps_link import PsLink
 from psync.pulled_steps import PulledSteps
@@ -36,7 +37,7 @@ LEASE_S = 10.0
 READ_ATTEMPTS = 3
 """Connections, and with them locks, may be lost; a read changes nothing and is tried again."""
 
-_numbers = itertools.count(1)
+_numbers = PerProcess(lambda: itertools.count(1))
 
 
 async def pull_at_once(
@@ -114,7 +115,7 @@ async def _locked(ps: PsClient, plan: Plan) -> AsyncIterator[int]:
     members: dict[int, list[tuple[int, int]]] = {}
     for request in plan.requests:
         members.setdefault(request.ps, []).extend(request.members)
-    number = next(_numbers)
+    number = next(_numbers())
     asked: list[PsLink] = []
     renewing = asyncio.get_running_loop().create_task(_renew(asked, number))
     try:

@@ -3,8 +3,9 @@
 Layer: L4. Imports: errors, callbacks, checkpoint, checkpoint_files, context, environment,
 step_thread.
 
-It reads files, and nothing else: it never connects to the cluster, and training neither waits for
-it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing is lost.
+It reads files; of the cluster it only looks whether somebody is there, and training neither waits
+for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from psync.callbacks import Callback, EarlyStopping, LearningRateScheduler, Mode
 from psync.checkpoint import PREFIX, Checkpoint
 from psync.checkpoint_files import checkpoints_in, is_complete, is_last
 from psync.context import forbid_in_step
-from psync.environment import run_over
+from psync.environment import note_training_began, run_over, training_presence
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
 from psync.step_thread import StepThread
 
 logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 10.0
+"""A wait for so long is worth a line in the log, and again at doubling intervals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,11 @@ class SidecarEvaluator:
 
     It ends after a checkpoint that is the last: the program has said so
     (``CheckpointManager.save(last=True)``, ``finish()``; ``Trainer.fit`` does it), or its number
-    is at least ``max_evaluations``. Under ``psync run --evaluator`` it ends with the run instead,
-    once it has evaluated the newest checkpoint: a program that goes on from an earlier run finds
-    the last one of that run there.
+    is at least ``max_evaluations``. It also ends when all ps tasks and workers have gone for a
+    minute, as they do when their chief has failed or was killed, and with TrainingEnded when none
+    has come within the first hour; ``PSYNC_CHIEF_TIMEOUT`` is for it as for them. Under
+    ``psync run --evaluator`` it ends with the run instead, once it has evaluated the newest
+    checkpoint: a program that goes on from an earlier run finds the last one of that run there.
 
     Moving averages are evaluated in place of the variables if they were saved in the same nesting:
     ``Checkpoint(model=model, averages=ema.averages(model))`` gives ``values["averages"]["w"]``.
@@ -159,6 +165,7 @@ class SidecarEvaluator:
             CheckpointMismatch: A checkpoint lacks something that is asked for, or has it in
                 another shape or dtype.
             CheckpointError: The directory cannot be read.
+            TrainingEnded: Nobody has come who trains.
             UsageError: ``eval_fn`` returned something else than a dict of numbers.
             Exception: What ``eval_fn`` or a callback raised.
 
@@ -177,6 +184,7 @@ class SidecarEvaluator:
         try:
             await self._call("on_train_begin")
             while not self.stop_training and (newest := await self._next()) is not None:
+                note_training_began()
                 number, path = newest
                 values = await self._read(number, path)
                 if values is None:
@@ -194,24 +202,38 @@ class SidecarEvaluator:
 
     async def _next(self) -> tuple[int, Path] | None:
         """Wait for a checkpoint that is new, the newest; None: there will be no other."""
-        over = run_over.get()
+        over, training = run_over.get(), training_presence.get()
+        began = reported = asyncio.get_running_loop().time()
         while self._max_evaluations is None or self._done < self._max_evaluations:
             ends = over is not None and over.is_set()  # asked first: what was saved by then is seen
+            if training is not None:
+                await training.look()
             newest = await asyncio.to_thread(self._newest)
             if newest is not None and newest[0] > self._done:
+                if training is not None:
+                    training.note_sign()
                 return newest
             if over is None:
                 ends = newest is not None and await asyncio.to_thread(is_last, newest[1])
+            if training is not None and not ends and training.has_ended():
+                logger.warning(
+                    "the evaluator ends: %s, and no checkpoint was saved as the last",
+                    training.describe(),
+                )
+                ends = True
             if ends:
                 return None
+            now = asyncio.get_running_loop().time()
+            if now - reported >= max(REPORT_AFTER_S, reported - began):
+                reported = now
+                after = "" if newest is None else f" after {newest[1].name}"
+                goes_on = "" if training is None else f"; {training.describe()}"
+                logger.info("waiting for a checkpoint%s in %s%s", after, self._directory, goes_on)
             await _pause(self._poll_interval_s, over)
         return None
 
     def _newest(self) -> tuple[int, Path] | None:
-        try:
-            found = checkpoints_in(self._directory, PREFIX)
-        except OSError as exc:
-            raise CheckpointError(f"looking for checkpoints: {exc}") from exc
+        found = checkpoints_in(self._directory, PREFIX)
         return found[-1] if found else None
 
     async def _read(self, number: int, path: Path) -> dict[str, Any] | None:

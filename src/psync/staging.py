@@ -175,8 +175,13 @@ class Staging:
     def keep(
         self, group: int, replica: Replica, push: int, local_step: int, nbytes: int, update: object
     ) -> None:
-        """Keep a part that another ps has kept, whose backup this is: it has judged it."""
+        """Keep a part that has come to another ps, whose backup this is, if it is wanted.
+
+        It is not if its step was closed before: what its ps refused is in the log, too.
+        """
         known = self._groups.setdefault(group, _Group())
+        if known.step is not None and local_step < known.step:
+            return
         former = known.parts.get((replica, push))
         self._bytes += nbytes - (0 if former is None else former.nbytes)
         self._peak = max(self._peak, self._bytes)

@@ -424,7 +424,9 @@ class StepCloser:
 
     def _define(self, group: int, config: SyncConfig, first: int) -> None:
         if not self.steps.knows(group):
-            self.steps.define(group, config, first)
+            # Where this ps has closed a step of it already, as a backup, -1 is older than that.
+            goes_on = group in dict(self._sync.steps())
+            self.steps.define(group, config, first, goes_on=goes_on)
             if self._members is not None:
                 self.set_members(*self._members)  # a group knows since when too few live
 

@@ -1,13 +1,12 @@
 """ParameterServerStrategy: where variables go.
 
 Layer: L4. Imports: errors, cluster, colocation, data_sources, declarations,
-distributed_datasets, placement, placement_report, replica_context, replica_runs, resolvers,
-runtime, scopes, strategy_extended, variables.
+distributed_datasets, placement, placement_report, platform, replica_context, replica_runs,
+resolvers, runtime, scopes, strategy_extended, variables.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -24,9 +23,16 @@ from psync.distributed_datasets import (
     distribute_function,
     numpy_dataset,
 )
-from psync.errors import ClosedError, ConfigurationError, PartitionError, UsageError
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ContextError,
+    PartitionError,
+    UnsupportedError,
+)
 from psync.placement import Pinned, Placement, Placer, RoundRobin
 from psync.placement_report import PlacementReport, report_of
+from psync.platform import random_hex
 from psync.replica_context import cross_replica, replicas_in_sync
 from psync.replica_runs import ReplicaRuns
 from psync.resolvers import ClusterResolver, training_cluster
@@ -96,7 +102,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
                 f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
             )
         self.ps_recovery = ps_recovery
-        self.origin = os.urandom(8).hex()
+        self.origin = random_hex(8)
         self.runtime: Runtime | None = None  # the coordinator's; None while none runs
         self.created = False  # a coordinator has run: variables may exist on ps tasks
         self.declared: list[Declaration] = []  # not created yet
@@ -116,7 +122,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
         return f"<ParameterServerStrategy {self._cluster!r}, {len(self._variables)} variables>"
 
     def __copy__(self) -> ParameterServerStrategy:
-        raise UsageError("a strategy cannot be copied: it owns its variables")
+        raise UnsupportedError("a strategy cannot be copied: it owns its variables")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterServerStrategy:
         return self
@@ -156,12 +162,13 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
         """Return a context manager in which ``Variable(...)`` declares variables of this strategy.
 
         Raises:
-            UsageError: Inside another strategy's scope, or inside a step.
+            ContextError: Inside another strategy's scope.
+            UsageError: Inside a step.
         """
         forbid_in_step("opening a strategy's scope")
         outer = open_scope.get()
         if outer is not None and outer is not self:
-            raise UsageError(
+            raise ContextError(
                 "mixing different strategies: another one's scope is open here",
                 hint="leave that scope first",
             )
@@ -188,7 +195,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
             options: What a share is; by default files if there are enough, else elements.
 
         Raises:
-            UsageError: It is no such dataset; says what to give instead.
+            ConfigurationError: It is no such dataset; says what to give instead.
             ConfigurationError: It cannot be cut as the options say.
 
         Source: ``tf.distribute.Strategy.experimental_distribute_dataset``.
@@ -207,7 +214,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
 
         Raises:
             UsageError: It is no plain function of at most one argument.
-            ConfigurationError: The options say something else.
+            ConfigurationError: The options say something else, or it makes a variable.
 
         Source: ``tf.distribute.Strategy.distribute_datasets_from_function``.
         """

@@ -98,10 +98,18 @@ class Group:
         config: What its optimizer said.
         step: At which it begins: the value of the global step.
         alive: Living replicas, task → incarnation; None where nobody has said who lives.
+        goes_on: Whether another one, whose backup this is, has closed steps of it. Then values of
+            before all these steps (local step -1) are stale: nobody has kept what they brought.
     """
 
     def __init__(
-        self, number: int, config: SyncConfig, step: int, alive: Mapping[str, int] | None
+        self,
+        number: int,
+        config: SyncConfig,
+        step: int,
+        alive: Mapping[str, int] | None,
+        *,
+        goes_on: bool = False,
     ) -> None:
         self.number = number
         self.config = config
@@ -113,7 +121,8 @@ class Group:
             config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
         )
         self.tokens.put(step, 0)
-        self.first_step = step
+        self.first_step = step - goes_on  # or a later one, which is over
+        self._begun_at = step  # here
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
         self._being_applied: list[Push] = []  # in the one before, while that is closed
@@ -240,14 +249,14 @@ class Group:
         return len(self._counted) >= self._target
 
     @property
+    def may_end(self) -> bool:
+        """Whether there is a step that may be closed when nothing is left to do."""
+        return bool(self._counted and self.closing is None and self.broken is None)
+
+    @property
     def may_close(self) -> bool:
-        """Whether there is a step that may be closed now."""
-        return bool(
-            self._counted
-            and self.closing is None
-            and self.broken is None
-            and self.short_since is None
-        )
+        """Whether there is a step that may be closed now: enough replicas live."""
+        return self.may_end and self.short_since is None
 
     def follow(self, alive: Mapping[str, int], now: float) -> None:
         """Let the target shrink with the living replicas, and note if they are too few."""
@@ -306,7 +315,7 @@ class Group:
             return []
         number = self.config.initial_tokens(count)
         self._has_initial = True
-        return self._answers(self.tokens.put(self.first_step, number))
+        return self._answers(self.tokens.put(self._begun_at, number))
 
     def release(self) -> list[Action]:
         """Give those who wait tokens of the present step: nothing else will make it go on."""

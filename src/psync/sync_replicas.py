@@ -75,7 +75,7 @@ class SyncReplicasOptimizer(Optimizer):
         tensorflow_compat: The tokens of TensorFlow: R initial ones, which waste each replica's
             second step; old ones stay valid; what a replica pulls does not count, the token alone
             says how old its gradients are.
-        min_replicas: With fewer living workers no step is closed.
+        min_replicas: With fewer living workers no step is closed, but by ``join``.
         patience_s: Seconds after which whoever waits for ``min_replicas`` gets NotEnoughReplicas.
         reduction: "mean", weighted; or "sum".
         sparse_divisor: Of gradients of some rows: "per_index" divides each row by the weights of
@@ -294,7 +294,7 @@ class SyncReplicasOptimizer(Optimizer):
         self,
         loss: ValueAndGrad,
         global_step: AnyVariable | None = None,
-        var_list: Iterable[AnyVariable] | None = None,
+        var_list: Any = None,
         gate_gradients: int = GATE_OP,
         aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
@@ -304,10 +304,10 @@ class SyncReplicasOptimizer(Optimizer):
         """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
 
         Args:
-            loss: Called with the values of the variables, one argument each; returns the loss
-                and the gradients in the same order.
+            loss: Called with the values of the variables; returns the loss and the gradients. As
+                ``value_and_grad`` for ``compute_gradients`` of optimizers.
             global_step: As for ``apply_gradients``.
-            var_list: Default: the trainable variables; see ``compute_gradients`` of optimizers.
+            var_list: As there; default: the trainable variables.
             gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH. Without effect, like all that
                 follow: there is no graph here.
             aggregation_method: Without effect.
@@ -330,16 +330,15 @@ class SyncReplicasOptimizer(Optimizer):
                 f"{gate_gradients!r}"
             )
         checked_step("minimize", global_step)
-        losses = []
+        answers = []
 
-        def noting(*values: Any) -> tuple[Any, Any]:
-            value, gradients = loss(*values)
-            losses.append(value)
-            return value, gradients
+        def noting(*values: Any) -> Any:
+            answers.append(loss(*values))
+            return answers[-1]
 
         pairs = await self.compute_gradients(noting, var_list)
         await self.apply_gradients(pairs, global_step)
-        return losses[-1]
+        return answers[-1][0]
 
     def _local_step_of_push(self, runtime: Runtime) -> int:
         """Return the step of the values that a push's gradients come from; -1: the first."""
@@ -377,8 +376,12 @@ class SyncReplicasOptimizer(Optimizer):
     def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
         """Return what puts the initial tokens when it is awaited; see ``init_tokens``.
 
+        The global step is that of ``apply_gradients``, or, where other tasks call that, the one of
+        ``psync.get_or_create_global_step``.
+
         Raises:
-            ConfigurationError: Before ``apply_gradients`` was called in this process, or as
+            ConfigurationError: Neither is known: before ``apply_gradients`` was called in this
+                process, there is no such variable, or no coordinator or session is running. Or as
                 ``init_tokens``; also a ValueError.
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_init_tokens_op``.
@@ -391,8 +394,7 @@ class SyncReplicasOptimizer(Optimizer):
         """Return a runner that has nothing to do, since ps 0 closes the steps.
 
         Raises:
-            ConfigurationError: Before ``apply_gradients`` was called in this process; also a
-                ValueError.
+            ConfigurationError: As ``get_init_tokens_op``; also a ValueError.
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
         """
@@ -417,9 +419,7 @@ class SyncReplicasOptimizer(Optimizer):
         """Put other numbers of tokens than ps 0 would put by itself."""
         if num_tokens == -1:
             return
-        step = self._group.global_step
-        for scope in running_scopes() if step is None else ():
-            step = global_step_of(scope)
+        step = self._known_step()
         if step is None:
             raise UsageError(
                 f"{self._name}: {num_tokens} initial tokens for an unknown global step",
@@ -427,14 +427,25 @@ class SyncReplicasOptimizer(Optimizer):
             )
         await self.init_tokens(step, num_tokens)
 
+    def _known_step(self) -> Variable | None:
+        """Return the global step of the last push; else that of the strategy that is running."""
+        if self._group.global_step is not None:
+            return self._group.global_step
+        steps = [global_step_of(scope) for scope in running_scopes()]
+        return steps[0] if len(steps) == 1 else None
+
     def _applied(self, operation: str) -> Variable:
-        if self._group.global_step is None:
+        step = self._known_step()
+        if step is None:
             raise ConfigurationError(
-                f"{operation} before apply_gradients of {self._name} was called in this process",
-                hint="ps 0 puts the tokens and closes the steps by itself; to put other numbers "
-                "of tokens first: `await optimizer.init_tokens(global_step, num_tokens)`",
+                f"{operation} before apply_gradients of {self._name} was called in this process, "
+                "and there is no other global step",
+                hint="call it while a coordinator or session is running, with "
+                "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps by "
+                "itself; to put other numbers of tokens: "
+                "`await optimizer.init_tokens(global_step, num_tokens)`",
             )
-        return self._group.global_step
+        return step
 
     def _checked_tokens(self, num_tokens: int) -> int:
         count = checked_count(self._name, "num_tokens", num_tokens)

@@ -10,7 +10,7 @@ A push arrives here when all its parts are staged. For each the first line that 
     same replica, same number, waiting                   it goes on waiting
     of an incarnation that was replaced                  Refuse: FencedError
     its closure is final, or made the same call before   "duplicate", then a token
-    local step below the group's step                    "stale", then a token
+    local step below the group's step, see ``Group``     "stale", then a token
     its replica has used all bound tokens of the step    "stale", then a token
     else                                                 it counts, then a token
 
@@ -59,15 +59,25 @@ class SyncSteps:
 
     # Groups.
 
-    def define(self, group: int, config: SyncConfig, initial_step: int) -> None:
+    def define(
+        self, group: int, config: SyncConfig, initial_step: int, *, goes_on: bool = False
+    ) -> None:
         """Make a group known; the same again changes nothing.
+
+        Args:
+            group: Its number.
+            config: What its optimizer said.
+            initial_step: The value of the global step.
+            goes_on: Whether another one has closed steps of it before, whose backup this is.
 
         Raises:
             ConfigurationError: If it is known with another configuration.
         """
         known = self._groups.get(group)
         if known is None:
-            known = self._groups[group] = Group(group, config, initial_step, self._alive)
+            known = self._groups[group] = Group(
+                group, config, initial_step, self._alive, goes_on=goes_on
+            )
             known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
         elif known.config != config:
             raise ConfigurationError(
@@ -85,7 +95,7 @@ class SyncSteps:
         return -1 if known is None else known.step
 
     def first_step(self, group: int) -> int:
-        """Return the step at which the group began, -1 if it is not defined."""
+        """Return the step at which the group began, or a later one, which is over; -1: unknown."""
         known = self._groups.get(group)
         return -1 if known is None else known.first_step
 
@@ -154,13 +164,16 @@ class SyncSteps:
         return [*actions, *self._close_what_is_due()]
 
     def finish(self) -> list[Action]:
-        """Nothing is left to do: close the steps in which something was counted."""
+        """Nothing is left to do: close the steps in which something was counted.
+
+        However few replicas live: those that pushed may have gone, and nobody goes on without them.
+        """
         if self._ended is not None:
             return []
         return [
             known.close(partial=not known.is_complete)
             for known in self._groups.values()
-            if known.may_close
+            if known.may_end
         ]
 
     @property
@@ -168,7 +181,7 @@ class SyncSteps:
         """Whether all that was counted has been applied, as far as it can be."""
         over = self._ended is not None
         return not any(
-            known.closing or (known.may_close and not over) for known in self._groups.values()
+            known.closing or (known.may_end and not over) for known in self._groups.values()
         )
 
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:

@@ -1,6 +1,6 @@
 """Reports of what this process does and waits for: on SIGUSR1, and where somebody asks.
 
-Layer: L2. Imports: stacks.
+Layer: L2. Imports: stacks, process_state.
 
 A task says how it is described (``described_by``); a report is that, then the stacks of all
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
@@ -24,6 +24,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
+from psync.process_state import PerProcess
 from psync.stacks import describe_tasks, describe_threads
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,15 @@ STDERR = 2
 
 Description = Callable[[], Iterable[str]]
 
-_descriptions: dict[object, Description] = {}
+_descriptions: PerProcess[dict[object, Description]] = PerProcess(dict)
 """Of what runs in this process: one task; more in a cluster in memory."""
 
 
 def add_description(describe: Description) -> Callable[[], None]:
     """Let reports contain the lines that ``describe()`` returns; return what ends that."""
-    key = object()
-    _descriptions[key] = describe
-    return lambda: _descriptions.pop(key, None) and None
+    key, known = object(), _descriptions()
+    known[key] = describe
+    return lambda: known.pop(key, None) and None
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def report_text(why: str, descriptions: Iterable[Description] | None = None) -> 
         why: Follows "report of process …".
         descriptions: What it begins with; None: all that were added.
     """
-    known = list(_descriptions.values()) if descriptions is None else descriptions
+    known = list(_descriptions().values()) if descriptions is None else descriptions
     lines = [f"psync: report of process {os.getpid()}, {why}"]
     for part in [*known, _tasks, describe_threads]:
         try:

@@ -1,7 +1,7 @@
 """Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers.
 
-Layer: L4. Imports: errors, chief_presence, environment, lifeline, own_task, platform, process_loop,
-ps_task, resolvers, shut_down, task_output, task_reports, worker_task.
+Layer: L4. Imports: errors, chief_presence, cluster, environment, lifeline, own_task, platform,
+process_loop, ps_task, resolvers, shut_down, task_output, task_reports, transport, worker_task.
 """
 
 from __future__ import annotations
@@ -18,21 +18,29 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from psync.chief_presence import chief_timeouts, until_told
+from psync.chief_presence import (
+    TrainingPresence,
+    chief_timeouts,
+    naming_who_is_awaited,
+    until_told,
+)
+from psync.cluster import task_name
 from psync.environment import (
     added_workers,
     note_incarnation,
     platform_of,
     run_over,
     script_is_shared,
+    tell_launcher,
+    training_began,
     training_over,
+    training_presence,
 )
 from psync.errors import (
     AuthenticationError,
     ConfigurationError,
     ConnectFailed,
     PsyncError,
-    RemoteError,
     RemoteProtocolError,
     TrainingEnded,
     UsageError,
@@ -45,6 +53,7 @@ from psync.resolvers import ClusterResolver, TFConfigClusterResolver
 from psync.shut_down import shut_down
 from psync.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.task_reports import described_by
+from psync.transport import SocketNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +64,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
-"""What is wrong with the cluster rather than with the program."""
+"""What is wrong with the cluster rather than with the program, until training has begun."""
 
 
 def run(
@@ -86,13 +95,15 @@ def run(
 
     Raises:
         SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
-            traceback on stderr, where the cluster is not as it should be: its description is
-            wrong, there is no secret or another one, an address is taken, a task is not there or
-            is another one. Likewise with code 1 where a task serves and no chief comes
-            (``PSYNC_CHIEF_TIMEOUT``), and where ``main`` runs on workers and training has
-            ended before its time, as when the chief was lost. With code 130 after Ctrl-C and 143
-            after SIGTERM, which cancel ``main``.
-        Exception: What else ``main`` raised.
+            traceback on stderr, where the set-up is wrong: the cluster's description or an option,
+            there is no secret or another one, an address is taken, a task is not there or is
+            another one. That is so until a coordinator or session has started, and the other tasks
+            then go on waiting for a chief. Likewise with code 1 where a task serves and no chief
+            comes, or an evaluator sees nobody train (``PSYNC_CHIEF_TIMEOUT``), and where ``main``
+            runs on workers and training has ended before its time, as when the chief was lost. With
+            code 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
+        Exception: What else ``main`` raised, and all that it raised once a coordinator or session
+            had started. The other tasks are told to exit.
 
     Example:
         if __name__ == "__main__":
@@ -104,6 +115,7 @@ def run(
                 f"run: expected a coroutine function, got {type(function).__name__}",
                 hint="psync.run(main) with `async def main():`",
             )
+    began = asyncio.Event()
     try:
         own = own_task(resolver)
         job = own.job
@@ -112,18 +124,18 @@ def run(
             jobs = ("ps",) if on_workers else ("worker", "ps")
             over = asyncio.Event()
             return run_loop(
-                lambda: _run_main(main, own, () if launched else jobs, over),
+                lambda: _run_main(main, own, () if launched else jobs, began, over),
                 last_words=over if job == "worker" else None,
             )
         serving = (
-            _evaluate(evaluator)
+            _evaluate(evaluator, own, began)
             if job == "evaluator"
             else partial(_serve, own, insecure=False, shared=True)
         )
         run_loop(serving, terminated_code=0)
         sys.exit(0)
     except SETUP_ERRORS as exc:
-        if not _is_of_setup(exc):
+        if began.is_set():
             raise
         _exit(exc, 2)
     except TrainingEnded as exc:
@@ -133,26 +145,34 @@ def run(
 
 
 async def _run_main(
-    main: Callable[[], Awaitable[T]], own: OwnTask, stopping: Sequence[str], over: asyncio.Event
+    main: Callable[[], Awaitable[T]],
+    own: OwnTask,
+    stopping: Sequence[str],
+    began: asyncio.Event,
+    over: asyncio.Event,
 ) -> T:
     """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
     script_is_shared.set(True)
+    training_began.set(began)
     training_over.set(over)
     added_workers.set({})
     note_incarnation(0)
-    tasks_end, began = own.leads, time.time_ns()
+    tasks_end, since = own.leads, time.time_ns()
     try:
         return await main()
-    except SETUP_ERRORS as exc:
-        # Whoever corrects what is wrong here finds the others still there.
-        tasks_end = tasks_end and not _is_of_setup(exc)
+    except SETUP_ERRORS:
+        # Whoever corrects what is wrong here, or starts who is missing, finds the others still
+        # there. They may also serve a chief that has a better right to them.
+        tasks_end = tasks_end and began.is_set()
         raise
     finally:
         if tasks_end:
-            await shut_down(own, stopping, began)
+            await shut_down(own, stopping, since)
 
 
-def _evaluate(evaluator: Callable[[], Awaitable[Any]] | None) -> Callable[[], Awaitable[Any]]:
+def _evaluate(
+    evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
+) -> Callable[[], Awaitable[Any]]:
     """Return what runs on an evaluator."""
     if evaluator is None:
         raise ConfigurationError(
@@ -160,20 +180,25 @@ def _evaluate(evaluator: Callable[[], Awaitable[Any]] | None) -> Callable[[], Aw
             hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
         )
     fd = os.environ.pop("PSYNC_RUN_FD", None)
-    if fd is None:
-        return evaluator
+    patience = chief_timeouts(os.environ)
+    tasks = {
+        task_name(job, index): own.cluster.task_address(job, index)
+        for job in ("ps", "worker")
+        if job in own.cluster.jobs
+        for index in own.cluster.task_indices(job)
+    }
 
-    async def evaluate_until_the_run_ends() -> None:
+    async def evaluate() -> None:
+        training_began.set(began)
+        if fd is None:
+            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            await evaluator()
+            return
         with end_of_run(int(fd)) as over:
             run_over.set(over)
             await evaluator()
 
-    return evaluate_until_the_run_ends
-
-
-def _is_of_setup(error: PsyncError) -> bool:
-    """Whether it is not of a step, which has a remote traceback to be seen."""
-    return not isinstance(error.__cause__, RemoteError)
+    return evaluate
 
 
 async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
@@ -226,8 +251,15 @@ async def _serve(
     # Who started this task by hand waits for this line; a launcher knows.
     level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
     logger.log(level, "%s serves at %s", task.task, own.address)
+    awaited = ""
+    if own.job == "worker" and "chief" not in own.cluster.jobs:
+        awaited = (
+            f"{task.task} waits for a chief, and its cluster's description names none: a chief "
+            f"takes it in with add_worker({own.address!r}, index={own.index})"
+        )
+    naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
     try:
-        with described_by(task.describe), _leaving_first(task):
+        with described_by(task.describe), _leaving_first(task), naming:
             await until_told(task.task, task.stopped, task.chief, timeouts)
     finally:
         await task.close()
@@ -290,6 +322,7 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
 def _prepare_process(own: OwnTask) -> bool:
     """Set up logging and the lifeline; return whether a launcher started this process."""
     fill_standard_streams()
+    tell_launcher()
     launched = bool(os.environ.get("PSYNC_LAUNCHED"))
     if launched:
         write_whole_lines()

@@ -1,8 +1,8 @@
 """Trainer: a training loop for those who do not want to write their own.
 
-Layer: L4. Imports: errors, callbacks, checkpoint, checkpoint_manager, cluster_coordinator, context,
-datasets, evaluation, failures, global_step, metrics, optimizer_handles, pulls, remote_value,
-strategy, training_progress.
+Layer: L4. Imports: errors, callbacks, checkpoint, checkpoint_manager, checkpoint_names,
+cluster_coordinator, context, datasets, evaluation, failures, global_step, gradients, metrics,
+optimizer_handles, pulls, remote_value, strategy, training_progress.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
 is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
@@ -22,6 +22,7 @@ from typing import Any
 from psync.callbacks import Callback
 from psync.checkpoint import Checkpoint
 from psync.checkpoint_manager import CheckpointManager
+from psync.checkpoint_names import by_name
 from psync.cluster_coordinator import ClusterCoordinator
 from psync.context import current_closure, forbid_in_step
 from psync.datasets import PerWorkerDataset
@@ -29,6 +30,7 @@ from psync.errors import ConfigurationError, EndOfData
 from psync.evaluation import SHARDS_PER_WORKER, Counts, evaluate, parts_of, shards_of
 from psync.failures import text_of
 from psync.global_step import get_or_create_global_step
+from psync.gradients import GradientFunction
 from psync.metrics import Mean, Metric
 from psync.optimizer_handles import Optimizer
 from psync.pulls import leaves, pairs, pull
@@ -76,14 +78,18 @@ class Trainer:
         variables: A variable, a list, a dict: any nesting, as ``psync.pull`` takes it.
         value_and_grad: (values, batch) → (loss, gradients) or (loss, gradients, predictions), where
             values and gradients are nested as ``variables`` are. Runs on workers; may be a
-            coroutine function. Gradients may be None or ``IndexedSlices``.
+            coroutine function. Gradients may be None or ``IndexedSlices``. Or what
+            ``gradients.from_torch`` or ``from_jax`` returns: its loss function gets the values as
+            in ``minimize``, then the items of the batch, and returns predictions beside the loss
+            if there are metrics.
         optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``.
         metrics: Of predictions: each ``update_state(y, predictions, sample_weight=…)``, where a
             batch is (x, y) or (x, y, sample_weight). Named by their names.
         loss_and_predictions: (values, batch) → (loss, predictions), for evaluation. Default:
             ``value_and_grad``, whose gradients are thrown away.
         checkpoint_directory: Where the state is saved after each epoch, and from where ``fit``
-            resumes. None: it is not.
+            resumes. None: it is not. Variables are called there as in
+            ``Checkpoint(model=variables)``, and below a list or tuple by their own names.
         max_to_keep: How many checkpoints are kept there.
 
     Raises:
@@ -126,14 +132,14 @@ class Trainer:
         self.optimizer = optimizer
         self.stop_training = False
         self.validation_skipped = False  # after this epoch: only each n-th has one
-        self._value_and_grad = value_and_grad
-        self._evaluated = loss_and_predictions or value_and_grad
+        self._value_and_grad = _of_batch(value_and_grad)
+        self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
         with strategy.scope():
             self._loss = Mean("loss")
             self._global_step = get_or_create_global_step() if optimizer.synchronous else None
         self.history = History()
         self.checkpoint = Checkpoint(
-            variables=self.flat_variables, optimizer=optimizer, history=self.history
+            model=by_name(variables), optimizer=optimizer, history=self.history
         )
         self.manager = (
             None
@@ -371,6 +377,10 @@ class Trainer:
                     before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
         if error is None and first is not None:
             raise first
+
+
+def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.of_batch if isinstance(function, GradientFunction) else function
 
 
 def _check_all(where: str, what: str, kind: type, things: Sequence[Any]) -> None:

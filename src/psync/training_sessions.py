@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from psync.chief_presence import naming_who_is_awaited
 from psync.cluster import task_name
 from psync.context import forbid_in_step
-from psync.environment import platform_of, training_over
+from psync.environment import note_training_began, platform_of, training_over
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -196,6 +197,7 @@ class MonitoredTrainingSession:
         except BaseException as exc:
             await self._finish(exc)
             raise
+        note_training_began()
         return self
 
     async def _begin(self, links: SessionLinks) -> None:
@@ -203,7 +205,9 @@ class MonitoredTrainingSession:
             await self._use(await links.attach(trains=self._trains))
             await links.declare(self._min_workers, trains=self._trains)
         else:
-            await self._use(await links.enter())
+            text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
+            with naming_who_is_awaited(lambda: text):
+                await self._use(await links.enter())
         self._watcher = asyncio.get_running_loop().create_task(self._watch(links))
         if await self._is_at_last_step():
             await self._end_training(f"step {self._stop_at_step} is reached")
@@ -373,6 +377,12 @@ class MonitoredTrainingSession:
         return self._job == "chief" or (
             self._job == "worker" and self._index == 0 and "chief" not in self.strategy.cluster.jobs
         )
+
+    def _leader(self) -> str:
+        cluster = self.strategy.cluster
+        job = "chief" if "chief" in cluster.jobs else "worker"
+        index = cluster.task_indices(job)[0]
+        return f"{task_name(job, index)} at {cluster.task_address(job, index)}"
 
     def _num_others(self) -> int:
         cluster = self.strategy.cluster

@@ -9,7 +9,7 @@ import reprlib
 from typing import Any
 
 from psync.cluster import ClusterSpec
-from psync.errors import ConfigurationError
+from psync.errors import ConfigurationError, DuplicateTaskError
 from psync.resolvers import ClusterResolver
 
 
@@ -29,8 +29,8 @@ class UnionClusterResolver(ClusterResolver):
         ConfigurationError: If no resolver is given, or an argument that there is not.
         TypeError: If one is no ClusterResolver.
 
-    Source: TensorFlow ``UnionResolver``; there a duplicate index is a KeyError, and an override
-        with 0 or an empty text is passed over.
+    Source: TensorFlow ``UnionResolver``; there an override with 0 or an empty text is passed
+        over.
     """
 
     source = "UnionClusterResolver"
@@ -65,8 +65,9 @@ class UnionClusterResolver(ClusterResolver):
         """Return the jobs of all resolvers.
 
         Raises:
-            ConfigurationError: If two give the same index of a job, or one address to two tasks;
-                and what a resolver raises.
+            DuplicateTaskError: If two give the same index of a job; also a KeyError.
+            ConfigurationError: If they give one address to two tasks.
+            Exception: What a resolver raises.
         """
         descriptions = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         merged: dict[str, Any] = {}
@@ -144,7 +145,7 @@ def _merged(
     )
     twice = sorted(one.keys() & other.keys())
     if twice:
-        raise ConfigurationError(
+        raise DuplicateTaskError(
             f"UnionClusterResolver: job {job!r}: several resolvers give task "
             f"{', '.join(map(str, twice))}",
             hint="where one of them gives indices, lists count from 0",

@@ -50,8 +50,9 @@ class ValueAccess(RowAccess):
 
         Args:
             value: An array of the variable's shape, or what numpy makes one of. It is cast to the
-                variable's dtype within a kind (float64 to float32, integers to floats). Not
-                copied: do not change it before this returns.
+                variable's dtype within a kind (float64 to float32, integers to floats) if that
+                can hold all its numbers: floats may be rounded, but none may become infinite.
+                Not copied: do not change it before this returns.
             atomic: Whether all shards change as one: whoever reads with ``consistent=True``, and
                 whoever else assigns so, finds the old value or the new one in all of them. Other
                 updates wait meanwhile; one that has its part on several ps tasks may come before
@@ -62,7 +63,7 @@ class ValueAccess(RowAccess):
             The variable.
 
         Raises:
-            GradientError: If shape or dtype do not fit.
+            GradientError: If shape or dtype do not fit, or the dtype cannot hold a number.
             ReplicaValueError: In a replica of ``strategy.run``: the variable has no aggregation.
             UsageError: Neither in a step nor within a running coordinator.
             ParameterServerLost: If a ps is gone.
@@ -79,11 +80,15 @@ class ValueAccess(RowAccess):
         return await self._assign("assign", "assign", value)
 
     async def assign_add(self, delta: Any) -> Self:
-        """Add ``delta`` to the value; else as ``assign``."""
+        """Add ``delta`` to the value; else as ``assign``.
+
+        What is refused is a ``delta`` that the dtype cannot hold. The sum is numpy's in place:
+        integers wrap around, and floats that grow too large become infinite.
+        """
         return await self._assign("assign_add", "add", delta)
 
     async def assign_sub(self, delta: Any) -> Self:
-        """Subtract ``delta`` from the value; else as ``assign``."""
+        """Subtract ``delta`` from the value; else as ``assign_add``."""
         return await self._assign("assign_sub", "sub", delta)
 
     async def _assign(self, method: str, op: str, value: Any) -> Self:

@@ -1,29 +1,43 @@
 """Which variables are meant: those that a call names, or all that can be trained here.
 
-Layer: L4. Imports: errors, runtime, scopes, gradient_arguments, variables.
+Layer: L4. Imports: errors, runtime, scopes, gradient_arguments, pulls, variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from psync.errors import GradientError, UsageError
 from psync.gradient_arguments import AnyVariable
+from psync.pulls import is_flat, leaves
 from psync.runtime import current_runtime
 from psync.scopes import running_scopes
-from psync.variables import ShardedVariable, Variable
+from psync.variables import Handle
 
 
-def listed(var_list: Iterable[AnyVariable]) -> list[AnyVariable]:
-    """Return the variables that a call was given: one, or several.
+def listed(var_list: Any) -> Any:
+    """Return the variables that a call was given: a list of them, or as they are nested.
+
+    Args:
+        var_list: One variable, several, or a nesting as ``pull`` takes it.
 
     Raises:
-        GradientError: Something else is among them.
+        GradientError: Something else is among them, or there is none in a nesting.
     """
-    variables = [var_list] if isinstance(var_list, Variable | ShardedVariable) else list(var_list)
-    for variable in variables:
-        if not isinstance(variable, Variable | ShardedVariable):
-            raise GradientError(f"var_list: expected variables, got {type(variable).__name__}")
+    if isinstance(var_list, dict):
+        variables: Any = var_list
+    elif isinstance(var_list, Handle):
+        variables = [var_list]
+    else:
+        variables = var_list if isinstance(var_list, list | tuple) else list(var_list)
+        for item in variables:
+            if not isinstance(item, Handle | dict | list | tuple):
+                raise GradientError(f"var_list: expected variables, got {type(item).__name__}")
+    if is_flat(variables):
+        return list(variables)
+    if not any(True for _ in leaves(variables)):
+        raise GradientError("var_list: expected variables, got none")
     return variables
 
 

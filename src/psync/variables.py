@@ -1,7 +1,7 @@
 """Variables: handles on arrays that live on ps tasks.
 
 Layer: L4. Imports: errors, specs, cluster, context, on_read, runtime, scopes, value_access,
-variable_creators.
+variable_creators, process_state.
 
 A handle holds no value. It is declared in ``strategy.scope()``, travels to workers as
 (origin, spec), and is one object per process there. Inside a step it talks to ps tasks
@@ -22,6 +22,7 @@ from psync.cluster import device_name
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import ConfigurationError, UsageError
 from psync.on_read import CopyAccess, declare_copies
+from psync.process_state import PerProcess
 from psync.runtime import Runtime
 from psync.scopes import Scope, current_scope, runtime_here
 from psync.specs import ShardSpec, VariableSpec, dtype_of
@@ -253,7 +254,9 @@ def declared_in(
     return handle
 
 
-_interned: weakref.WeakValueDictionary[tuple[str, str, int], Any] = weakref.WeakValueDictionary()
+_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str, int], Any]] = PerProcess(
+    weakref.WeakValueDictionary
+)
 
 
 def _intern(
@@ -264,13 +267,13 @@ def _intern(
 ) -> Any:
     """Return this process's handle of a variable: one object, however often it arrives."""
     key = (origin, spec.name, spec.variable_id)
-    handle = _interned.get(key)
+    handle = _interned().get(key)
     if handle is None:
         handle = object.__new__(_class_of(spec, synchronization))
         handle.spec, handle.origin = spec, origin
         handle.synchronization, handle.aggregation = synchronization, aggregation
         handle._scope = None
-        _interned[key] = handle
+        _interned()[key] = handle
     return handle
 
 

@@ -213,9 +213,9 @@ class Visits:
         """Note what became of the shards that are running."""
         for shard, value in list(self._running.items()):
             closure = value.closure
-            for _ in range(closure.attempts - self._losses.get(shard, 0)):
+            for _ in range(closure.times_back - self._losses.get(shard, 0)):
                 self._visitation.lose(shard)
-            self._losses[shard] = closure.attempts
+            self._losses[shard] = closure.times_back
             if not value.done():
                 continue
             del self._running[shard], self._losses[shard]

@@ -1,6 +1,6 @@
 """Rules without one of their safeguards: what ``testing_switches`` puts in their place.
 
-Layer: L2. Imports: commit_log, ledger, sync_groups, sync_steps, update_gate.
+Layer: L2. Imports: commit_log, ledger, sync_groups, sync_steps, update_gate, process_state.
 
 Each is the rule itself, told something wrong. So the code that trains knows nothing of switches.
 """
@@ -14,12 +14,16 @@ from typing import Any
 
 from psync.commit_log import CommitLog, LogState
 from psync.ledger import Client, Ledger, Verdict
+from psync.process_state import PerProcess
 from psync.sync_groups import Action, Contribution
 from psync.sync_steps import SyncSteps
 from psync.update_gate import UpdateGate
 
 CALLS_KEPT = 2
 """Closures of which a ledger without its low-water mark knows calls."""
+
+
+_numbers = PerProcess(lambda: itertools.count(1))
 
 
 class WeakLedger(Ledger):
@@ -31,7 +35,6 @@ class WeakLedger(Ledger):
 
     without: frozenset[str] = frozenset()
     spared: Mapping[str, int] = {}
-    _numbers = itertools.count(1)
 
     def begin(
         self,
@@ -47,7 +50,7 @@ class WeakLedger(Ledger):
         """Judge an update, or what it is made out to be."""
         client = self._judged_as(client)
         if "dedup" in self.without:  # each message is the first of its kind
-            sequence = acked_below = next(WeakLedger._numbers)
+            sequence = acked_below = next(_numbers())
             closure = None
         verdict = super().begin(
             client, sequence, acked_below, closure, ordinal, variable_set, variables, spread

@@ -92,7 +92,8 @@ class EarlyWriter(Writer):
         """Put the last manifest in the place of those before."""
         self.remove_nonce()
         self._look_at_files()
-        (self.temporary / BLANK).unlink()
+        with disk_errors(f"writing {self.temporary}"):
+            (self.temporary / BLANK).unlink()
         del self._sizes[BLANK]
         self._put(self._manifest(number, tensors, states))
         return self.temporary

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from psync.cluster import parse_task_name, task_name
 from psync.endpoint import Endpoint
-from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError
+from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError, WorkerLost
 from psync.flapping import Flapping
 from psync.membership import Action as MembershipAction
 from psync.membership import Assign, Membership, TaskState, backoff
@@ -117,6 +117,7 @@ class WorkerLinks:
         self._membership = membership
         self._owner = owner
         self._flapping = flapping
+        self.given_up: dict[str, str] = {}  # by name, what became of those that will not return
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
         self._workers = {
@@ -144,14 +145,18 @@ class WorkerLinks:
     def describe(self) -> list[str]:
         """Say who is set aside and who is about to leave."""
         now = self._loop.time()
-        return [
-            f"{name} is set aside for {seconds:.0f} s, for it was lost again and again"
-            for name, seconds in self._flapping.set_aside(now)
-        ] + [
-            f"{worker.name} leaves when its closure has ended"
-            for worker in self._workers.values()
-            if worker.leaving
-        ]
+        return (
+            [
+                f"{name} is set aside for {seconds:.0f} s, for it was lost again and again"
+                for name, seconds in self._flapping.set_aside(now)
+            ]
+            + [
+                f"{worker.name} leaves when its closure has ended"
+                for worker in self._workers.values()
+                if worker.leaving
+            ]
+            + [f"{name} {reason}" for name, reason in self.given_up.items()]
+        )
 
     # Workers that come and leave.
 
@@ -172,6 +177,7 @@ class WorkerLinks:
         name = task_name("worker", index)
         place = self._places.setdefault(name, len(self._places))
         worker = self._workers[name] = _Worker(name, address, place)
+        self.given_up.pop(name, None)
         self._membership.add_worker(name, address)
         worker.on_joined = self._loop.create_future()
         worker.supervisor = self._owner.supervise(self._keep(worker))
@@ -204,6 +210,36 @@ class WorkerLinks:
                 logger.info("%s was not told to leave: %s", name, exc)
             await worker.on_gone.wait()
         await self._forget(worker)
+
+    async def give_up(self, name: str, reason: str) -> None:
+        """Forget a worker whose process has ended, and is not started again.
+
+        Args:
+            name: Of the worker.
+            reason: What became of it.
+
+        Cancellation: It is not connected to again.
+        """
+        worker = self._workers.get(name)
+        if worker is None:
+            return  # it was removed meanwhile
+        worker.is_kept = False
+        await worker.on_gone.wait()  # its connections end as it did: it is lost, or has left
+        await self._forget(worker)
+        if name not in self._workers:
+            self.given_up[name] = reason
+
+    def all_given_up(self) -> WorkerLost | None:
+        """Return who is gone, if there is no worker that might come again."""
+        if self._workers or not self.given_up:
+            return None
+        *others, (last, reason) = self.given_up.items()
+        before = "".join(f"; {name} {why}" for name, why in others)
+        return WorkerLost(
+            last,
+            f"{reason}, and there is no other worker{before}",
+            hint="what they wrote says why they ended; add_worker(address) takes in another one",
+        )
 
     def end_session(self, name: str, error: Exception, *, blame: bool) -> None:
         """End what a worker does for us, and attach it anew: nothing that speaks against it.
@@ -261,6 +297,10 @@ class WorkerLinks:
             mine = self._owner.incarnation
             try:
                 lanes = await self._attach(worker)
+            except WorkerLost as exc:
+                logger.info("%s", exc.message)  # the next process of that name may stay
+                failures += 1
+                continue
             except PsyncError as exc:
                 if not self._owner.is_up and isinstance(exc, FencedError):
                     await self._owner.ask_again(mine, worker.name, worker.address)
@@ -331,6 +371,7 @@ class WorkerLinks:
         """Return its control and bulk connection; None if one is gone already.
 
         Raises:
+            WorkerLost: It is about to leave.
             PsyncError: The worker refuses, or something else answers.
         """
         # Nobody waits for one that has left, so nobody wants to read of it.
@@ -383,6 +424,8 @@ class WorkerLinks:
         if supervisor is not None and not supervisor.done():
             supervisor.cancel()
             await asyncio.wait((supervisor,))
+        if self._workers.get(worker.name) is not worker:
+            return  # somebody else has done it meanwhile
         if worker.peers is not None:
             for peer in worker.peers:
                 peer.abort()

@@ -347,7 +347,7 @@ class Session:
             if context.cancelled:
                 return CANCELLED
             return self._failed("error", ClosureCancelled(f'step "{name}" cancelled itself'))
-        except (_CoordinatorGone, KeyboardInterrupt):
+        except _CoordinatorGone:
             raise
         except GeneratorExit as exc:
             if asyncio.current_task(self._loop) is not self._runner:
@@ -356,6 +356,8 @@ class Session:
         except EndOfData as exc:
             return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
         except BaseException as exc:
+            if isinstance(exc, KeyboardInterrupt) and _is_signal(exc):
+                raise
             return CANCELLED if context.cancelled else self._failed("error", exc)
         return ClosureEnd("ok", payload)
 
@@ -402,3 +404,11 @@ class Session:
 
     def _failed(self, kind: str, exc: BaseException) -> ClosureEnd:
         return failed(kind, exc, main_by_name=self._main_by_name)
+
+
+def _is_signal(error: KeyboardInterrupt) -> bool:
+    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and frames.tb_frame.f_globals.get("__name__") == "asyncio.runners"

@@ -19,7 +19,14 @@ from typing import Any
 from psync.blocks import BlockPool
 from psync.chief_presence import ChiefPresence
 from psync.endpoint import Endpoint
-from psync.errors import FencedError, ParameterServerLost, PsyncError, UsageError
+from psync.errors import (
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+    UsageError,
+    WorkerLost,
+)
 from psync.iterators import IteratorTable
 from psync.platform import Platform
 from psync.ps_client import PsClient
@@ -204,10 +211,10 @@ class WorkerTask:
         if message.coordinator < self._newest_coordinator:
             raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
         bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
-        if bulk is None:
-            raise UsageError(f"{peer.task} attaches {self.task} before its bulk connection")
+        if bulk is None:  # it was there, or the coordinator would not ask
+            raise ConnectionLost(f"{self.task} has no bulk connection to {peer.task}")
         if self._leaving is not None:
-            raise UsageError(f"{self.task} is about to leave")
+            raise WorkerLost(self.task, "is about to leave")
         self._newest_coordinator = message.coordinator
         self._end_session()
         if session is not None and session.control is not peer:

@@ -8,6 +8,7 @@ import pytest
 from psync.bench import draws, virtual_runs
 from psync.bench.figures import backup_figures, step_seconds
 from psync.bench.modes import Mode
+from psync.bench.training import QUICK_LOSS
 from psync.bench.virtual_runs import DrawnPace
 
 pytest.importorskip("sklearn")
@@ -59,6 +60,14 @@ def test_the_same_draws_give_the_same_run() -> None:
 def test_the_table_begins_anew_after_its_last_step() -> None:
     pace = DrawnPace(np.array([[1.0, 2.0], [3.0, 4.0]]))
     assert [pace.seconds(1, index) for index in range(4)] == [2.0, 4.0, 2.0, 4.0]
+
+
+def test_quick_runs_reach_the_loss_that_they_are_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "WORKERS", 8)  # too few for the modes with backups
+    results = virtual_runs.measure(True, lambda what: None)
+    assert {result["target_loss"] for result in results} == {QUICK_LOSS}
+    reached = {result["mode"] for result in results if result["time_to_loss_s"] is not None}
+    assert reached >= {"async", "sync"}
 
 
 @pytest.mark.slow

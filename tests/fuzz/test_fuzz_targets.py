@@ -29,10 +29,13 @@ targets: dict[str, tuple[Any, list[bytes]]] = {}
 @pytest.fixture(scope="module", autouse=True)
 def path_of_targets() -> Iterator[None]:
     sys.path.insert(0, str(FUZZ))
-    level = logging.getLogger("psync").level  # a target turns the log off; later tests read it
     yield
-    logging.getLogger("psync").setLevel(level)
     sys.path.remove(str(FUZZ))
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "psync")
 
 
 def target(name: str) -> tuple[Any, list[bytes]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from tasks_by_hand import ByHand, plain_environ, script
+from tasks_by_hand import ByHand, ended, plain_environ, script, wait_for_line
 
 pytestmark = pytest.mark.processes
 
@@ -125,3 +125,33 @@ def test_one_that_is_started_by_hand_needs_no_secret_and_ends_on_signals(
         evaluator.send_signal(signum)
         assert evaluator.communicate() == ("evaluator ends\n", "")
         assert evaluator.returncode == code
+
+
+def test_one_that_is_started_by_hand_ends_when_all_who_train_were_killed(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as cleanup:
+        cluster = ByHand()
+        cleanup.callback(cluster.close)
+        training = cluster.serve_all()
+        environ = {"PSYNC_CHIEF_TIMEOUT": "1", "PSYNC_LOG_LEVEL": "debug"}
+        command = script("evaluated.py", str(tmp_path))
+        evaluator = cluster.start("evaluator", 0, command, environ=environ)
+        wait_for_line(evaluator, "training goes on")
+        for task in training:
+            task.kill()
+        left = ended(evaluator)
+        assert "the evaluator ends: nobody trains any more (/job:ps/task:0 at " in left.err
+        assert left.code == 0
+
+
+def test_one_that_nobody_comes_to_ends_as_workers_do(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as cleanup:
+        cluster = ByHand()
+        cleanup.callback(cluster.close)
+        environ = {"PSYNC_CHIEF_TIMEOUT": "0.5"}
+        command = script("evaluated.py", str(tmp_path))
+        run = cluster.run("evaluator", 0, command, environ=environ)
+        assert run.code == 1
+        assert (
+            "psync: error: the evaluator ends: within 0.5 s nobody has come who trains" in run.err
+        )
+        assert "hint: PSYNC_CHIEF_TIMEOUT sets how many seconds it waits" in run.err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import subprocess
 from pathlib import Path
@@ -125,3 +127,21 @@ def test_who_cannot_start_ends_with_code_2() -> None:
         assert cluster.run("chief", 0, script("idle.py"), secret="short").code == 2
         assert cluster.run("evaluator", 0, script("idle.py")).code == 2
         assert cluster.run("chief", 0, ("-m", "psync", "run", "no-such-script.py")).code == 2
+
+
+def test_a_step_that_computes_when_its_worker_is_interrupted_runs_again_elsewhere() -> None:
+    """The first Ctrl-C waits for the loop; the second is raised inside the step."""
+    with by_hand() as cluster:
+        cluster.start("ps", 0)
+        chief = cluster.start("chief", 0, script("steps.py", "computes"))
+        worker = cluster.start("worker", 0)
+        wait_for_line(worker, "computing", "stdout")
+        end = os.pidfd_open(worker.pid)
+        try:
+            while not select.select([end], [], [], 0.05)[0]:
+                worker.send_signal(signal.SIGINT)
+        finally:
+            os.close(end)
+        assert ended(worker).code in (130, -signal.SIGINT), "the last one may come at its very end"
+        wait_for_line(cluster.start("worker", 0), "computing", "stdout")
+        assert chief.poll() is None

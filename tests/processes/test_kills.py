@@ -21,7 +21,7 @@ import pytest
 import uvloop
 
 import psync
-from psync.errors import ParameterServerLost
+from psync.errors import ParameterServerLost, WorkerLost
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -203,6 +203,25 @@ def test_a_worker_that_dies_too_often_is_given_up(caplog: pytest.LogCaptureFixtu
     assert "worker-0 was killed by SIGKILL and is not started again" in caplog.text
 
 
+def test_join_ends_when_the_last_worker_is_given_up_and_says_so() -> None:
+    async def main() -> None:
+        async with psync.LocalCluster(1, 1, max_restarts=1) as cluster:
+            strategy = psync.ParameterServerStrategy(cluster.resolver)
+            async with psync.ClusterCoordinator(strategy, max_losses=10) as coordinator:
+                coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
+                for _ in range(2):
+                    with pytest.raises(WorkerLost) as caught:
+                        await coordinator.join()
+                    assert caught.value.message == (
+                        "/job:worker/task:0 was killed by SIGKILL and is not started again "
+                        "(2 deaths within a minute), and there is no other worker"
+                    )
+                    coordinator.schedule(os.getpid)
+                await coordinator.close()
+
+    run(main)
+
+
 def test_a_step_that_kills_its_worker_with_a_signal_is_run_again() -> None:
     async def main() -> None:
         async with psync.LocalCluster(1, 1, max_restarts=5) as cluster:
@@ -256,7 +275,7 @@ def test_a_killed_ps_ends_the_run_with_a_clear_error_soon(
                 if not point:
                     cluster.tasks["ps-0"].kill()
                 began = time.monotonic()
-                what = "was restarted and has lost" if max_restarts else "cannot be reached"
+                what = "was restarted and has lost" if max_restarts else "is lost: it was killed by"
                 address = cluster.resolver.cluster_spec().task_address("ps", 0)
                 with pytest.raises(ParameterServerLost) as caught:
                     await coordinator.join()

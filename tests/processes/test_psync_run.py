@@ -434,3 +434,43 @@ def test_the_chief_does_not_read_from_the_terminal_that_belongs_to_the_launcher(
     controller, terminal = os.openpty()
     with open(controller, "rb"), open(terminal, "rb"):
         assert report_of(stdin=terminal)["files"]["0"] == "/dev/null"
+
+
+def test_a_script_that_never_calls_psync_run_is_told_of(tmp_path: Path) -> None:
+    script = tmp_path / "forgetful.py"
+    script.write_text("import psync\nasync def main(): pass\nprint('done')\n")
+    command = [sys.executable, "-m", "psync", "run", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0
+    assert (
+        f"psync: {script} ended without psync.run(main), so it has used no ps and no worker; end "
+        "it in: psync.run(main)\n"
+    ) in run.stderr
+
+
+def test_nothing_is_said_of_a_script_that_does(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import psync\nasync def main(): pass\npsync.run(main)\n")
+    command = [sys.executable, "-m", "psync", "run", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_a_script_may_have_a_cluster_of_its_own(tmp_path: Path) -> None:
+    """The tasks of that one have the script's environment, and not the files that it names."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import asyncio, psync\n"
+        "async def main():\n"
+        "    async with psync.LocalCluster(1, 1) as cluster:\n"
+        "        strategy = psync.ParameterServerStrategy(cluster.resolver)\n"
+        "        async with psync.ClusterCoordinator(strategy) as coordinator:\n"
+        "            await coordinator.join()\n"
+        "            print('joined')\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-m", "psync", "run", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "joined\n" in run.stdout.splitlines(keepends=True), run.stderr

@@ -211,6 +211,30 @@ def test_a_worker_is_waited_for_by_a_task_that_came_first() -> None:
         wait_for_line(chief, "connected", "stdout")
 
 
+# --- once training has begun ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mistake", ["wrong_option", "nobody_to_add"])
+def test_a_mistake_after_the_start_has_a_traceback_and_ends_the_other_tasks(mistake: str) -> None:
+    with by_hand() as cluster:
+        tasks = cluster.serve_all()
+        run = cluster.run("chief", 0, script("steps.py", mistake))
+        assert run.code == 1
+        assert "Traceback" in run.err
+        assert f", in {mistake}\n" in run.err
+        assert [ended(task).code for task in tasks] == [0, 0]
+
+
+def test_after_a_mistake_in_the_set_up_the_others_wait_for_a_chief_that_has_none() -> None:
+    with by_hand() as cluster:
+        tasks = cluster.serve_all()
+        steps = script("steps.py", "counts")
+        wrong = cluster.run("chief", 0, steps, environ={"PSYNC_LIMIT_SEGMENTS": "many"})
+        assert reason_of(wrong) == "PSYNC_LIMIT_SEGMENTS: expected a number above 0, got 'many'"
+        assert cluster.run("chief", 0, steps).code == 0
+        assert [ended(task).code for task in tasks] == [0, 0]
+
+
 # --- strangers ---------------------------------------------------------------------------------
 
 GARBAGE = {

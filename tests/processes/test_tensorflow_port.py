@@ -31,8 +31,7 @@ def test_the_ported_script_learns_on_two_workers(tmp_path: Path) -> None:
         )
     )
     assert run.code == 0
-    (said,) = run.err.splitlines()
-    assert "no CheckpointManager has saved anything yet" in said
+    assert run.err == ""
     losses = [float(line.split()[1]) for line in run.out.splitlines()]
     assert len(losses) == 5
     assert losses[-1] < 1e-3 * losses[0]

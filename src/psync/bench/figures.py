@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from psync.bench import draws
-from psync.bench.training import TARGET_LOSS, Run
+from psync.bench.training import Run
 
 Figures = dict[str, Any]
 
@@ -52,8 +52,8 @@ def figures_of(run: Run, setting: str) -> Figures:
         "staleness_of_dropped": histogram(push.staleness for push in stale),
         "mean_staleness": float(np.mean([push.staleness for push in accepted])),
         "losses": [list(look) for look in run.losses],
-        "target_loss": TARGET_LOSS,
-        "time_to_loss_s": run.time_to_loss(TARGET_LOSS),
+        "target_loss": run.job.target_loss,
+        "time_to_loss_s": run.time_to_loss(run.job.target_loss),
     }
 
 

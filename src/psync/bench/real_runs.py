@@ -13,7 +13,7 @@ import numpy as np
 from psync.bench.checks import check
 from psync.bench.figures import Figures, figures_of
 from psync.bench.modes import BOUNDS, Mode, modes_of
-from psync.bench.training import Job, train
+from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, train
 from psync.local import LocalCluster
 
 NUM_PS = 2
@@ -63,16 +63,26 @@ async def measure(
                 for mode in modes:
                     note(f"{count} workers, {setting}, {mode.name}")
                     duration_s = QUICK_S if quick else FULL_S
-                    results.append(await run_one(cluster, mode, setting, duration_s))
+                    target = QUICK_LOSS if quick else TARGET_LOSS
+                    results.append(await run_one(cluster, mode, setting, duration_s, target))
     return results
 
 
-async def run_one(cluster: LocalCluster, mode: Mode, setting: str, duration_s: float) -> Figures:
+async def run_one(
+    cluster: LocalCluster,
+    mode: Mode,
+    setting: str,
+    duration_s: float,
+    target_loss: float = TARGET_LOSS,
+) -> Figures:
     """Train in one mode for so long, check the result, and return its figures."""
     slow = mode.num_workers - 1 if setting == "one slow" else None
 
     def job(mode: Mode) -> Job:
-        return Job(SleepPace(slow), BATCH, SEED, mode.synchronous, duration_s=duration_s)
+        pace = SleepPace(slow)
+        return Job(
+            pace, BATCH, SEED, mode.synchronous, duration_s=duration_s, target_loss=target_loss
+        )
 
     run = await train(cluster, mode, job, seed=SEED, watch_s=WATCH_S, limit_s=duration_s + 30.0)
     check(run)

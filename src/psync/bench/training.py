@@ -29,6 +29,7 @@ from psync.strategy import ParameterServerStrategy
 from psync.variables import Variable
 
 TARGET_LOSS = 0.5  # nats, of the test images; the untrained model has about 2.4
+QUICK_LOSS = 1.75  # of quick runs, which are over long before the other one is reached
 CLUSTER_RATE = 0.5  # learning rate of one gradient from every worker
 
 
@@ -65,6 +66,7 @@ class Job:
     synchronous: bool
     steps: float = math.inf  # global ones in synchronous training, else the worker's own
     duration_s: float = math.inf
+    target_loss: float = TARGET_LOSS
 
 
 @dataclass

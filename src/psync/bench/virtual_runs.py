@@ -20,7 +20,7 @@ from psync.bench import draws
 from psync.bench.checks import check
 from psync.bench.figures import Figures, backup_figures, figures_of
 from psync.bench.modes import Mode, modes_of
-from psync.bench.training import Job, Run, train
+from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, Run, train
 from psync.local import LocalCluster
 from psync.testing import run_virtual
 
@@ -68,13 +68,14 @@ def measure(quick: bool, note: Callable[[str], None]) -> list[Figures]:
     results = []
     for mode, setting in cases:
         note(f"{mode.num_workers} workers in virtual time, {setting}, {mode.name}")
-        run = run_one(mode, DrawnPace(table, patience_s=PATIENCE_S[setting]))
+        pace = DrawnPace(table, patience_s=PATIENCE_S[setting])
+        run = run_one(mode, pace, QUICK_LOSS if quick else TARGET_LOSS)
         figures = figures_of(run, setting)
         results.append(figures | backup_figures(run) if mode.synchronous else figures)
     return results
 
 
-def run_one(mode: Mode, pace: DrawnPace) -> Run:
+def run_one(mode: Mode, pace: DrawnPace, target_loss: float = TARGET_LOSS) -> Run:
     """Train in one mode and check the result.
 
     Synchronous training does as many steps as the pace has, the others run for a little longer
@@ -84,8 +85,9 @@ def run_one(mode: Mode, pace: DrawnPace) -> Run:
 
     def job(mode: Mode) -> Job:
         if mode.synchronous:
-            return Job(pace, BATCH, SEED, True, steps=length)
-        return Job(pace, BATCH, SEED, False, duration_s=length * draws.NORMAL_S * LONGER)
+            return Job(pace, BATCH, SEED, True, steps=length, target_loss=target_loss)
+        duration_s = length * draws.NORMAL_S * LONGER
+        return Job(pace, BATCH, SEED, False, duration_s=duration_s, target_loss=target_loss)
 
     async def main() -> Run:
         async with LocalCluster(1, mode.num_workers, processes=False) as cluster:

@@ -43,7 +43,7 @@ from psync.wire.messages import Challenge, Hello, Proof, Refused
 NONCE_BYTES = 32
 MAX_NAME_CHARS = 200
 
-LANES = ("control", "bulk", "lock")
+LANES = ("control", "bulk", "lock", "cut")
 """A task has up to one connection of each to another one, see ``frames.SMALL_BODY_BYTES``."""
 
 _SAME_VERSION = "install the same version of psync for all tasks"

@@ -105,7 +105,7 @@ class Protocol:
         else:
             self.state = State.AWAIT_HELLO
             if refused is not None:
-                self._refuse(refused)
+                self.refuse(refused)
 
     def bind(self, binding: bytes) -> None:
         """Say over which TLS connection the handshake goes; see ``handshake``."""
@@ -152,6 +152,12 @@ class Protocol:
         """Whether the shell should close the connection once its bytes are written."""
         return self.state is State.CLOSED
 
+    def refuse(self, refused: Refused) -> None:
+        """Server side: turn the peer away before it is in."""
+        self.refused = refused
+        self._send(Kind.REFUSED, refused)
+        self.state = State.CLOSED
+
     @property
     def receiving(self) -> bool:
         """Whether a frame is incomplete."""
@@ -186,7 +192,7 @@ class Protocol:
             self._send(Kind.PROOF, self._handshake.answer(message))
             self.peer_task, self.peer_incarnation = message.task, message.incarnation
         if refused is not None:
-            self._refuse(refused)
+            self.refuse(refused)
             return
         self.state = following
         if following is State.OPEN:
@@ -213,11 +219,6 @@ class Protocol:
         if isinstance(self._handshake, ServerHandshake) and self.state is not State.OPEN:
             self._out = []
             self._send(Kind.REFUSED, Refused("protocol", "malformed greeting"))
-        self.state = State.CLOSED
-
-    def _refuse(self, refused: Refused) -> None:
-        self.refused = refused
-        self._send(Kind.REFUSED, refused)
         self.state = State.CLOSED
 
     def _send(self, kind: Kind, message: Message) -> None:

@@ -94,6 +94,29 @@ async def counts():
         print(*[value.tolist() for value in await psync.pull((one, other))])
 
 
+async def computes():
+    """A step that does not leave the loop."""
+
+    async def step():
+        print("computing", flush=True)
+        while True:
+            pass
+
+    async with coordinator_of() as coordinator:
+        coordinator.schedule(step)
+        await coordinator.join()
+
+
+async def wrong_option():
+    async with coordinator_of():
+        psync.InputOptions("fil")
+
+
+async def nobody_to_add():
+    async with coordinator_of() as coordinator:
+        await coordinator.add_worker("127.0.0.1:1", timeout=0.2)
+
+
 async def endless():
     """Say that steps run, and go on until killed."""
     strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())

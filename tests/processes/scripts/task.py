@@ -19,6 +19,7 @@ os.write(1, f"ready {os.getpid()}\n".encode())  # one write: other tasks' lines 
 if job == "worker" and "workers-exit" in sys.argv:
     sys.exit(int(sys.argv[-1]))
 if job == "chief":
+    os.write(int(os.environ["PSYNC_MEMBER_FD"].partition(":")[0]), b"1")  # as psync.run does
     match sys.stdin.readline().split():
         case ["exit", code]:
             sys.exit(int(code))
