@@ -44,7 +44,7 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait((work,))
+        await asyncio.gather(work, return_exceptions=True)  # whoever waited has gone
         raise
 
 

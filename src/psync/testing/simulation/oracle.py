@@ -91,15 +91,17 @@ def faults_of_own_updates(look: Look, ended: int, *, has_rolled_back: bool) -> I
         yield "own updates", f"{look.when}: {added}, of {begun} that were begun {ended} had ended"
 
 
-def faults_of_ps(name: str, statistics: Mapping[str, Any]) -> Iterator[Fault]:
+def faults_of_ps(name: str, statistics: Mapping[str, Any], waiting: int) -> Iterator[Fault]:
     """When all is done and quiet, a ps holds nothing that somebody may still wait for.
 
     Args:
         name: Of the ps.
         statistics: Its own.
+        waiting: How many parts wait there for the step that is open to be closed: of pushes that
+            were told duplicate, of runs that were lost.
     """
     staging = statistics["staging"]
-    if staging["parts"] or staging["bytes"]:
+    if staging["parts"] != waiting or (staging["bytes"] and not waiting):
         yield "left over", f"{name}: parts of steps that are closed: {staging}"
     for group, counters in statistics["sync"].items():
         tokens = counters["tokens"]

@@ -396,7 +396,11 @@ class Life:
             serves = self._journal.moved.get(task.task, task.task) == host.task
             if serves and task._index < self._world.num_ps:
                 where = f"{task.task} in the process of {host.task}"
-                self._journal.find(oracle.faults_of_ps(where, task.statistics()))
+                steps = dict(task._sync.steps())
+                waiting = sum(
+                    local >= steps.get(group, 0) for group, *_, local, _ in task._sync.held()
+                )
+                self._journal.find(oracle.faults_of_ps(where, task.statistics(), waiting))
         in_flight = self._coordinator.statistics()["closures"].in_flight
         self._journal.look(not in_flight, f"{in_flight} closures in flight", "left over")
         for job in ("ps", "worker"):
