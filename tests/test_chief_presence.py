@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -168,7 +169,8 @@ async def test_an_evaluator_ends_a_minute_after_all_have_gone() -> None:
         assert not looking.done()
         listener.close()
         await asyncio.sleep(LOOK_EVERY_S + 1)
-        assert presence.describe().startswith("nobody trains any more")
+        assert re.fullmatch(r"nobody trains any more .*ends in \d+ s", presence.describe())
+    assert presence.describe().endswith(f"({PS} at ps:1, {WORKER} at worker:1)")
     assert 11_000 < await looking < 11_000 + ALL_GONE_S + LOOK_EVERY_S + 2
 
 

@@ -259,7 +259,7 @@ class TrainingPresence:
         if self._is_there_now:
             return "training goes on"
         left_s = self._limit_s - self._away_s
-        ends = "" if left_s == math.inf else f"; the evaluator ends in {max(left_s, 0.0):.0f} s"
+        ends = f"; the evaluator ends in {left_s:.0f} s" if 0 < left_s < math.inf else ""
         return f"nobody trains {'any more' if self._seen else 'yet'} ({self._names()}){ends}"
 
     def _names(self) -> str:
