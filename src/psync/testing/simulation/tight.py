@@ -10,8 +10,10 @@ one does: work in pieces with others between them, messages in parts, queues tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -47,20 +49,40 @@ SIZES: Mapping[str, tuple[Sequence[tuple[ModuleType, str]], Sequence[int]]] = {
 """By name: where they are, and what they may be."""
 
 
+def tightened(sizes: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Let sizes be others for a while."""
+    return replaced(
+        (*place, functools.partial(_instead, size))
+        for name, size in sizes.items()
+        for place in SIZES[name][0]
+    )
+
+
+def _instead(size: int, usual: int) -> int:
+    return size
+
+
 @contextlib.contextmanager
-def tightened(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Let sizes be others for a while, in each module that knows them."""
-    changed: list[tuple[Any, str, Any]] = []
+def replaced(changes: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Let names stand for something else for a while.
+
+    Args:
+        changes: Class or module, the name there, and what makes of its value another one. What
+            others have imported from a module is replaced there, too.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("psync.")]
+    changed: list[tuple[Any, str, Any]] = []
     try:
-        for name, size in sizes.items():
-            for owner, attribute in SIZES[name][0]:
-                usual = vars(owner)[attribute]
-                for module in modules:
-                    if vars(module).get(attribute) is usual:
-                        changed.append((module, attribute, usual))
-                        setattr(module, attribute, size)
+        for owner, name, make in changes:
+            usual = vars(owner)[name]
+            other = make(usual)
+            owners = [owner]
+            if isinstance(owner, ModuleType):
+                owners = [module for module in modules if vars(module).get(name) is usual]
+            for each in owners:
+                changed.append((each, name, usual))
+                setattr(each, name, other)
         yield
     finally:
-        for module, attribute, usual in reversed(changed):
-            setattr(module, attribute, usual)
+        for owner, name, usual in reversed(changed):
+            setattr(owner, name, usual)
