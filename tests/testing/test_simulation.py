@@ -12,13 +12,14 @@ import pytest
 from psync.sync_groups import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
-from psync.testing.simulation.marks import MARKS, marks_of
+from psync.testing.simulation.marks import MARKS
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
 from psync.testing.simulation.processes import Process, ProcessLoop
 from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk, table
 from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
+from psync.testing.simulation.watch import marks_of
 from psync.worker_task import WorkerTask
 
 CANARY = 31

@@ -1,8 +1,8 @@
 """One seed from its plan to its verdict.
 
 Layer: L5. Imports: process_state, testing.deadlock, testing.simulation.journal,
-testing.simulation.marks, testing.simulation.mutants, testing.simulation.plan,
-testing.simulation.processes, testing.simulation.tight, testing.simulation.world.
+testing.simulation.mutants, testing.simulation.plan, testing.simulation.processes,
+testing.simulation.tight, testing.simulation.watch, testing.simulation.world.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 from psync.process_state import fresh_process
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Violation
-from psync.testing.simulation.marks import marks_of
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import ProcessLoop, current_process
 from psync.testing.simulation.tight import tightened
+from psync.testing.simulation.watch import marks_of
 from psync.testing.simulation.world import World
 
 CANARIES = 100
