@@ -43,6 +43,7 @@ MARKS = (
     "a fail-over with a push staged",
     "a fail-over ends as a rollback",
     "a ps goes on without its backup",
+    "a ps dies before its backup has acknowledged what came last",
     "a ps and its backup are compared",
     # Rollbacks and checkpoints.
     "a rollback undoes closures that were done",

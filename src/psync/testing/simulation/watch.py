@@ -49,6 +49,7 @@ class _Watch:
         self.serves: dict[str, set[str]] = {}  # by process, whose tasks
         self.copying: Counter[str] = Counter()  # by host, copies that are not complete
         self.filling = False
+        self.shipping: set[str] = set()  # ps tasks whose backups have not answered
         self.died_in_copy: set[str] = set()
         self.recovery = ""  # "fail-over" or "rollback", while it lasts
         self.fresh_copies = False  # a fail-over ended, and its copies are not complete
@@ -98,7 +99,8 @@ class _Watch:
             self.mark(f"{who} dies during a {self.recovery}")
         self.mark(f"{who} dies during a save", self.saving)
         {"ps": self._ps_dies, "worker": self._worker_dies}.get(job, self._chief_dies)(process)
-        for group in (self.closing, self.measuring, self.between, self.staged, self.gates):
+        for group in (self.closing, self.measuring, self.between, self.staged, self.gates,
+                      self.shipping):  # fmt: skip
             group.discard(process)
         for counts in (self.pushing, self.updating, self.copying):
             counts.pop(process, None)
@@ -113,6 +115,8 @@ class _Watch:
         else:
             self.mark("another ps dies while a step is closing", self.closing)
         self.mark("a ps dies while a step is measured", self.measuring)
+        self.mark("a ps dies before its backup has acknowledged what came last",
+                  process in self.shipping)  # fmt: skip
         if self.copying.total():
             self.mark("a ps dies within a copy")
             self.mark("a ps dies while a copy is filled", self.filling)
@@ -213,6 +217,10 @@ class _Watch:
                 self.closing.discard(process)
             case "ps.step.applied":
                 self.measuring.discard(process)
+            case "ps.backup.sending":
+                self.shipping.add(process)
+            case "ps.backup.taken":
+                self.shipping.discard(process)
             case "worker.push.begun":
                 self.pushing[process] += 1
             case "worker.push.between_ps":
