@@ -21,8 +21,8 @@ SOURCE = ROOT / "src" / "psync"
 SIMULATION = (
     "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "rounds",
     "journal", "own_updates", "ps_oracle", "replayed_tables", "sync_tables", "hand_tables",
-    "table_kinds", "injection", "program", "world", "marks", "watch", "mutants", "run", "sweep",
-    "shrink", "__main__",
+    "data_tables", "table_kinds", "injection", "program", "world", "marks", "watch", "mutants",
+    "run", "sweep", "shrink", "__main__",
 )  # fmt: skip
 
 # A module imports modules named before it, and "wire" and "rules" know nothing of each other.

@@ -107,6 +107,8 @@ MARKS = (
     "a data shard runs again after its worker's loss",
     "a data shard is handed out again after an error",
     "data shards go on from a checkpoint",
+    "a worker begins its own data anew",
+    "a worker's own data go on from a saved position",
     "a gang meets in a collective, all of it",
     "a gang of several meets in a collective, all of it",
     "a gang ends by an error of a replica",

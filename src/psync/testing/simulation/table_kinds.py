@@ -1,12 +1,14 @@
 """The kinds of tables of a simulated program, and which of them a plan has.
 
-Layer: L5. Imports: testing.simulation.hand_tables, testing.simulation.plan,
+Layer: L5. Imports: testing.simulation.data_tables, testing.simulation.hand_tables,
+testing.simulation.plan,
 testing.simulation.replayed_tables, testing.simulation.sync_tables, testing.simulation.tables.
 """
 
 from __future__ import annotations
 
-from psync.testing.simulation.hand_tables import Ganged, Held, Visited
+from psync.testing.simulation.data_tables import Visited
+from psync.testing.simulation.hand_tables import Ganged, Held
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.replayed_tables import Averaged, Metered, Moved
 from psync.testing.simulation.sync_tables import Synchronous
