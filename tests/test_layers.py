@@ -19,9 +19,10 @@ SOURCE = ROOT / "src" / "psync"
 
 # The simulator is tested as a whole, by tests/testing/test_simulation.py.
 SIMULATION = (
-    "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "journal",
-    "pairs", "replayed_tables", "sync_tables", "hand_tables", "injection", "program", "world",
-    "marks", "mutants", "run", "sweep", "shrink", "__main__",
+    "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "rounds",
+    "journal", "own_updates", "ps_oracle", "replayed_tables", "sync_tables", "hand_tables",
+    "data_tables", "table_kinds", "injection", "program", "world", "marks", "watch", "mutants",
+    "run", "sweep", "shrink", "__main__",
 )  # fmt: skip
 
 # A module imports modules named before it, and "wire" and "rules" know nothing of each other.

@@ -101,13 +101,11 @@ class Batch:
         closures: Which it schedules.
         save: Whether it saves: "", "hot" (while they run) or "quiet" (after the join).
         pause_s: Before it.
-        acts: What the program itself does meanwhile: names of methods of ``program.Life``.
     """
 
     closures: tuple[ClosurePlan, ...]
     save: str = ""
     pause_s: float = 0.0
-    acts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Plan:
     cancels_takes: bool = False
     works: tuple[str, ...] = ()
     layouts: tuple[tuple[int, int], ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def step_of(self, group: int) -> int:
         """Return the number of the global step of a group: some have one of their own."""
@@ -206,7 +204,7 @@ def _batch(made: dict[str, Any]) -> Batch:
         ClosurePlan(**{**each, "calls": tuple(Call(**call) for call in each["calls"])})
         for each in made["closures"]
     )
-    return Batch(**{**made, "closures": closures, "acts": tuple(made["acts"])})
+    return Batch(**{**made, "closures": closures})
 
 
 def _fault(made: dict[str, Any]) -> Fault:
