@@ -96,8 +96,9 @@ class _Draw:
             bound=bound,
             batches=batches,
             faults=FaultDraw(
-                rng, num_ps, num_workers, recovery, train_s, has_steps=bool(groups)
-            ).draw(),
+                rng, num_ps, num_workers, recovery, train_s, has_steps=bool(groups),
+                has_saves=any(batch.save for batch in batches),
+            ).draw(),  # fmt: skip
             train_s=train_s,
             # With both, a ping takes as long as a peer may be silent.
             spread=rng.choice((0.0, 0.0, 1.0, 1.0 if latency[1] >= 0.1 else 2.0)),

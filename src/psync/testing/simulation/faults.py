@@ -76,8 +76,13 @@ THEMES = {
         "moment saved", "moment saved", "moment saved", "moment saved", "message PrepareImage",
         "message FillImage", "message TakeImage", "moment RollbackEvent",
     ),
+    "late words": (),
 }  # fmt: skip
-"""Where faults come together: what some runs have most of theirs at."""
+"""Where faults come together: what some runs have most of theirs at.
+
+Of those with "late words" there is one fault alone: of a worker's push a word arrives after the
+rollback that has undone it.
+"""
 
 COMES_BACK = {
     "replica": (
@@ -112,6 +117,7 @@ class FaultDraw:
         recovery: Of the plan.
         train_s: Seconds within which faults happen.
         has_steps: Whether there are synchronous steps.
+        has_saves: Whether the program saves.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class FaultDraw:
         train_s: float,
         *,
         has_steps: bool,
+        has_saves: bool,
     ) -> None:
         self.rng = rng
         self._train_s = train_s
@@ -140,12 +147,18 @@ class FaultDraw:
         if rng.random() < 0.5:
             themes = ["pushes", *["steps"] * 2 * has_steps]
             themes += ["copies"] * (recovery == "replica")
-            themes += ["saves", "rollbacks"] * (recovery != "none")
+            themes += ["saves", "rollbacks"] * has_saves
+            themes += ["late words"] * 2 * (has_saves and recovery == "checkpoint" and num_ps > 1)
             self._themes = rng.choices(themes, k=rng.choice((1, 1, 2)))
 
     def draw(self) -> tuple[Fault, ...]:
         """Return the faults, in the order of their times."""
         rng = self.rng
+        if "late words" in self._themes[:1]:
+            when = Trigger(0.0, "moment", "saved", self._count(3))
+            targets = rng.choice(self._workers), rng.choice(self._ps)
+            seconds, amount = self._seconds("last_words"), self._amount("last_words")
+            return (Fault("last_words", when, targets, seconds, amount),)
         kinds = [kind for kind in KINDS if rng.random() < 0.4]  # some do not exist in this run
         if not kinds or rng.random() < 0.1:
             return ()
