@@ -127,7 +127,6 @@ class FaultDraw:
         num_workers: int,
         recovery: str,
         train_s: float,
-        *,
         has_steps: bool,
         has_saves: bool,
     ) -> None:

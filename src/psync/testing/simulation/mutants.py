@@ -1,9 +1,10 @@
 """Rules that are wrong on purpose, to see that an oracle notices.
 
-Layer: L5. Imports: accumulators, clock_service, closures, commit_log, coordinator, followed_steps,
-gang_merges, global_steps, ledger, ledger_image, lock_table, ps_image, ps_task, replica_host,
-rollback_rules, shards, step_takeover, step_updates, sync_groups, sync_steps, update_gate,
-visitation, visits, wire.
+Layer: L5. Imports: accumulators, checkpoint_files, clock_service, closures, cluster_links,
+commit_log, coordinator, errors, followed_steps, gang_merges, global_steps, ledger, ledger_image,
+lock_table, ps_image, ps_task, replica_host, replica_recovery, rollback_rules, runtime, shards,
+staging, step_takeover, step_updates, sync_groups, sync_steps, update_gate, visitation, visits,
+wire.
 
 A mutant takes the place of one function for the length of a run, so the code that trains knows
 nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
@@ -23,20 +24,33 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from psync import gang_merges, ledger_image, ps_image, replica_host, step_takeover, step_updates
+from psync import (
+    checkpoint_files,
+    cluster_links,
+    gang_merges,
+    ledger_image,
+    ps_image,
+    replica_host,
+    step_takeover,
+    step_updates,
+)
 from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.clock_service import ClockService
 from psync.closures import ClosureQueue
 from psync.commit_log import CommitLog, LogState
 from psync.coordinator import Coordinator
+from psync.errors import TaskLost
 from psync.followed_steps import FollowedSteps
 from psync.global_steps import GlobalSteps
 from psync.ledger import AlreadyApplied, Fresh, Ledger
 from psync.lock_table import LockTable
 from psync.ps_task import PsTask
 from psync.replica_host import _Backup
+from psync.replica_recovery import ReplicaRecovery
 from psync.rollback_rules import EndedClosures
+from psync.runtime import Runtime
 from psync.shards import ShardTable
+from psync.staging import Staging
 from psync.sync_groups import Group
 from psync.sync_steps import SyncSteps
 from psync.update_gate import UpdateGate
@@ -239,6 +253,26 @@ def _passes_over_finality(original: Callable[..., Any]) -> Any:
     return add
 
 
+def _of_no_closure(original: Callable[..., Any]) -> Any:
+    def begin_update(self: Runtime, operation: str) -> Any:
+        identity = original(self, operation)
+        return (-1, identity[1]) if '/sums"' in operation else identity
+
+    return begin_update
+
+
+def _says_no_name(original: Callable[..., Any]) -> Any:
+    def init(self: TaskLost, task: str, message: str = "was lost", *, hint: Any = None) -> None:
+        original(self, "somebody", message, hint=hint)
+        self.task = task
+
+    return init
+
+
+def _of_nobody(original: Callable[..., Any]) -> Any:
+    return lambda timeout_s, missing: original(timeout_s, "somebody")
+
+
 async def _nothing(*_: Any) -> None:
     pass
 
@@ -376,6 +410,26 @@ MUTANTS: Mapping[str, Mutant] = {
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),
         ((ShardTable, "read", lambda original: _read_at_any_time),),
+    ),
+    "metric_counts_each_run": Mutant(
+        "of the runs of a closure one counts in a metric", ("async",),
+        ((Runtime, "begin_update", _of_no_closure),),
+    ),
+    "lost_without_name": Mutant(
+        "who ends because somebody is lost names who that is", ("any",),
+        ((TaskLost, "__init__", _says_no_name), (cluster_links, "_did_not_come_up", _of_nobody)),
+    ),
+    "close_leaves_tasks": Mutant(
+        "a coordinator that is closed leaves nothing running", ("replica",),
+        ((ReplicaRecovery, "close", lambda original: _nothing),),
+    ),
+    "parts_stay": Mutant(
+        "parts of pushes go when their step is closed", ("sync",),
+        ((Staging, "_drop", _does_nothing(None)),),
+    ),
+    "files_stay": Mutant(
+        "what is left of a checkpoint that was cut short is removed", ("checkpoint",),
+        ((checkpoint_files, "remove_leftovers", _does_nothing(None)),),
     ),
 }  # fmt: skip
 """By name."""

@@ -101,13 +101,11 @@ class Batch:
         closures: Which it schedules.
         save: Whether it saves: "", "hot" (while they run) or "quiet" (after the join).
         pause_s: Before it.
-        acts: What the program itself does meanwhile: names of methods of ``program.Life``.
     """
 
     closures: tuple[ClosurePlan, ...]
     save: str = ""
     pause_s: float = 0.0
-    acts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _batch(made: dict[str, Any]) -> Batch:
         ClosurePlan(**{**each, "calls": tuple(Call(**call) for call in each["calls"])})
         for each in made["closures"]
     )
-    return Batch(**{**made, "closures": closures, "acts": tuple(made["acts"])})
+    return Batch(**{**made, "closures": closures})
 
 
 def _fault(made: dict[str, Any]) -> Fault:
