@@ -80,8 +80,8 @@ THEMES = {
 }  # fmt: skip
 """Where faults come together: what some runs have most of theirs at.
 
-Of those with "late words" there is one fault alone: of a worker's push a word arrives after the
-rollback that has undone it.
+Runs with "late words" have one fault alone: of a worker's push a word arrives after the rollback
+that has undone it; or a ps dies before its backup has what it was told last.
 """
 
 COMES_BACK = {
@@ -147,7 +147,8 @@ class FaultDraw:
             themes = ["pushes", *["steps"] * 2 * has_steps]
             themes += ["copies"] * (recovery == "replica")
             themes += ["saves", "rollbacks"] * has_saves
-            themes += ["late words"] * 2 * (has_saves and recovery == "checkpoint" and num_ps > 1)
+            aims = {"checkpoint": 2 * (has_saves and num_ps > 1), "replica": 1}
+            themes += ["late words"] * aims.get(recovery, 0)
             self._themes = rng.choices(themes, k=rng.choice((1, 1, 2)))
 
     def draw(self) -> tuple[Fault, ...]:
@@ -156,6 +157,9 @@ class FaultDraw:
         if "late words" in self._themes[:1]:
             when = Trigger(0.0, "moment", "saved", self._count(3))
             targets = rng.choice(self._workers), rng.choice(self._ps)
+            if self._recovery == "replica":
+                when = Trigger(0.0, "message", rng.choice(MESSAGES[:6]), self._count(8))
+                targets = targets[1], targets[1]
             seconds, amount = self._seconds("last_words"), self._amount("last_words")
             return (Fault("last_words", when, targets, seconds, amount),)
         kinds = [kind for kind in KINDS if rng.random() < 0.4]  # some do not exist in this run

@@ -262,6 +262,7 @@ class Injector:
         world = self._world
         if says.startswith("worker") and says != dies:  # all of its push is done then, but one word
             await self._wait_for_push(says, "begun")
+        if says != "chief-0":
             links = [
                 link for link in world.network.links(says)
                 if link.ends.server_host.startswith("ps") and link.ends.server_host != dies

@@ -30,7 +30,6 @@ from psync import (
     gang_merges,
     ledger_image,
     ps_image,
-    replica_host,
     step_takeover,
     step_updates,
 )
@@ -105,13 +104,16 @@ def _fresh_by_one(original: Callable[..., Any]) -> Any:
     return contribute
 
 
-def _first_are_not_done(original: Callable[..., Any]) -> Any:
-    def add(self: Any, number: int, entry: Any, body: Any) -> None:
-        if number > self.order.first + 4:
-            original(self, number, entry, body)
-        self.taken = number
+def _done_if(holds: Callable[[Any, int], Any]) -> Make:
+    def make(original: Callable[..., Any]) -> Any:
+        def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+            if holds(self, number):
+                original(self, number, entry, body)
+            self.taken = number
 
-    return add
+        return add
+
+    return make
 
 
 def _drops_calls(original: Callable[..., Any]) -> Any:
@@ -142,12 +144,8 @@ def _all_weigh_one(original: Callable[..., Any]) -> Any:
     return close
 
 
-def _one_higher(original: Callable[..., Any]) -> Any:
-    return lambda self, closure: original(self, closure + 1)
-
-
-def _one_lower(original: Callable[..., Any]) -> Any:
-    return lambda self, closure: original(self, closure - 1)
+def _off_by(number: int) -> Make:
+    return lambda original: lambda self, closure: original(self, closure + number)
 
 
 def _without_last(original: Callable[..., Any]) -> Any:
@@ -177,15 +175,6 @@ def _other_runs_are_fresh(original: Callable[..., Any]) -> Any:
         return Fresh(verdict.ticket) if isinstance(verdict, AlreadyApplied) else verdict
 
     return begin
-
-
-def _one_is_not_done(original: Callable[..., Any]) -> Any:
-    def add(self: Any, number: int, entry: Any, body: Any) -> None:
-        if number % 3:
-            original(self, number, entry, body)
-        self.taken = number
-
-    return add
 
 
 def _writes_are_let_in(original: Callable[..., Any]) -> Any:
@@ -269,6 +258,10 @@ def _says_no_name(original: Callable[..., Any]) -> Any:
     return init
 
 
+def _only_renames(original: Callable[..., Any]) -> Any:
+    return lambda path: path.rename(path.with_name(path.name + ".tmp"))
+
+
 def _of_nobody(original: Callable[..., Any]) -> Any:
     return lambda timeout_s, missing: original(timeout_s, "somebody")
 
@@ -301,7 +294,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "first_not_done": Mutant(
         "a backup goes on where its image ends", ("replica",),
-        ((replica_host._Backup, "add", _first_are_not_done),),
+        ((_Backup, "add", _done_if(lambda self, number: number > self.order.first + 4)),),
     ),
     "copy_drops_calls": Mutant(
         "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
@@ -319,7 +312,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "low_water_too_high": Mutant(
         "calls of a closure that runs are not forgotten", ("async",),
-        ((Ledger, "final_below", _one_higher),),
+        ((Ledger, "final_below", _off_by(1)),),
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
@@ -347,10 +340,10 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "entry_not_done": Mutant(
         "a backup does each entry that it has taken", ("replica",),
-        ((replica_host._Backup, "add", _one_is_not_done),),
+        ((_Backup, "add", _done_if(lambda _, number: number % 3)),),
     ),
     "join_too_early": Mutant(
-        "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _one_lower),)
+        "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _off_by(-1)),)
     ),
     "join_leaves_steps": Mutant(
         "join waits for steps that have begun", ("sync",),
@@ -428,8 +421,9 @@ MUTANTS: Mapping[str, Mutant] = {
         ((Staging, "_drop", _does_nothing(None)),),
     ),
     "files_stay": Mutant(
-        "what is left of a checkpoint that was cut short is removed", ("checkpoint",),
-        ((checkpoint_files, "remove_leftovers", _does_nothing(None)),),
+        "of a checkpoint that is removed no file is left", ("checkpoint",),
+        ((checkpoint_files, "remove", _only_renames),
+         (checkpoint_files, "remove_leftovers", _does_nothing(None))),
     ),
 }  # fmt: skip
 """By name."""
