@@ -119,6 +119,8 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
         journal: Some time after it was complete.
         save: What was saved.
     """
+    if not journal.is_rolled_back and (save.own != save.own[0]).any():
+        yield "cut", f"checkpoint {save.name}: own updates {save.own.tolist()}"
     for closure in journal.closures:
         for ordinal, call in enumerate(closure.plan.calls):
             table = journal.tables[call.kind]

@@ -382,8 +382,8 @@ class World:
         reader = Reader(path)
         for name, tensor in reader.manifest.tensors.items():
             kind, _, rest = name.partition(".")
-            if kind == "v":
-                table, _, part = rest.partition(".")
+            if kind in ("v", "count"):
+                table, _, part = (rest or "own.count").partition(".")
                 values.setdefault(table, {})[part] = reader.read(tensor, 0, tensor.rows)
         return values
 
