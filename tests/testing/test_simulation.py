@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import psync
 from psync.sync_groups import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
+from psync.testing.simulation.journal import Closure, Run
 from psync.testing.simulation.marks import MARKS
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
@@ -23,6 +25,7 @@ from psync.testing.simulation.processes import Process, ProcessLoop
 from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk, table
 from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
+from psync.testing.simulation.tables import Rows, Seen
 from psync.testing.simulation.watch import marks_of
 from psync.worker_task import WorkerTask
 
@@ -305,6 +308,22 @@ def test_marks_of_closures_that_run_again() -> None:
 def test_a_mark_is_reached_only_under_its_name() -> None:
     assert len(MARKS) == len(set(MARKS)) >= 40
     assert simulate(drawn(8)).marks.keys() <= set(MARKS)
+
+
+# What oracles say.
+
+
+@pytest.mark.parametrize(("runs", "said"), [(1, "cut"), (2, "")])
+def test_what_a_rollback_has_left_of_a_run_that_was_cut_short_may_be_a_part(
+    runs: int, said: str
+) -> None:
+    """docs/design.md, section 18: a cut between the two runs has what the first one had sent."""
+    plan = drawn(1)
+    closure = Closure(0, ClosurePlan((Call("rows", 0),)), 1, undone=True)
+    closure.runs += [Run(0, f"worker-{run}", (1, 0), None) for run in range(runs)]
+    found, before = np.array([0.0, 1.0]), np.zeros(2)
+    seen = Seen(closure, "done", "duplicate", found, before, False, True, False)
+    assert Rows("rows", plan, 1).wrong(seen) == said
 
 
 # Mutants.

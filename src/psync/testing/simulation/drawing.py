@@ -39,6 +39,9 @@ RULES = ("Momentum", "Adam", "Adagrad", "RMSprop", "AMSGrad", "Nadam", "Lamb")
 ASYNCHRONOUS = ("dense", "rows", "added", "both", "moved", "scattered", "held", "counted",
                 "averaged", "metered")  # fmt: skip
 
+BOUNDED = ("dense", "rows", "both", "moved")
+"""Tables whose pushes a bound of staleness holds back."""
+
 WORKS = ("ganged", "visited")
 
 SHAPES = ("any", "async", "sync", "replica", "sync-replica", "checkpoint")
@@ -74,12 +77,18 @@ class _Draw:
             if not group.rows and rng.random() < 0.5  # of rows each is divided by its own weights
         }
         batches = tuple(self._batch(kinds, recovery) for _ in range(rng.choice((1, 1, 2, 3))))
+        bound = rng.choice((-1, -1, 0, 1, 3))
+        races = bound >= 0 and num_workers > 1 and rng.random() < 0.06
+        if races := races and not shape.startswith("sync"):
+            self.columns.clear()
+            batches = (self._race(),)
         train_s = _duration(batches, num_workers) * rng.choice((0.7, 1.0, 1.5))
+        has_saves = any(batch.save for batch in batches)
+        faults = FaultDraw(rng, num_ps, num_workers, recovery, train_s, bool(groups), has_saves)
         low = rng.choice((0.0, 0.0002, 0.001))
         padding = rng.choice((0, 0, 0, 0, 9_000))
         latency = (low, low + rng.choice((0.0, 0.001, 0.01, 0.1)))
         tightness = rng.choice((0.0, 0.0, 0.0, 0.1, 0.5))
-        bound = rng.choice((-1, -1, 0, 1, 3))
         self.num_shards = rng.choice((1, num_ps, num_ps, 2 * num_ps))
         return Plan(
             seed=self.seed,
@@ -95,22 +104,20 @@ class _Draw:
             groups=groups,
             bound=bound,
             batches=batches,
-            faults=FaultDraw(
-                rng, num_ps, num_workers, recovery, train_s, has_steps=bool(groups)
-            ).draw(),
+            faults=() if races else faults.draw(),
             train_s=train_s,
             # With both, a ping takes as long as a peer may be silent.
             spread=rng.choice((0.0, 0.0, 1.0, 1.0 if latency[1] >= 0.1 else 2.0)),
             limits=self._limits(),
             first_step=rng.choice((0, 0, 5)) if groups else 0,
-            all_workers=rng.random() < (0.3 if bound < 0 else 0.6),  # then clocks are certain
+            all_workers=races or rng.random() < (0.3 if bound < 0 else 0.6),  # clocks are certain
             rule=rng.choice(RULES[:-1]),
             accumulator={
                 "reduction_type": rng.choice(("SUM", "MEAN")),
                 "max_staleness": rng.choice((0, 0, 2)),
             },
             cancels_takes=rng.random() < 0.3,
-            works=tuple(name for name in WORKS if rng.random() < 0.15),
+            works=() if races else tuple(name for name in WORKS if rng.random() < 0.15),
             sizes=self._sizes(tightness, has_padding=padding > 0),
             layouts=self._layouts(recovery, num_ps, groups),
         )
@@ -200,6 +207,12 @@ class _Draw:
     def _column(self, kind: str) -> int:
         self.columns[kind] = self.columns.get(kind, -1) + 1
         return self.columns[kind]
+
+    def _race(self) -> Batch:
+        """Draw a batch in which workers run ahead of those with much to do, up to the bound."""
+        kind, pauses = self.rng.choice(BOUNDED), (0.0, 0.0, 0.0, 0.5)
+        calls = [Call(kind, self._column(kind), True, self.rng.choice(pauses)) for _ in range(12)]
+        return Batch(tuple(ClosurePlan((call,)) for call in calls))
 
     def _batch(self, kinds: Sequence[str], recovery: str) -> Batch:
         rng = self.rng

@@ -76,8 +76,13 @@ THEMES = {
         "moment saved", "moment saved", "moment saved", "moment saved", "message PrepareImage",
         "message FillImage", "message TakeImage", "moment RollbackEvent",
     ),
+    "late words": (),
 }  # fmt: skip
-"""Where faults come together: what some runs have most of theirs at."""
+"""Where faults come together: what some runs have most of theirs at.
+
+Runs with "late words" have nothing else: of a worker's push a word arrives after the rollback that
+has undone it; or a ps dies before its backup has what it was told last; or some updates are slow.
+"""
 
 COMES_BACK = {
     "replica": (
@@ -112,6 +117,7 @@ class FaultDraw:
         recovery: Of the plan.
         train_s: Seconds within which faults happen.
         has_steps: Whether there are synchronous steps.
+        has_saves: Whether the program saves.
     """
 
     def __init__(
@@ -121,8 +127,8 @@ class FaultDraw:
         num_workers: int,
         recovery: str,
         train_s: float,
-        *,
         has_steps: bool,
+        has_saves: bool,
     ) -> None:
         self.rng = rng
         self._train_s = train_s
@@ -140,12 +146,16 @@ class FaultDraw:
         if rng.random() < 0.5:
             themes = ["pushes", *["steps"] * 2 * has_steps]
             themes += ["copies"] * (recovery == "replica")
-            themes += ["saves", "rollbacks"] * (recovery != "none")
+            themes += ["saves", "rollbacks"] * has_saves
+            aims = {"checkpoint": 3 * (has_saves and num_ps > 1), "replica": 1}
+            themes += ["late words"] * aims.get(recovery, 0)
             self._themes = rng.choices(themes, k=rng.choice((1, 1, 2)))
 
     def draw(self) -> tuple[Fault, ...]:
         """Return the faults, in the order of their times."""
         rng = self.rng
+        if "late words" in self._themes[:1]:
+            return self._late_words()
         kinds = [kind for kind in KINDS if rng.random() < 0.4]  # some do not exist in this run
         if not kinds or rng.random() < 0.1:
             return ()
@@ -160,6 +170,21 @@ class FaultDraw:
             if rng.random() < self._bursts or (kind == "stop" and rng.random() < 0.5):
                 faults.append(self._next(faults[-1]))
         return tuple(sorted(faults, key=lambda fault: fault.when.at_s))
+
+    def _late_words(self) -> tuple[Fault, ...]:
+        rng = self.rng
+        if self._recovery == "checkpoint" and rng.random() < 0.5:
+            counts = [self._count(40) for _ in range(8)]
+            names = [rng.choice(("Push", "Assign")) for _ in counts]
+            whens = [Trigger(0.0, "message", *each) for each in zip(names, counts, strict=True)]
+            return tuple(Fault("slow", when) for when in whens)
+        when = Trigger(0.0, "moment", "saved", self._count(3))
+        targets = rng.choice(self._workers), rng.choice(self._ps)
+        if self._recovery == "replica":
+            when = Trigger(0.0, "message", rng.choice(MESSAGES[:6]), self._count(8))
+            targets = targets[1], targets[1]
+        seconds, amount = self._seconds("last_words"), self._amount("last_words")
+        return (Fault("last_words", when, targets, seconds, amount),)
 
     def _fault(self, kind: str) -> Fault:
         targets = self._targets(kind)

@@ -19,7 +19,7 @@ from psync.errors import ConnectFailed, PsyncError
 from psync.failpoints import Failpoints
 from psync.lost_messages import MessageLosses
 from psync.testing.link import Direction, Link
-from psync.testing.simulation.plan import Fault
+from psync.testing.simulation.plan import Fault, Trigger
 from psync.testing.simulation.processes import Process
 from psync.worker_task import WorkerTask
 
@@ -263,19 +263,37 @@ class Injector:
     async def _speak_late(self, says: str, dies: str, links: list[Link], fault: Fault) -> None:
         """What a process has said arrives when it has said it again, and others have died since."""
         world = self._world
+        if says.startswith("worker") and says != dies:  # all of its push is done then, but one word
+            await self._wait_for_push(says, "begun")
+        if says != "chief-0":
+            links = [
+                link for link in world.network.links(says)
+                if link.ends.server_host.startswith("ps") and link.ends.server_host != dies
+            ]  # fmt: skip
+            links = world.stream(f"{fault}:late").sample(links, min(1, len(links)))
         said = [
             (link.to_server if link.ends.client_host == says else link.to_client) for link in links
         ]
         waits = world.loop.create_task(self._stall_until_back(said, fault.seconds))
         await asyncio.sleep(fault.amount)
         if says != dies:
+            late = TimeoutError("the peer's machine does not answer")
             for direction in said:  # it gives up waiting, and does not hear that it need not have
-                direction.sender.fail(TimeoutError("the peer's machine does not answer"))
+                direction.sender.fail(late, tell_peer=False)
+            if says.startswith("worker"):
+                await self._wait_for_push(says, "answered")
             await asyncio.sleep(fault.amount)
         self._note(fault, f"{dies} dies")
         world.kill(dies)
         world.loop.call_later(0.01, world.start_again, dies, context=contextvars.Context())
         await waits
+
+    async def _wait_for_push(self, worker: str, how_far: str) -> None:
+        """Wait until a worker has come so far with a push, if it soon does."""
+        place = Trigger(0.0, "place", f"worker.push.{how_far}", at=worker)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3.0):
+                await self._arm(Fault("", place)).there
 
     async def _stall_until_back(self, directions: list[Direction], at_most: float) -> None:
         for direction in directions:

@@ -134,6 +134,7 @@ class Save:
     name: str | None = None  # of the checkpoint; None: it failed, or was cut short
     scheduled: int | None = None  # how many closures had been scheduled when it ended
     marks: Mapping[str, np.ndarray] = field(default_factory=dict)  # in its files, by table
+    own: np.ndarray = field(default_factory=lambda: np.zeros(1))  # likewise: since its life began
 
     def failed(self, error: Exception) -> None:
         """It was refused, or a ps was lost meanwhile."""
@@ -339,11 +340,11 @@ class Journal:
             save: That has ended.
             values: Of tables, from its files.
         """
+        save.own = values["own"]["count"].ravel() - self.own.base
         save.marks = {
-            name: self.tables[name].marks(parts)
-            for name, parts in values.items()
-            if self.tables[name].has_marks
-        }
+            name: table.marks(values[name]) for name, table in self.tables.items()
+            if table.has_marks
+        }  # fmt: skip
         asyncio.get_running_loop().call_later(
             LOOKED_AFTER_S, lambda: self.find(oracle.faults_of_save(self, save))
         )

@@ -1,9 +1,10 @@
 """Rules that are wrong on purpose, to see that an oracle notices.
 
-Layer: L5. Imports: accumulators, clock_service, closures, commit_log, coordinator, followed_steps,
-gang_merges, global_steps, ledger, ledger_image, lock_table, ps_image, ps_task, replica_host,
-rollback_rules, shards, step_takeover, step_updates, sync_groups, sync_steps,
-testing.simulation.tight, update_gate, visitation, visits, wire.
+Layer: L5. Imports: accumulators, checkpoint_files, clock_service, closures, cluster_links,
+commit_log, coordinator, errors, followed_steps, gang_merges, global_steps, ledger, ledger_image,
+lock_table, ps_image, ps_task, replica_host, replica_recovery, rollback_rules, runtime, shards,
+staging, step_takeover, step_updates, sync_groups, sync_steps, testing.simulation.tight,
+update_gate, visitation, visits, wire.
 
 A mutant takes the place of one function for the length of a run, so the code that trains knows
 nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
@@ -22,20 +23,32 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from psync import gang_merges, ledger_image, ps_image, replica_host, step_takeover, step_updates
+from psync import (
+    checkpoint_files,
+    cluster_links,
+    gang_merges,
+    ledger_image,
+    ps_image,
+    step_takeover,
+    step_updates,
+)
 from psync.accumulators import Accumulator, ArrayAccumulator
 from psync.clock_service import ClockService
 from psync.closures import ClosureQueue
 from psync.commit_log import CommitLog, LogState
 from psync.coordinator import Coordinator
+from psync.errors import TaskLost
 from psync.followed_steps import FollowedSteps
 from psync.global_steps import GlobalSteps
 from psync.ledger import AlreadyApplied, Fresh, Ledger
 from psync.lock_table import LockTable
 from psync.ps_task import PsTask
 from psync.replica_host import _Backup
+from psync.replica_recovery import ReplicaRecovery
 from psync.rollback_rules import EndedClosures
+from psync.runtime import Runtime
 from psync.shards import ShardTable
+from psync.staging import Staging
 from psync.sync_groups import Group
 from psync.sync_steps import SyncSteps
 from psync.testing.simulation.tight import replaced
@@ -91,13 +104,16 @@ def _fresh_by_one(original: Callable[..., Any]) -> Any:
     return contribute
 
 
-def _first_are_not_done(original: Callable[..., Any]) -> Any:
-    def add(self: Any, number: int, entry: Any, body: Any) -> None:
-        if number > self.order.first + 4:
-            original(self, number, entry, body)
-        self.taken = number
+def _done_if(holds: Callable[[Any, int], Any]) -> Make:
+    def make(original: Callable[..., Any]) -> Any:
+        def add(self: _Backup, number: int, entry: Any, body: Any) -> None:
+            if holds(self, number):
+                original(self, number, entry, body)
+            self.taken = number
 
-    return add
+        return add
+
+    return make
 
 
 def _drops_calls(original: Callable[..., Any]) -> Any:
@@ -128,12 +144,8 @@ def _all_weigh_one(original: Callable[..., Any]) -> Any:
     return close
 
 
-def _one_higher(original: Callable[..., Any]) -> Any:
-    return lambda self, closure: original(self, closure + 1)
-
-
-def _one_lower(original: Callable[..., Any]) -> Any:
-    return lambda self, closure: original(self, closure - 1)
+def _off_by(number: int) -> Make:
+    return lambda original: lambda self, closure: original(self, closure + number)
 
 
 def _without_last(original: Callable[..., Any]) -> Any:
@@ -163,15 +175,6 @@ def _other_runs_are_fresh(original: Callable[..., Any]) -> Any:
         return Fresh(verdict.ticket) if isinstance(verdict, AlreadyApplied) else verdict
 
     return begin
-
-
-def _one_is_not_done(original: Callable[..., Any]) -> Any:
-    def add(self: Any, number: int, entry: Any, body: Any) -> None:
-        if number % 3:
-            original(self, number, entry, body)
-        self.taken = number
-
-    return add
 
 
 def _writes_are_let_in(original: Callable[..., Any]) -> Any:
@@ -239,6 +242,30 @@ def _passes_over_finality(original: Callable[..., Any]) -> Any:
     return add
 
 
+def _of_no_closure(original: Callable[..., Any]) -> Any:
+    def begin_update(self: Runtime, operation: str) -> Any:
+        identity = original(self, operation)
+        return (-1, identity[1]) if '/sums"' in operation else identity
+
+    return begin_update
+
+
+def _says_no_name(original: Callable[..., Any]) -> Any:
+    def init(self: TaskLost, task: str, message: str = "was lost", *, hint: Any = None) -> None:
+        original(self, "somebody", message, hint=hint)
+        self.task = task
+
+    return init
+
+
+def _only_renames(original: Callable[..., Any]) -> Any:
+    return lambda path: path.rename(path.with_name(path.name + ".tmp"))
+
+
+def _of_nobody(original: Callable[..., Any]) -> Any:
+    return lambda timeout_s, missing: original(timeout_s, "somebody")
+
+
 async def _nothing(*_: Any) -> None:
     pass
 
@@ -267,7 +294,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "first_not_done": Mutant(
         "a backup goes on where its image ends", ("replica",),
-        ((replica_host._Backup, "add", _first_are_not_done),),
+        ((_Backup, "add", _done_if(lambda self, number: number > self.order.first + 4)),),
     ),
     "copy_drops_calls": Mutant(
         "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
@@ -285,7 +312,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "low_water_too_high": Mutant(
         "calls of a closure that runs are not forgotten", ("async",),
-        ((Ledger, "final_below", _one_higher),),
+        ((Ledger, "final_below", _off_by(1)),),
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
@@ -313,10 +340,10 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "entry_not_done": Mutant(
         "a backup does each entry that it has taken", ("replica",),
-        ((replica_host._Backup, "add", _one_is_not_done),),
+        ((_Backup, "add", _done_if(lambda _, number: number % 3)),),
     ),
     "join_too_early": Mutant(
-        "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _one_lower),)
+        "join waits for the last closure", ("any",), ((ClosureQueue, "is_settled", _off_by(-1)),)
     ),
     "join_leaves_steps": Mutant(
         "join waits for steps that have begun", ("sync",),
@@ -376,6 +403,27 @@ MUTANTS: Mapping[str, Mutant] = {
     "reads_in_between": Mutant(
         "nobody reads what is half updated", ("any",),
         ((ShardTable, "read", lambda original: _read_at_any_time),),
+    ),
+    "metric_counts_each_run": Mutant(
+        "of the runs of a closure one counts in a metric", ("async",),
+        ((Runtime, "begin_update", _of_no_closure),),
+    ),
+    "lost_without_name": Mutant(
+        "who ends because somebody is lost names who that is", ("any",),
+        ((TaskLost, "__init__", _says_no_name), (cluster_links, "_did_not_come_up", _of_nobody)),
+    ),
+    "close_leaves_tasks": Mutant(
+        "a coordinator that is closed leaves nothing running", ("replica",),
+        ((ReplicaRecovery, "close", lambda original: _nothing),),
+    ),
+    "parts_stay": Mutant(
+        "parts of pushes go when their step is closed", ("sync",),
+        ((Staging, "_drop", _does_nothing(None)),),
+    ),
+    "files_stay": Mutant(
+        "of a checkpoint that is removed no file is left", ("checkpoint",),
+        ((checkpoint_files, "remove", _only_renames),
+         (checkpoint_files, "remove_leftovers", _does_nothing(None))),
     ),
 }  # fmt: skip
 """By name."""

@@ -86,6 +86,8 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
         journal: Some time after it was complete.
         save: What was saved.
     """
+    if not journal.is_rolled_back and (save.own != save.own[0]).any():
+        yield "cut", f"checkpoint {save.name}: own updates {save.own.tolist()}"
     for closure in journal.closures:
         for ordinal, call in enumerate(closure.plan.calls):
             table = journal.tables[call.kind]
@@ -118,8 +120,8 @@ def saved_values(path: Path) -> dict[str, dict[str, np.ndarray]]:
     reader = Reader(path)
     for name, tensor in reader.manifest.tensors.items():
         kind, _, rest = name.partition(".")
-        if kind == "v":
-            table, _, part = rest.partition(".")
+        if kind in ("v", "count"):
+            table, _, part = (rest or "own.count").partition(".")
             values.setdefault(table, {})[part] = reader.read(tensor, 0, tensor.rows)
     return values
 

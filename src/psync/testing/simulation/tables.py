@@ -185,7 +185,8 @@ class Table:
         if seen.outcome == "stale":
             return "stale" if counts.any() else ""
         if seen.late or seen.closure.undone or seen.outcome == "rolled_back":
-            return "" if whole else "cut"
+            # Of a run that was cut short a cut may have a part: docs/design.md, section 18.
+            return "" if whole or len(seen.closure.runs) > 1 else "cut"
         if seen.outcome not in COUNTED:
             return "outcome"
         return "" if counts.all() else "lost"
