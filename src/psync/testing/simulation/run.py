@@ -170,6 +170,7 @@ def _quiet_end() -> Iterator[None]:
     """Collect garbage at one point: afterwards; nobody hears what it still says."""
     collects = gc.isenabled()
     gc.disable()  # what is collected may have effects
+    gc.freeze()  # what was there before need not be looked at
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         with warnings.catch_warnings():
@@ -177,6 +178,7 @@ def _quiet_end() -> Iterator[None]:
             yield
             gc.collect()
     finally:
+        gc.unfreeze()
         sys.unraisablehook = hook
         if collects:
             gc.enable()
