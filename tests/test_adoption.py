@@ -152,6 +152,13 @@ def test_a_cluster_in_which_another_program_has_begun_anew_is_not_attached_to() 
         Adoption(began)
 
 
+@pytest.mark.parametrize("lives", [(0, 0), (5, 0)])
+def test_what_no_program_was_told_to_be_whole_is_not_attached_to(lives: tuple[int, int]) -> None:
+    with pytest.raises(AttachError, match=r"/job:ps/task:1 holds may be half done") as info:
+        Adoption(holdings(variable("w"), lives=lives))
+    assert "checkpoint" in str(info.value)
+
+
 # Optimizers.
 
 

@@ -233,16 +233,6 @@ async def test_a_ps_that_ends_waits_for_nobody() -> None:
         await asyncio.wait((waiting,))
 
 
-async def test_what_went_back_to_one_cut_is_of_one_piece() -> None:
-    async with PsCluster() as cluster:
-        await cluster.create("v", [3.0])
-        cluster.ps[0]._adoption.went_back(100 + 3)
-        newer = cluster.client(CHIEF, 1 << 40)
-        await attach(newer, 1 << 40)
-        holding = await held(newer)
-        assert (holding.life, len(holding.shards)) == (103, 1)
-
-
 @pytest.mark.parametrize("step_ps", [0, 1])
 async def test_a_step_that_ps_0_has_decided_is_applied_everywhere_first(step_ps: int) -> None:
     """ps 1 cannot be reached when the next chief comes: ps 0 waits, with that chief."""

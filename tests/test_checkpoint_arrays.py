@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +253,39 @@ async def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
         assert (await adam.iterations.read(), progress.epoch) == (2, 4)
         assert await loss.result() == 2.5
         assert adam.learning_rate == 0.5
+
+
+# Threads.
+
+
+async def test_who_is_cancelled_again_and_again_waits_until_a_thread_has_ended() -> None:
+    """One that fails meanwhile is heard by nobody; its files would be closed under it else."""
+    heard: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, said: heard.append(said["message"]))
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        may_end.wait()
+        has_ended.set()
+        raise CheckpointError("the disk is full")
+
+    waits = asyncio.create_task(checkpoint_arrays.in_thread(work))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waits.cancel()
+    await asyncio.sleep(0)
+    is_over = waits.done()
+    may_end.set()
+    assert not is_over
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert has_ended.is_set()
+    del waits
+    gc.collect()
+    assert not heard
+
+
+async def test_what_a_thread_raises_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await checkpoint_arrays.in_thread(lambda: 1 // 0)
+    assert await checkpoint_arrays.in_thread(len, "ab") == 2

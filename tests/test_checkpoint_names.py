@@ -124,6 +124,71 @@ async def test_exported_tensors_carry_the_names(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
+    """As those without names of their own, where the program declares them in another order."""
+
+    async def save(self, directory: Path, order: str) -> Path:
+        """Save variables, slots and averages that are full of numbers of the variables' keys."""
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, averages = self.declared(strategy, order)
+            await momentum.apply_gradients([(np.zeros(2), tree[key]) for key in "ab"])
+            for number, key in enumerate("ab"):
+                await tree[key].assign([number, number])
+                slot = momentum.get_slot(tree[key], "momentum")
+                assert slot is not None
+                await slot.assign([10 + number] * 2)
+                await averages.average(tree[key]).assign([20 + number] * 2)
+            return await checkpoint.save(directory, number=1)
+
+    def declared(self, strategy: Any, order: str) -> Any:
+        with strategy.scope():
+            tree = {key: psync.Variable(np.zeros(2)) for key in order}
+            averages = psync.ExponentialMovingAverage(0.5)
+            averages.apply([*tree.values()])
+        momentum = psync.optimizers.Momentum(0.0)
+        checkpoint = psync.Checkpoint(model=tree, averages=averages, optimizer=momentum)
+        return checkpoint, tree, momentum, averages
+
+    async def test_it_is_restored_to_them(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "ab")
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, averages = self.declared(strategy, "ba")
+            await momentum.apply_gradients([(np.zeros(2), tree[key]) for key in "ab"])
+            await checkpoint.restore(path)
+            for number, key in enumerate("ab"):
+                slot = momentum.get_slot(tree[key], "momentum")
+                of_it = (tree[key], slot, averages.average(tree[key]))
+                found = [(await each.read()).tolist() for each in of_it]
+                assert found == [[number] * 2, [10 + number] * 2, [20 + number] * 2]
+
+    async def test_it_is_read_under_their_names(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "ab")
+        checkpoint, tree, _, _ = self.declared(strategy_of(1), "ba")
+        values = await checkpoint.read(path, slots=True)
+        for number, key in enumerate("ab"):
+            name = tree[key].name
+            assert values["averages"][name].tolist() == [20 + number] * 2
+            assert values["optimizer"]["momentum"][name].tolist() == [10 + number] * 2
+
+    async def test_a_variable_that_got_another_name_keeps_it(self, tmp_path: Path) -> None:
+        await saved(lambda a: {"weight": a}, tmp_path, "a")
+        assert await resumed(lambda b: {"weight": b}, tmp_path, "b") == {"b": VALUES["a"]}
+
+    async def test_where_nothing_tells_its_names_those_of_now_are_looked_for(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = await self.save(tmp_path, "ab")
+        (image, *_) = Reader(path).manifest.images
+        (path / image.state).write_bytes(bytes((path / image.state).stat().st_size))
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, _ = self.declared(strategy, "ab")
+            await checkpoint.restore(path)
+            slot = momentum.get_slot(tree["b"], "momentum")
+            assert slot is not None
+            assert (await slot.read()).tolist() == [11, 11]
+        assert f"names of variables in {path} are not known" in caplog.text
+
+
 class TestCheckpointsOfEarlierVersions:
     """A trainer saved what it trained as a list, "variables"."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -24,6 +25,7 @@ from psync.endpoint import Endpoint
 from psync.errors import ConfigurationError, TrainingEnded
 from psync.platform import Platform
 from psync.testing import MemoryNetwork
+from psync.wire.limits import Limits
 
 CHIEF, WORKER, PS = "/job:chief/task:0", "/job:worker/task:0", "/job:ps/task:0"
 
@@ -167,7 +169,8 @@ async def test_an_evaluator_ends_a_minute_after_all_have_gone() -> None:
         assert not looking.done()
         listener.close()
         await asyncio.sleep(LOOK_EVERY_S + 1)
-        assert presence.describe().startswith("nobody trains any more")
+        assert re.fullmatch(r"nobody trains any more .*ends in \d+ s", presence.describe())
+    assert presence.describe().endswith(f"({PS} at ps:1, {WORKER} at worker:1)")
     assert 11_000 < await looking < 11_000 + ALL_GONE_S + LOOK_EVERY_S + 2
 
 
@@ -187,6 +190,25 @@ async def test_an_evaluator_that_evaluated_for_long_gives_a_restart_its_minute()
     await network.listen("ps:1", asyncio.BufferedProtocol)
     await presence.look()
     assert presence.describe() == "training goes on"
+
+
+@pytest.mark.virtual_time
+async def test_an_impatient_evaluator_is_no_flood_of_strangers() -> None:
+    network = MemoryNetwork()
+    probes = 0
+
+    def probed() -> asyncio.BufferedProtocol:
+        nonlocal probes
+        probes += 1
+        return asyncio.BufferedProtocol()
+
+    listener = await network.listen("ps:1", probed)
+    presence = TrainingPresence(network, {PS: "ps:1"}, (2.0, 2.0))
+    looking = asyncio.create_task(looks(presence))
+    await asyncio.sleep(60)
+    assert 2 < probes < Limits().handshake_failures
+    listener.close()
+    assert 60 < await looking < 75
 
 
 @pytest.mark.virtual_time

@@ -100,6 +100,7 @@ class TestDtypes:
             ([0.5, -1e300], np.float32, "-1e+300"),
             (np.array([0, 1e300]), "bfloat16", "1e+300"),
             (70000, "float16", "70000"),
+            ([1, 10**39], "float32", "1" + 39 * "0"),
             (np.broadcast_to(1e300, (5, 2)), "float32", "1e+300"),
             (lambda: [1e300], None, "1e+300"),
         ],

@@ -92,8 +92,14 @@ class TestReduction:
     def test_numbers_of_python_take_the_accumulators_dtype(self) -> None:
         held = accumulator(dtype="float16")
         held.apply_grad([1, 2])
-        held.apply_grad([0.5, 1e9])
+        held.apply_grad([0.5, math.inf])
         assert held.take_grad(2).result().tolist() == [0.75, math.inf]
+
+    @pytest.mark.parametrize("given", [[0.5, 1e9], [65520, 1], [0, -(10**5)]])
+    def test_numbers_that_the_dtype_cannot_hold_are_refused(self, given: list[float]) -> None:
+        held = accumulator(dtype="float16")
+        assert "expected values that float16 can hold" in refusal(held.apply_grad, given)
+        assert held.num_accumulated() == 0
 
     def test_a_scalar_variable_has_scalar_gradients(self) -> None:
         held = accumulator(())

@@ -794,6 +794,22 @@ async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int
 
 
 @pytest.mark.virtual_time
+async def test_members_that_come_all_at_once_take_places_and_not_the_hearing_from_each_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
+    await ps.listen("ps0:1")
+    workers = [new_endpoint(network, f"/job:worker/task:{index}") for index in range(40)]
+    peers = await asyncio.gather(*[worker.connect_retrying("ps0:1", PS) for worker in workers])
+    assert asyncio.get_running_loop().time() < 5
+    assert all(peer.is_open for peer in peers)
+    assert not [text for text in texts(caplog) if "have failed" in text]
+    for endpoint in (*workers, ps):
+        await endpoint.close()
+
+
+@pytest.mark.virtual_time
 async def test_a_flood_of_strangers_leaves_places_to_addresses_that_have_proved_themselves() -> (
     None
 ):

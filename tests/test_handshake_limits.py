@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.handshake_limits import FailedHandshakes, LogQuota, Place, displaced, source_of
+from psync.handshake_limits import (
+    DISPLACED,
+    FailedHandshakes,
+    LogQuota,
+    Place,
+    displaced,
+    source_of,
+)
 
 A, B = "192.0.2.1", "192.0.2.2"
 
@@ -84,6 +91,15 @@ def test_what_fails_although_it_was_refused_does_not_refuse_it_for_longer() -> N
     failures = emptied(10)
     assert [failures.failed(A, 0.0) for _ in range(100)] == [False] * 100
     assert failures.allows(A, 6.1)
+
+
+def test_to_lose_a_place_is_a_tenth_of_a_failure() -> None:
+    failures = FailedHandshakes(2)
+    for _ in range(9):
+        assert not failures.failed(A, 0.0, DISPLACED)
+    assert failures.allows(A, 0.0)
+    assert any(failures.failed(A, 0.0, DISPLACED) for _ in range(2))
+    assert not failures.allows(A, 0.0)
 
 
 def test_this_machine_is_never_refused() -> None:

@@ -19,9 +19,10 @@ SOURCE = ROOT / "src" / "psync"
 
 # The simulator is tested as a whole, by tests/testing/test_simulation.py.
 SIMULATION = (
-    "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "journal",
-    "pairs", "replayed_tables", "sync_tables", "hand_tables", "injection", "program", "world",
-    "marks", "mutants", "run", "sweep", "shrink", "__main__",
+    "plan", "faults", "tight", "drawing", "processes", "disk", "tables", "oracle", "rounds",
+    "journal", "own_updates", "ps_oracle", "replayed_tables", "sync_tables", "hand_tables",
+    "data_tables", "table_kinds", "injection", "program", "world", "marks", "watch", "mutants",
+    "run", "sweep", "shrink", "__main__",
 )  # fmt: skip
 
 # A module imports modules named before it, and "wire" and "rules" know nothing of each other.
@@ -34,11 +35,12 @@ LAYERS = {
         "wire.catalogue", "wire.remote_errors", "wire.handshake", "wire.protocol",
     ],
     "L1 rules": [
-        "partitioners", "placement", "placement_report", "row_sets", "sums", "accumulators",
-        "dense_accumulators", "sparse_accumulators", "scatter_ops", "indexed_slices", "indexing",
-        "await_first", "fitting", "embedding_rules", "replica_sums", "distributed_values",
-        "variable_copies", "schedule_base", "schedules", "rule_options", "gradient_clipping",
-        "update_rules", "moment_rules", "adaptive_rules", "layerwise_rules", "rule_configs",
+        "partitioners", "placement", "placement_report", "row_sets", "sums", "fitting",
+        "accumulators", "dense_accumulators", "sparse_accumulators", "scatter_ops",
+        "indexed_slices", "indexing", "await_first", "embedding_rules", "replica_sums",
+        "distributed_values", "variable_copies", "schedule_base", "schedules", "rule_options",
+        "gradient_clipping", "update_rules", "moment_rules", "adaptive_rules", "layerwise_rules",
+        "rule_configs",
         "blocks", "row_blocks", "shard_work", "shards", "row_checks", "row_store", "lock_table",
         "means", "gradient_accumulation", "shard_updates", "gradient_store", "store", "ledger",
         "update_gate", "commit_log", "log_names", "sync_config", "ledger_image", "untrusted_json",

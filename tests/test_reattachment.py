@@ -19,7 +19,9 @@ from ps_cluster import heard, hold, until
 import psync
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.process_state import fresh_process
+from psync.rpc import Handler
 from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import AdoptShards
 
 pytestmark = pytest.mark.virtual_time
 
@@ -498,6 +500,56 @@ async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) 
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             assert await counters[1].read() == 6
+
+
+async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_to(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            await count_up(coordinator, counters[1], 3)
+            told = asyncio.Event()
+
+            async def never(*_: object) -> Any:
+                told.set()
+                await asyncio.Event().wait()
+
+            cluster.tasks["ps-0"]._endpoint.handlers[AdoptShards] = Handler(never)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            await told.wait()
+        with pytest.raises(AttachError, match="/job:ps/task:0 holds may be half done"):
+            async with life(cluster):
+                pass
+
+
+async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+                global_step = psync.get_or_create_global_step()
+            optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1, 1)
+
+            async def step() -> None:
+                await optimizer.apply_gradients([(np.ones(4, np.float32), w)], global_step)
+
+            coordinator.schedule(step)
+            await coordinator.join()
+            cluster.network.partition("ps-0", "ps-1")
+            coordinator.schedule(step)
+            with pytest.raises(psync.PsyncError, match="cannot be reached"):
+                await coordinator.join()
+            cluster.network.heal("ps-0", "ps-1")
+        with pytest.raises(AttachError, match="/job:ps/task:0 holds may be half done"):
+            async with life(cluster):
+                pass
+        async with life(cluster, attach=False):
+            pass
 
 
 async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures_for_its_own(

@@ -516,6 +516,15 @@ def test_a_step_that_another_one_had_decided_is_decided() -> None:
     assert closes(steps.recount(GROUP, 1, counted(1, 1))) == [(1, [0, 1], False)]
 
 
+def test_a_step_that_another_one_had_decided_is_decided_however_few_live_now() -> None:
+    """A worker has died with its ps: what was counted after its step is not in that step."""
+    steps = Steps(2, min_replicas=2)
+    steps.live(0)
+    for index in (0, 1):
+        assert steps.recount(GROUP, 0, counted(index, 1)) == []
+    assert closes(steps.recount(GROUP, 1, counted(0, 2))) == [(0, [0, 1], False)]
+
+
 def test_more_calls_that_were_counted_before_are_duplicates_unless_final() -> None:
     steps = SyncSteps()
     steps.note_calls([(GROUP, 4, 1, b"")], 3)

@@ -1,6 +1,6 @@
 """Accumulators: gradients of several replicas become one, and stale ones are refused.
 
-Layer: L1. Imports: errors, specs, sums.
+Layer: L1. Imports: errors, fitting, specs, sums.
 
 An accumulator holds the gradients of one step. Whoever wants their mean *takes* it: the step goes
 up by one, nothing is left behind, and what was computed against the step before is stale from then
@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
+from psync.fitting import overflow
 from psync.specs import Outcome, dtype_name, dtype_of
 from psync.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
 
@@ -392,8 +393,11 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
             # Rows of unequal length; a tensor on a device, or one that records its gradient.
             raise self._refused(f"expected an array as gradient, got {given!r:.80}") from exc
         if not hasattr(given, "dtype") and array.dtype.kind in "iuf":
-            with np.errstate(all="ignore"):  # a number too large becomes an infinity
-                array = array.astype(self.dtype)
+            with np.errstate(over="ignore"):  # it is found below
+                made = array.astype(self.dtype)
+            if (beyond := overflow(array, made)) is not None:
+                raise self._refused(f"expected values that {self.dtype} can hold, got {beyond}")
+            array = made
         if array.dtype.newbyteorder("=") != self.dtype:
             raise self._refused(f"expected a gradient of {self.dtype}, got {array.dtype}")
         return array

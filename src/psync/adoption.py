@@ -20,7 +20,9 @@ then it is clear what fits, and then each is told what to do.
                               an optimizer that was used     AttachError, at last
 
 All ps tasks must have begun in one *life*: under the same coordinator, or gone back to the same
-cut. One that was started again since then has lost its part, whatever the others hold.
+cut. One that was started again since then has lost its part, whatever the others hold: it is of no
+life. So is one that has gone back while its program did not live to be told of that, and ps 0
+if a step that it had decided could not be applied everywhere.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class HeldOptimizer:
 class Holding:
     """What one ps holds that nobody has adopted."""
 
-    life: int  # 0: it was started, and no program has begun on it
+    life: int  # 0: none
     shards: tuple[HeldShard, ...] = ()
     optimizers: tuple[HeldOptimizer, ...] = ()
 
@@ -307,16 +309,26 @@ class Adoption:
 
 def _check_lives(holdings: Sequence[Holding]) -> None:
     """Raise AttachError if what the ps tasks hold is not of one piece."""
-    lives = [holding.life for holding in holdings if holding.shards]
+    lives = {holding.life for holding in holdings if holding.shards}
     if not lives:
         return
-    began = min(lives)
-    lost = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if holding.life != began]
+    began = min(lives - {0}, default=0)
+    others = [(ps, holding) for ps, holding in enumerate(holdings) if holding.life != began]
+    lost = [f"/job:ps/task:{ps}" for ps, holding in others if holding.life or not holding.shards]
     if lost:
         raise AttachError(
             f"cannot attach to living variables: {', '.join(lost)} has lost what it held, since it "
             "was started again, or a program has begun anew there, while others hold their part "
             "still",
+            hint=BACK,
+        )
+    if 0 in lives:
+        half = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if not holding.life]
+        raise AttachError(
+            f"cannot attach to living variables: what {', '.join(half)} holds may be half done, "
+            "since the earlier program died before it was told that ps tasks had gone back to a "
+            "checkpoint, or after a synchronous step could not be applied on all of them, or since "
+            "the ps was started again",
             hint=BACK,
         )
 

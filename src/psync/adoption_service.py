@@ -90,15 +90,6 @@ class AdoptionService:
             settling.result()
         return Reply(Done())
 
-    def went_back(self, life: int) -> None:
-        """All ps tasks have gone back to one cut: what they hold is of one piece, under a new name.
-
-        Args:
-            life: The same on all of them.
-        """
-        self._former.drop()
-        self._former.life = life
-
     @property
     def life(self) -> int:
         """Of what is held here, see ``adoption``; 0: it has none."""
@@ -109,7 +100,11 @@ class AdoptionService:
         self._former.life = life
 
     def lost(self) -> None:
-        """What was held here is held elsewhere, or lost: nobody may go on with what is left."""
+        """Nobody may go on with what is held here, unless the present program says that it may.
+
+        Another process serves it, or this is an image that others may not have taken yet, or a
+        synchronous step is applied here and not everywhere.
+        """
         self._former.drop()
         self._former.life = 0
 

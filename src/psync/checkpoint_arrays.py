@@ -36,16 +36,22 @@ FILE_BYTES = 2 << 30
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Work on files in a thread; who is cancelled still waits until it has ended.
+    """Work on files in a thread; who is cancelled, once or again, still waits until it has ended.
 
     So nobody removes a checkpoint, or closes its files, while somebody else completes it.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait((work,))
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # which nobody wants to hear any more
+    raise cancelled
 
 
 async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: bool) -> None:

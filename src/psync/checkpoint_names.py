@@ -8,10 +8,15 @@ once the list has another order. So a ``Trainer`` calls what it finds below a li
 variable's name, and ``Checkpoint(model=[w, b])`` finds it there. Earlier trainers called all
 variables by their positions, "variables/0"; their names are told by what each ps held, which lies
 in the same files, or by shapes that occur once. A guess could swap the values of two variables.
+
+Slots and moving averages are called by the names of their variables. Those that the program did not
+choose say only in which order variables were declared. So what belongs to a variable is looked for
+under the name of the one that had its path.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,10 +27,12 @@ from psync.checkpoint_files import Reader
 from psync.checkpoint_images import stored_images
 from psync.checkpoint_manifest import Manifest, Tensor
 from psync.checkpoint_objects import Contents
-from psync.errors import CheckpointMismatch
+from psync.errors import CheckpointError, CheckpointMismatch
 from psync.image_state import ImageState
 from psync.pulls import leaves
 from psync.variables import Handle
+
+logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "or restore it once with psync.Checkpoint(variables=[…], optimizer=optimizer), the list in the "
@@ -73,10 +80,41 @@ def with_names_of(contents: Contents, reader: Reader) -> Manifest:
     if missing and not found and _STATES <= reader.manifest.states.keys():
         positions = [name for name in tensors if _POSITION.fullmatch(name)]
         found = _positions_of(positions, missing, reader)
+    found |= _renamed(contents, {path: name for name, path in found.items()}, reader)
     if not found:
         return reader.manifest
-    renamed = (replace(each, name=found.get(name, name)) for name, each in tensors.items())
-    return replace(reader.manifest, tensors={tensor.name: tensor for tensor in renamed})
+    kept = {name: tensor for name, tensor in tensors.items() if name not in found}
+    named = {name: replace(tensors[was], name=name) for was, name in found.items()}
+    return replace(reader.manifest, tensors=kept | named)
+
+
+def _renamed(contents: Contents, found: Mapping[str, str], reader: Reader) -> dict[str, str]:
+    """Return the names here of what is called by a variable that has another name by now.
+
+    Args:
+        contents: What is declared here.
+        found: Names in the checkpoint of what it calls otherwise than it is called here.
+        reader: Of the checkpoint.
+    """
+    if not contents.by_variable:
+        return {}
+    try:
+        names = _variable_names(reader)
+    except CheckpointError as exc:  # what is asked for may be whole
+        logger.warning("names of variables in %s are not known: %s", reader.path, exc.message)
+        return {}
+    now = {}
+    for handle in contents.handles:
+        path = contents.path_of(handle)
+        was = names.get(found.get(path, path), handle.name)
+        if was != handle.name:
+            now[was] = handle.name
+    return {
+        f"{prefix}/{was}": f"{prefix}/{name}"
+        for prefix in contents.by_variable
+        for was, name in now.items()
+        if f"{prefix}/{was}" in reader.manifest.tensors
+    }
 
 
 def _below_list(path: str, variable: str) -> str:

@@ -108,6 +108,7 @@ class Contents:
         states: By name.
         optimizers: Their steps are kept as states, under these names.
         handles: The variables.
+        by_variable: Paths below which arrays are called by the names of their variables.
     """
 
     slots: bool = True
@@ -115,6 +116,7 @@ class Contents:
     states: dict[str, Stateful] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
+    by_variable: list[str] = field(default_factory=list)
     _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
 
     def add(self, path: str, thing: Any) -> None:
@@ -236,6 +238,7 @@ class Contents:
             self.add(f"{path}/{name}", value)
 
     def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> None:
+        self.by_variable.append(path)
         for variable, average in averages.items():
             self.add(f"{path}/{variable.name}", average)
 
@@ -243,6 +246,7 @@ class Contents:
         self._check_new(f"{path}/step")
         self._check_new(f"{path}/learning_rate")
         self.optimizers[f"{path}/step"] = optimizer
+        self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
         for slot in optimizer.variables() if self.slots else ():
             self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
 

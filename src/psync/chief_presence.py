@@ -32,8 +32,11 @@ says so: this is for those that were killed, and whoever starts them again does 
 
 
 LOOK_EVERY_S = 30.0
-"""How often an evaluator looks whether somebody trains. A ps takes it for a probe of its port, of
-which it forgives one address ten a minute."""
+"""How often an evaluator looks whether somebody trains."""
+
+LOOK_AT_MOST_EVERY_S = 10.0
+"""However short its patience is: a ps takes each look for a probe of its port, and does not hear an
+address from which ten come in a minute, which may be that of a worker or chief, too."""
 
 ALL_GONE_S = 60.0
 """Training has ended when nobody has been there for so long: a ps that was lost has as long to be
@@ -206,7 +209,8 @@ class TrainingPresence:
         now = asyncio.get_running_loop().time()
         if self._since is None:
             self._since = now
-        if now - self._looked_at < min(LOOK_EVERY_S, self._limit_s / 2):
+        pause_s = max(LOOK_AT_MOST_EVERY_S, min(LOOK_EVERY_S, self._limit_s / 2))
+        if now - self._looked_at < pause_s:
             return
         self._looked_at = now
         was_there = self._is_there_now
@@ -255,7 +259,7 @@ class TrainingPresence:
         if self._is_there_now:
             return "training goes on"
         left_s = self._limit_s - self._away_s
-        ends = "" if left_s == math.inf else f"; the evaluator ends in {max(left_s, 0.0):.0f} s"
+        ends = f"; the evaluator ends in {left_s:.0f} s" if 0 < left_s < math.inf else ""
         return f"nobody trains {'any more' if self._seen else 'yet'} ({self._names()}){ends}"
 
     def _names(self) -> str:

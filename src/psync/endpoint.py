@@ -23,7 +23,14 @@ from psync.errors import (
     ProtocolError,
     PsyncError,
 )
-from psync.handshake_limits import FailedHandshakes, LogQuota, Place, displaced, source_of
+from psync.handshake_limits import (
+    DISPLACED,
+    FailedHandshakes,
+    LogQuota,
+    Place,
+    displaced,
+    source_of,
+)
 from psync.membership import backoff
 from psync.platform import Platform
 from psync.rpc import Handler, Peer
@@ -309,7 +316,7 @@ class Endpoint:
         place = self._failures.place(source)
         oldest = displaced(self._unproven, place, self.platform.limits.handshakes)
         if oldest is not None:
-            self._count_failure(self._unproven.pop(oldest).source)
+            self._count_failure(self._unproven.pop(oldest).source, DISPLACED)
             oldest.connection.refuse(Refused("full", "its place was needed for a newer connection"))
         self._unproven[peer] = place
 
@@ -330,8 +337,8 @@ class Endpoint:
         else:
             self._count_failure(place.source)
 
-    def _count_failure(self, source: str | None) -> None:
-        if self._failures.failed(source, asyncio.get_running_loop().time()):
+    def _count_failure(self, source: str | None, failures: float = 1.0) -> None:
+        if self._failures.failed(source, asyncio.get_running_loop().time(), failures):
             self._log_stranger(
                 logging.WARNING,
                 "%s: %d handshakes with %s have failed; most connections from there are closed at "

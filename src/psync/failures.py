@@ -10,7 +10,7 @@ An exception that cannot be pickled, or cannot be built again, is represented by
 
 from __future__ import annotations
 
-import traceback
+from traceback import format_exception
 from types import TracebackType
 from typing import NamedTuple, TypeGuard
 
@@ -45,7 +45,7 @@ def describe_exception(exc: BaseException, *, main_by_name: bool = True) -> Desc
     frames = _from_user_code(exc.__traceback__)
     # How psync found that a task is lost or the network failed is no news to the user.
     chain = not isinstance(exc, (TaskLost, TransportError))
-    lines = traceback.format_exception(type(exc), exc, frames, chain=chain)
+    lines = format_exception(type(exc), exc, frames, chain=chain)
     cls = type(exc)
     name = (
         cls.__qualname__

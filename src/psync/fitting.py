@@ -78,7 +78,9 @@ def overflow(array: np.ndarray, made: np.ndarray) -> str | None:
     if _may_overflow(array.dtype, made.dtype):
         finite = np.isfinite(made)
         if not finite.all():
-            lost = array[~finite & np.isfinite(array)]
+            # Python integers above those of numpy are objects, of which it knows nothing.
+            known = array.astype(np.float64) if array.dtype.kind == "O" else array
+            lost = array[~finite & np.isfinite(known)]
             return str(lost[0]) if lost.size else None
     return None
 
@@ -88,7 +90,7 @@ def _may_overflow(source: np.dtype, target: np.dtype) -> bool:
         return False
     if source.kind in "iub":
         return target == np.float16  # all others hold the largest integer
-    floating = source.kind == "f" or source.name == "bfloat16"
+    floating = source.kind in "fO" or source.name == "bfloat16"
     return floating and (target.itemsize < source.itemsize or target.itemsize == 2)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from psync.context import forbid_in_dataset, forbid_in_step
 from psync.errors import UsageError
 from psync.placement import Pinned
-from psync.scopes import Scope, current_scope
+from psync.scopes import Scope, current_scope, place_of
 from psync.variables import OnReadVariable, Variable, declared_in
 
 NAME = "global_step"
@@ -40,10 +40,9 @@ def get_or_create_global_step() -> Variable:
     known = global_step_of(scope)
     if known is not None:
         return known
-    frame = sys._getframe(1)
+    where = place_of(sys._getframe(1))
     spec = scope.declare(
-        np.zeros((), np.int64), NAME, None, None, False,
-        f"{frame.f_code.co_filename}:{frame.f_lineno}", placement=Pinned(0),
+        np.zeros((), np.int64), NAME, None, None, False, where, placement=Pinned(0)
     )  # fmt: skip
     step: Variable = declared_in(scope, spec)
     return step

@@ -14,7 +14,8 @@ and a line of the log for each that failed.
 * **A new connection always finds a place** (``displaced``): while all are taken it gets that of the
   oldest from the address that has most. So the silent keep nobody out, from however many
   addresses they come; they only take each other's places. OpenSSH's ``MaxStartups`` drops
-  newcomers by chance instead, which keeps one in so many of the wanted out, too.
+  newcomers by chance instead, which keeps one in so many of the wanted out, too. To lose a place
+  is a tenth of a failure: hundreds of workers that come at once take each other's, too.
 * A quarter of the places is kept from addresses of which nobody has ever proved himself.
 * So many lines about strangers stand in the log each minute; then there is one with the number of
   those that do not (``LogQuota``).
@@ -31,6 +32,9 @@ MINUTE_S = 60.0
 
 KEPT_SHARE = 4
 """One place of so many is kept from addresses of which nobody has proved himself."""
+
+DISPLACED = 0.1
+"""What it counts, in failures, to lose one's place: who did may not have had the time to speak."""
 
 LINES_PER_MINUTE = 20
 """Lines about strangers: enough to see what is wrong, such as two secrets in one cluster."""
@@ -112,12 +116,12 @@ class FailedHandshakes:
         """Whether somebody who comes from there is heard."""
         return source is None or self._left(source, now) >= 1
 
-    def failed(self, source: str | None, now: float) -> bool:
-        """Count a failure; return whether it is the one with which the source is refused."""
+    def failed(self, source: str | None, now: float, failures: float = 1.0) -> bool:
+        """Count a failure, or a part of one; return whether with it the source is refused."""
         if source is None:
             return False
         before = self._left(source, now)
-        left = max(before - 1, 0.0)
+        left = max(before - failures, 0.0)
         self._buckets.pop(source, None)
         self._buckets[source] = (left, now)
         if len(self._buckets) > self._addresses:

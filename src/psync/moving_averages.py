@@ -20,7 +20,7 @@ from psync.errors import ConfigurationError, GradientError, UsageError
 from psync.global_step import check_step, global_step_of
 from psync.means import growing_decay
 from psync.pulls import mapped
-from psync.scopes import Scope, current_scope
+from psync.scopes import Scope, current_scope, place_of
 from psync.variables import (
     Handle,
     OnReadVariable,
@@ -153,8 +153,7 @@ class ExponentialMovingAverage:
                 hint="apply([variable])",
             )
         scopes = {variable: _checked_scope(variable) for variable in var_list}
-        frame = sys._getframe(1)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        where = place_of(sys._getframe(1))
         for variable, scope in scopes.items():
             if variable not in self._shadows:
                 spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)

@@ -1,12 +1,12 @@
 """A lost ps comes back: all ps tasks go back to the newest checkpoint, and training goes on.
 
-Layer: L3. Imports: errors, checkpoint_files, checkpoint_writer, image_state, rollback_rules,
-events, ps_link, ps_client, wire.
+Layer: L3. Imports: errors, adoption, checkpoint_files, checkpoint_writer, image_state,
+rollback_rules, events, ps_link, ps_client, wire.
 
     RUNNING   --a ps is lost-->                    WAITING
     WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
     LOADING   --every ps is ready-->               SWITCHING  TakeImage: a new timeline
-    SWITCHING --every ps has it-->                 RUNNING    RollbackEvent
+    SWITCHING --every ps has it-->                 RUNNING    RollbackEvent, then AdoptShards
     WAITING, LOADING, SWITCHING --a ps is lost-->  WAITING
     any       --no checkpoint, or not in time-->   LOST       for ever
 
@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from psync.adoption import Orders
 from psync.checkpoint_files import disk_errors
 from psync.checkpoint_writer import streamed_by_environ
 from psync.errors import (
@@ -44,7 +45,7 @@ from psync.ps_link import PsLink, always
 from psync.rollback_rules import CutCalls, EndedClosures
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.recovery_messages import FillImage, PrepareImage, TakeImage
+from psync.wire.recovery_messages import AdoptShards, FillImage, PrepareImage, TakeImage
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,6 @@ class PsRecovery:
             len(event.closures),
         )  # fmt: skip
         self._owner.recovery_ended()
-        self._events.emit(event)
 
     def _let_go(self, error: ParameterServerLost) -> None:
         """No ps is recovered any more: whoever waited for that fails."""
@@ -236,16 +236,22 @@ class PsRecovery:
         self._ps.begin_timeline(timeline)  # first: what is answered by some of them is sent again
         take = TakeImage(self._loads, timeline, self._owner.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
+        to_step = max(state.iterations for state in states)
+        event = RollbackEvent(
+            tuple(self._lost), timeline, max(from_step, to_step), to_step,
+            self.ended.undone(CutCalls(states)), asyncio.get_running_loop().time() - began,
+        )  # fmt: skip
+        self._events.emit(event)
+        # The program is told, so from now on the next one may attach itself to what there is.
+        adopt = AdoptShards(own + timeline, last=True)
+        orders = [Orders().to_bytes()]
+        await all_of([link.call(always(adopt), orders, urgent=True) for link in links])
         for link in links:
             if link.lost is not None:  # after it had answered
                 raise link.lost.with_traceback(None)
         for link in links:
             link.release()
-        to_step = max(state.iterations for state in states)
-        return RollbackEvent(
-            tuple(self._lost), timeline, max(from_step, to_step), to_step,
-            self.ended.undone(CutCalls(states)), asyncio.get_running_loop().time() - began,
-        )  # fmt: skip
+        return event
 
     async def _attach_all(self) -> None:
         """Wait until all ps tasks are there, and serve this coordinator.

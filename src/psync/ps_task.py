@@ -374,6 +374,8 @@ class PsTask:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
                         await closer.pause("end")
+                if closer.is_torn:
+                    self._adoption.lost()
                 backup.end(ended)
             await closer.close()
 
@@ -420,7 +422,7 @@ class PsTask:
             accumulators[definition.name] = definition, step
         logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
         self._timeline, self._is_deposed = message.timeline, False
-        self._adoption.went_back(self._coordinator + message.timeline)
+        self._adoption.lost()  # until the program says that all have it
         self._serve(store, thawed.ledger, accumulators.values())
         self._log.serves()
         for number, raw in groups.items():

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from psync.cluster import ClusterSpec
@@ -97,6 +98,11 @@ def running_scopes() -> list[Scope]:
 def current_scope() -> Scope | None:
     """Return the strategy whose scope is open here, or None."""
     return open_scope.get()
+
+
+def place_of(frame: FrameType) -> str:
+    """Return where something is declared, for messages."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,12 @@ class StepCloser:
         self._pauses: set[str] = set()  # for whom no step is closed
         self._held_up: list[Close] = []  # decided meanwhile
         self._resumed = asyncio.Event()
+        self._is_torn = False  # a step that was decided could not be applied everywhere
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step that was decided is perhaps not applied everywhere."""
+        return self._is_torn or bool(self._under_way)
 
     @property
     def shares(self) -> ShareNumbers:
@@ -164,7 +170,7 @@ class StepCloser:
         try:
             first = await beginning
         except PsyncError as exc:
-            first, failed = 0, exc
+            first, failed, self._is_torn = 0, exc, True
         finally:
             self._going_on -= 1
         self._define(group, config, first)
@@ -487,6 +493,7 @@ class StepCloser:
         """Give the tokens of the next step, with the values that are wanted; or give up."""
         self._under_way.discard(under_way)
         under_way.set_result(None)
+        self._is_torn |= failed is not None
         if self._over is not None:
             return
         if failed is None:

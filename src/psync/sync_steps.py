@@ -143,7 +143,7 @@ class SyncSteps:
         """
         known = self._group(group)
         actions: list[Action] = []
-        if step > known.step and known.may_close:
+        if step > known.step and known.may_end:
             actions.append(known.close(partial=not known.is_complete))
         known.recount(contribution)
         return actions + self._close_what_is_due()

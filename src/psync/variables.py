@@ -24,7 +24,7 @@ from psync.errors import ConfigurationError, UsageError
 from psync.on_read import CopyAccess, declare_copies
 from psync.process_state import PerProcess
 from psync.runtime import Runtime
-from psync.scopes import Scope, current_scope, runtime_here
+from psync.scopes import Scope, current_scope, place_of, runtime_here
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
@@ -120,8 +120,7 @@ class Variable(Handle):
                 f'variable "{name or "Variable"}" is declared outside a strategy\'s scope',
                 hint="declare it in `with strategy.scope():`",
             )
-        frame = sys._getframe(1)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        where = place_of(sys._getframe(1))
         made = through_creators(
             partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
             shape=shape, trainable=trainable, synchronization=synchronization,

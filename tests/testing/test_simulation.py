@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import psync
 from psync.sync_groups import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.journal import Closure, Run
-from psync.testing.simulation.marks import MARKS, marks_of
+from psync.testing.simulation.marks import MARKS
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Fault, Plan, Trigger
 from psync.testing.simulation.processes import Process, ProcessLoop
@@ -22,10 +26,14 @@ from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk, table
 from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
 from psync.testing.simulation.tables import Rows, Seen
+from psync.testing.simulation.watch import marks_of
 from psync.worker_task import WorkerTask
 
 CANARY = 31
 """A seed that ``--canary`` lets fail."""
+
+WITH_ERRORS = (4, 5)
+"""Seeds in which errors of steps travel."""
 
 
 async def _hashes(numbers: list[int], *, hash_seed: int) -> list[str]:
@@ -53,6 +61,21 @@ def test_a_history_depends_on_the_seed_and_on_nothing_that_ran_before() -> None:
     simulate(drawn(12))
     assert simulate(plan).trace_hash == first.trace_hash
     assert simulate(dataclasses.replace(plan, seed=9)).trace_hash != first.trace_hash
+
+
+def test_a_history_does_not_depend_on_where_the_source_lies(tmp_path: Path) -> None:
+    """Else what fails in one checkout passes in another one."""
+    elsewhere = tmp_path / "a directory of another length"
+    elsewhere.symlink_to(Path(psync.__file__).parents[1])
+    script = (
+        "from psync.testing.simulation.sweep import Job\n"
+        f"print(*(Job(seed).run().trace_hash for seed in {WITH_ERRORS}))"
+    )
+    done = subprocess.run(
+        (sys.executable, "-c", script), env=os.environ | {"PYTHONPATH": str(elsewhere)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [Job(seed).run().trace_hash for seed in WITH_ERRORS]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,7 +8,7 @@ other one arrives as a RemoteError with the text of its traceback: data, never c
 
 from __future__ import annotations
 
-import traceback
+from traceback import format_exception
 
 from psync import errors
 from psync.errors import PsyncError, RemoteError, TaskLost
@@ -26,7 +26,7 @@ def failure_of(exc: BaseException) -> Failure:
             text = str(exc)
         except Exception:
             text = "its text cannot be had"
-        trace = "".join(traceback.format_exception(exc))[-MAX_TEXT_CHARS:]
+        trace = "".join(format_exception(exc))[-MAX_TEXT_CHARS:]
         return Failure("", name, "", _clip(text), None, _clip(trace))
     task = exc.task if isinstance(exc, TaskLost | RemoteError) else ""
     hint = None if exc.hint is None else _clip(exc.hint)

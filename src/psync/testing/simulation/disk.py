@@ -56,7 +56,7 @@ class SimulatedDisk(Disk):
         rng: Of what is lost.
     """
 
-    reach: Callable[[str, str], None]
+    reach: Callable[[str, str], object]
     rng: random.Random
     failing: dict[str, int] = field(default_factory=dict)  # errno, by host
     _steps: list[_Step] = field(default_factory=list)

@@ -122,14 +122,14 @@ class _Draw:
             layouts=self._layouts(recovery, num_ps, groups),
         )
 
-    def _sizes(self, tightness: float, *, has_padding: bool) -> dict[str, int]:
+    def _sizes(self, tightness: float, *, has_padding: bool) -> dict[str, float]:
         """Draw which sizes are small; blocks often are, so that others come in between."""
         rng = self.rng
         if has_padding:  # of many pieces, which would take long
             return {}
         sizes = {
-            name: rng.choice(sizes)
-            for name, (_, sizes) in SIZES.items()
+            name: rng.choice(size.values)
+            for name, size in SIZES.items()
             if rng.random() < tightness
         }
         if rng.random() < 0.25:

@@ -1,6 +1,6 @@
 """Tables that a simulated program changes by other means than optimizers.
 
-Layer: L5. Imports: __init__ (psync), context, errors, events, testing.simulation.journal,
+Layer: L5. Imports: __init__ (psync), errors, events, testing.simulation.journal,
 testing.simulation.plan, testing.simulation.tables.
 """
 
@@ -9,23 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 import psync
-from psync.context import current_closure
 from psync.errors import ClosureCancelled, ParameterServerLost, WorkerLost
 from psync.events import RollbackEvent
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.tables import COUNTED, Fault, Handles, Look, Table
 
-NUM_SHARDS = 4
-NUM_EPOCHS = 3
-"""Of the data that is visited."""
 NEVER_STALE = 1 << 40
 """A local step that is ahead of every accumulator."""
 
@@ -258,136 +253,5 @@ class Ganged(Table):
                     (
                         f"{look.when}: {self.name}: gang {column} of life {life}, with "
                         f"{replicas} replicas: {values.tolist()}"
-                    ),
-                )
-
-
-async def visit(shard: int, variable: Any, name: str, column: int, pause_s: float) -> int:
-    """One closure of a data shard."""
-    journal, context = Journal.current(), current_closure()
-    table = journal.tables[name]
-    assert isinstance(table, Visited)
-    assert context is not None
-    runs = table.runs.setdefault(column + shard, [])
-    journal.say("visit", f"{column + shard} {context.closure_id}")
-    runs.append((journal.lives, context.closure_id))
-    await asyncio.sleep(pause_s)
-    one = np.zeros(variable.shape, np.float32)
-    one[:, column + shard] = 1
-    await variable.assign_add(one)
-    await asyncio.sleep(pause_s)
-    return shard
-
-
-class Visited(Table):
-    """Changed by closures of data shards: each epoch has a column for each shard."""
-
-    has_marks = False
-
-    def __init__(self, name: str, plan: Plan, columns: int) -> None:
-        super().__init__(name, plan, columns)
-        self.runs: dict[int, list[tuple[int, int]]] = {}  # by column: life, closure
-        self._done: Counter[int] = Counter()  # by column, in this life
-        self._base = np.zeros((1, columns))  # when it began
-        self._ended = asyncio.Event()
-
-    def declare(self, steps: Sequence[Any]) -> Handles:
-        return Handles({"": self._dense()})
-
-    def prepare(self, handles: Handles, coordinator: Any) -> None:
-        handles.stated["visits"] = coordinator.distribute_once(
-            list(range(NUM_SHARDS)), num_epochs=NUM_EPOCHS, shuffle_seed=self.plan.seed
-        )
-
-    def noted(self) -> Any:
-        return set(self._done)
-
-    def begin(
-        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
-    ) -> Iterator[Fault]:
-        lost = (noted or set()) - set(self._columns_done(handles))
-        if lost:
-            yield "visits", f"{self.name}: columns {sorted(lost)} were done before it was saved"
-        self._done.clear()
-        self._ended = asyncio.Event()
-        self._base = self._rows_of(values[""])[:, : self.columns]
-        for column in self._columns_done(handles):
-            self._done[column] = 1
-            found = self._base[:, column].tolist()
-            Journal.current().say("mark", "data shards go on from a checkpoint")
-            # What a rollback has undone is done all the same: its event names the closures.
-            if not all(found) and not Journal.current().has_rolled_back:
-                yield "visits", f"{self.name}: column {column} is done, and restored as {found}"
-        self._base = self._base - np.array([self._done[each] for each in range(self.columns)])
-
-    def _columns_done(self, handles: Handles) -> list[int]:
-        return [
-            epoch.epoch * NUM_SHARDS + shard
-            for epoch in handles.stated["visits"].account()
-            for shard in range(NUM_SHARDS)
-            if shard not in epoch.undone
-        ]
-
-    async def act(self, handles: Handles, coordinator: Any, rng: random.Random) -> None:
-        visits, journal = handles.stated["visits"], Journal.current()
-        running: list[tuple[int, Any]] = []
-        while True:
-            column = visits.epoch * NUM_SHARDS
-            args = (handles.variables[""], self.name, column, rng.choice((0.0, 0.01, 0.5)))
-            if not visits.done():
-                journal.worked += 1
-                running += [(column, value) for value in visits.schedule(visit, args)]
-            for at, value in [each for each in running if each[1].done()]:
-                running.remove((at, value))
-                try:
-                    shard = await value
-                except ClosureCancelled:
-                    journal.say("mark", "a data shard is handed out again after an error")
-                else:
-                    self._done[at + shard] += 1
-            if visits.done() and not running:
-                break
-            await asyncio.sleep(rng.uniform(0.0, 1.0))
-        self._look_at_account(handles)
-        self._ended.set()
-
-    def _look_at_account(self, handles: Handles) -> None:
-        """Each is done once, and who ran more than once is named."""
-        journal, account = Journal.current(), handles.stated["visits"].account()
-        once = dict.fromkeys(self._columns_done(handles), 1)
-        journal.look(
-            self._done == once and len(once) == NUM_EPOCHS * NUM_SHARDS,
-            f"{self.name}: all is done, in {self._done}: {account}",
-            "visits",
-        )
-        for column in once:
-            runs = [each for each in self.runs.get(column, ()) if each[0] == journal.lives]
-            named = account[column // NUM_SHARDS].runs.get(column % NUM_SHARDS, 1)
-            if len(runs) > len(set(runs)):
-                journal.say("mark", "a data shard runs again after its worker's loss")
-            journal.look(
-                len(runs) <= named,
-                f"{self.name}: column {column} had {len(runs)} runs, and {named} are named",
-                "visits",
-            )
-
-    async def finish(self, handles: Handles) -> None:
-        await self._ended.wait()
-
-    def check(self, look: Look) -> Iterator[Fault]:
-        if look.late:
-            return
-        found = self._rows_of(look.values[self.name][""])[:, : self.columns]
-        for column, applied in enumerate(found.T.tolist()):
-            closures = len(set(self.runs.get(column, ())))
-            at_least = self._base[:, column] + self._done[column] * look.is_last
-            few = not look.journal.is_rolled_back and (np.array(applied) < at_least).any()
-            if few or max(applied) > closures:
-                yield (
-                    "lost" if few else "twice",
-                    (
-                        f"{look.when}: {self.name}: column {column}: {applied}, of {closures} "
-                        f"closures {self._done[column]} have ended in this life, which began with "
-                        f"{at_least.tolist()}"
                     ),
                 )

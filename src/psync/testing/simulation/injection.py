@@ -1,6 +1,7 @@
 """The faults of a plan as they happen: who waits for what, and what each kind does.
 
-Layer: L5. Imports: testing, testing.simulation.plan, testing.simulation.processes, worker_task.
+Layer: L5. Imports: errors, failpoints, lost_messages, testing, testing.simulation.plan,
+testing.simulation.processes, worker_task.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from psync.errors import ConnectFailed, PsyncError
+from psync.failpoints import Failpoints
+from psync.lost_messages import MessageLosses
 from psync.testing.link import Direction, Link
 from psync.testing.simulation.plan import Fault, Trigger
 from psync.testing.simulation.processes import Process
@@ -372,3 +375,33 @@ class Injector:
                     return
 
         self._in_chief("remove worker", remove)
+
+
+class Places(Failpoints):
+    """Failpoints that tell the world of each place that is reached."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(without=world.without)
+        self._world = world
+        self._process = name
+
+    def hit(self, name: str) -> None:
+        """The place ``name`` is reached."""
+        self._world.reach("place", name, self._process)
+
+
+class Losses(MessageLosses):
+    """Asks the world about each request that is about to be served."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__({})
+        self._world = world
+        self._process = name
+
+    def draw(self, kind: str) -> str | None:
+        """Return how a request of this kind is lost, or None: it is not."""
+        return self._world.reach("message", kind, self._process)
+
+    def slowness(self) -> float:
+        """Return by how many seconds a slow request is served later."""
+        return 0.3

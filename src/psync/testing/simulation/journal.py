@@ -1,7 +1,7 @@
 """The journal of a simulated run: what the program did, what it and its steps were told.
 
 Layer: L5. Imports: context, events, testing.simulation.oracle, testing.simulation.plan,
-testing.simulation.processes, testing.simulation.tables.
+testing.simulation.processes, testing.simulation.rounds, testing.simulation.tables.
 
 The journal lives outside of the simulated processes, so no death takes anything back. What a dead
 process would still say is not heard.
@@ -10,12 +10,10 @@ process would still say is not heard.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +22,11 @@ from psync.events import FailoverEvent, RollbackEvent
 from psync.testing.simulation import oracle
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
 from psync.testing.simulation.processes import current_process
+from psync.testing.simulation.rounds import Rounds
 from psync.testing.simulation.tables import Fault, Look, Table, Values
+
+if TYPE_CHECKING:
+    from psync.testing.simulation.own_updates import OwnUpdates
 
 LOOKED_AFTER_S = 1.0
 """After which what was pulled is compared: until then the program has heard of every rollback."""
@@ -92,7 +94,7 @@ class Run:
 
     def begin(self, call: Call) -> Note:
         """Note that a call is made."""
-        Journal.current().rounds_of(self.worker)[0] += 1
+        Journal.current().rounds.begin(self.worker)
         name = f"{self.closure} {self.ordinal}"
         note = self.notes[self.ordinal] = Note(name, asyncio.get_running_loop().time())
         Journal.current().say("call", name)
@@ -160,6 +162,7 @@ class Journal:
     """
 
     _current: Journal
+    own: OwnUpdates  # of this life
 
     def __init__(self, plan: Plan, tables: Mapping[str, Table]) -> None:
         Journal._current = self
@@ -176,19 +179,16 @@ class Journal:
         self.left: Any = None  # name of the last checkpoint at such an end, and all values there
         self.listener: Callable[..., None] = lambda *_: None  # told of all that is said
         self.violations: list[Violation] = []
-        self.own = [0, 0]  # updates of the program itself: begun, ended
-        self.own_base = np.zeros(1, np.int64)  # what was there on each shard before
         self.baseline: dict[str, np.ndarray] = {}  # marks when this life began
         self.held: frozenset[int] = frozenset()  # closures of former lives that still count
         self.dropped = 0  # closures whose marks are not on the ps tasks since they began anew
         self.kept: dict[str, np.ndarray] | None = None  # marks then; None: nobody knows
         self.moved: dict[str, str] = {}  # in whose process a ps is served, since one was lost
-        self._rolled_back = False  # in this life
+        self.is_rolled_back = False  # anything, in this life
         self.gangs = 0  # that run
         self.worked = 0  # how often what works beside the batches has scheduled something
         self.is_calm = True  # nothing has gone wrong yet
-        self.at_work: Counter[str] = Counter()  # runs that are under way, by worker
-        self._rounds: dict[str, list[int]] = {}  # by worker: rounds begun, rounds ended
+        self.rounds = Rounds(plan)
 
     @classmethod
     def current(cls) -> Journal:
@@ -199,11 +199,6 @@ class Journal:
     def has_rolled_back(self) -> bool:
         """Whether anything was rolled back in any life."""
         return any(isinstance(event, RollbackEvent) for event in self.events)
-
-    @property
-    def is_rolled_back(self) -> bool:
-        """Whether anything was rolled back in this life."""
-        return self._rolled_back
 
     @property
     def era(self) -> tuple[int, int]:
@@ -230,7 +225,9 @@ class Journal:
 
     # What the program does.
 
-    def begin_life(self, attached: bool, restored: str | None, values: Values) -> None:
+    def begin_life(
+        self, attached: bool, restored: str | None, values: Values, own: OwnUpdates
+    ) -> None:
         """A chief has begun, with these values; what was open in the life before it is lost."""
         if not _is_heard():
             return
@@ -240,7 +237,7 @@ class Journal:
                 closure.state = "lost"
         self.find(oracle.faults_of_beginning(self, attached, restored, values))
         self.lives += 1
-        self._rolled_back, self.gangs = False, 0
+        self.is_rolled_back, self.gangs = False, 0
         self.moved.clear()
         self.baseline = self.marks(values)
         if attached:
@@ -252,7 +249,7 @@ class Journal:
                     self.held = save.began
                     for number in save.began:
                         self.closures[number].settled = number in save.settled
-        self.own, self.own_base = [0, 0], values["own"]["count"].ravel()
+        self.own, own.base = own, values["own"]["count"].ravel()
 
     def end_life(self, left: Mapping[str, Any]) -> None:
         """A life has come to the end of the program, and these are all values."""
@@ -284,51 +281,10 @@ class Journal:
             self.closures[number].runs.append(run)
         return run
 
-    @contextlib.contextmanager
-    def working(self, run: Run) -> Iterator[None]:
-        """A worker is in a step."""
-        self.at_work[run.worker] += 1
-        try:
-            yield
-        finally:
-            self.at_work[run.worker] -= 1
-
-    def rounds_of(self, worker: str) -> list[int]:
-        """Return how many rounds a worker has begun, and ended."""
-        return self._rounds.setdefault(worker, [0, 0])
-
     def end_round(self, table: str, run: Run, note: Note) -> None:
-        """A push under a bound was answered: nobody who works is further behind than that.
-
-        Looked at where each clock is certain: in the first batch, which all workers begin at one
-        clock, as long as all closures are about one table and nothing has gone wrong.
-        """
-        if note.outcome != "accepted" or not _is_heard():
-            return
-        mine, plan = self.rounds_of(run.worker), self.plan
-        mine[1] += 1
-        if not (
-            self.is_calm and plan.bound >= 0 and plan.all_workers and not plan.works
-            and (self.lives, self.next_batch) == (1, 1)
-            and all(
-                (each.fails, each.cancel_s, each.needs) == (False, None, -1)
-                and {call.kind for call in each.calls} == {table}
-                for each in plan.batches[0].closures
-            )
-        ):  # fmt: skip
-            return
-        for worker, runs in self.at_work.items():
-            if not runs or worker == run.worker:
-                continue
-            begun = self.rounds_of(worker)[0]
-            if mine[1] == begun + plan.bound:
-                self.say("mark", "a worker is ahead by all that a bound allows")
-            self.look(
-                mine[1] <= begun + plan.bound,
-                f"{table}: {run.worker} has ended round {mine[1]}, {worker} has begun {begun}, and "
-                f"works; the bound is {plan.bound}",
-                "ahead",
-            )
+        """A push that may have to wait for others was answered."""
+        if note.outcome == "accepted" and _is_heard():
+            self.find(self.rounds.end(run.worker, table, self))
 
     def note_event(self, event: Any) -> None:
         """Note a rollback or failover."""
@@ -339,7 +295,7 @@ class Journal:
         if isinstance(event, FailoverEvent):
             self.moved |= dict(zip(event.lost, event.served_by, strict=True))
         if isinstance(event, RollbackEvent):
-            self._rolled_back = True
+            self.is_rolled_back = True
             undone, self.held = set(self.held), frozenset()  # of former lives: perhaps
             for closure in self.closures:
                 if closure.life == self.lives and closure.id in event.closures:
@@ -354,14 +310,6 @@ class Journal:
         for closure in self.closures:
             if closure.life == self.lives and closure.state == "done" and _is_heard():
                 closure.settled = True
-
-    @contextlib.contextmanager
-    def own_update(self) -> Iterator[None]:
-        """Note an update that the program makes itself."""
-        self.own[0] += 1
-        yield
-        if _is_heard():
-            self.own[1] += 1
 
     def begin_save(self, layout: tuple[int, int]) -> Save:
         """Note that a checkpoint is saved."""
@@ -392,7 +340,7 @@ class Journal:
             save: That has ended.
             values: Of tables, from its files.
         """
-        save.own = values["own"]["count"].ravel() - self.own_base
+        save.own = values["own"]["count"].ravel() - self.own.base
         save.marks = {
             name: table.marks(values[name]) for name, table in self.tables.items()
             if table.has_marks
@@ -412,7 +360,7 @@ class Journal:
 
     def known(self) -> tuple[int, int]:
         """Return how many events and own updates the program has heard of."""
-        return len(self.events), self.own[1]
+        return len(self.events), self.own.ended
 
     def check(self, values: Values, when: str, known: tuple[int, int], **more: Any) -> None:
         """Compare values with what the program was told.
@@ -426,7 +374,7 @@ class Journal:
         """
         if not _is_heard():
             return
-        told = [(each, each.state, each.outcomes, self._rolled_back) for each in self.closures]
+        told = [(each, each.state, each.outcomes, self.is_rolled_back) for each in self.closures]
         asyncio.get_running_loop().call_later(
             LOOKED_AFTER_S, functools.partial(self._check, told, values, when, known, more)
         )
@@ -446,4 +394,4 @@ class Journal:
         for table in self.tables.values():
             self.find(table.check(look))
         self.find(oracle.faults_of_steps(look))
-        self.find(oracle.faults_of_own_updates(look, own, has_rolled_back=self._rolled_back))
+        self.find(self.own.check(look, own))

@@ -3,8 +3,8 @@
 Layer: L5. Imports: accumulators, checkpoint_files, clock_service, closures, cluster_links,
 commit_log, coordinator, errors, followed_steps, gang_merges, global_steps, ledger, ledger_image,
 lock_table, ps_image, ps_task, replica_host, replica_recovery, rollback_rules, runtime, shards,
-staging, step_takeover, step_updates, sync_groups, sync_steps, update_gate, visitation, visits,
-wire.
+staging, step_takeover, step_updates, sync_groups, sync_steps, testing.simulation.tight,
+update_gate, visitation, visits, wire.
 
 A mutant takes the place of one function for the length of a run, so the code that trains knows
 nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
@@ -17,10 +17,9 @@ before it is stale), that a backup follows no former copy (its entries are known
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +51,7 @@ from psync.shards import ShardTable
 from psync.staging import Staging
 from psync.sync_groups import Group
 from psync.sync_steps import SyncSteps
+from psync.testing.simulation.tight import replaced
 from psync.update_gate import UpdateGate
 from psync.visitation import Visitation
 from psync.visits import Visits
@@ -429,26 +429,6 @@ MUTANTS: Mapping[str, Mutant] = {
 """By name."""
 
 
-@contextlib.contextmanager
-def mutated(name: str) -> Iterator[None]:
+def mutated(name: str) -> AbstractContextManager[None]:
     """Let the rule of a mutant be wrong; ``""``: none."""
-    mutant = MUTANTS[name] if name else Mutant("")
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, attribute, make in mutant.where:
-            original = vars(owner)[attribute]
-            wrong = make(original)
-            owners = [owner]
-            if owner in sys.modules.values():  # others have imported the function
-                owners = [
-                    module
-                    for module_name, module in list(sys.modules.items())
-                    if module_name.startswith("psync.") and vars(module).get(attribute) is original
-                ]
-            for each in owners:
-                changed.append((each, attribute, original))
-                setattr(each, attribute, wrong)
-        yield
-    finally:
-        for owner, attribute, original in changed:
-            setattr(owner, attribute, original)
+    return replaced(MUTANTS[name].where if name else ())

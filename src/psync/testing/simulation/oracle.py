@@ -1,6 +1,6 @@
 """The oracle of a simulated run: what must hold of values, by what the program was told.
 
-Layer: L5. Imports: testing.simulation.tables.
+Layer: L5. Imports: checkpoint_files, checkpoint_images, errors, testing.simulation.tables.
 
 Each function yields (oracle, message) for each fault. What must hold of one kind of table is said
 by its class.
@@ -8,11 +8,16 @@ by its class.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from psync.checkpoint_files import Reader, checkpoints_in
+from psync.checkpoint_images import check_places, stored_images
+from psync.errors import PsyncError
 from psync.testing.simulation.tables import COUNTED, Fault, Look, Seen, Values
 
 if TYPE_CHECKING:
@@ -74,44 +79,6 @@ def faults_of_steps(look: Look) -> Iterator[Fault]:
             yield "global step", f"{look.when}: global step {number} is {found}, not {expected}"
 
 
-def faults_of_own_updates(look: Look, ended: int, *, has_rolled_back: bool) -> Iterator[Fault]:
-    """What the program has added itself is there once, on all shards, unless it was undone.
-
-    Args:
-        look: At values.
-        ended: How many updates had ended before these were pulled.
-        has_rolled_back: Whether some may have been undone.
-    """
-    begun, base = look.journal.own[0], look.journal.own_base
-    if look.late or has_rolled_back:
-        return
-    # An update of a life that has ended may be on some shards; so may one that is under way.
-    added = (look.values["own"]["count"].ravel() - base).tolist()
-    if not ended <= min(added) <= max(added) <= begun:
-        yield "own updates", f"{look.when}: {added}, of {begun} that were begun {ended} had ended"
-
-
-def faults_of_ps(name: str, statistics: Mapping[str, Any]) -> Iterator[Fault]:
-    """When all is done and quiet, a ps holds nothing that somebody may still wait for.
-
-    Args:
-        name: Of the ps.
-        statistics: Its own.
-    """
-    staging = statistics["staging"]
-    if staging["parts"] or staging["bytes"]:
-        yield "left over", f"{name}: parts of steps that are closed: {staging}"
-    for group, counters in statistics["sync"].items():
-        tokens = counters["tokens"]
-        if tokens["published"] != tokens["taken"] + tokens["void"] + tokens["left"]:
-            yield "tokens", f"{name}: {group}: {tokens}"
-        if counters["waiting"] or counters["counted"]:
-            yield "left over", f"{name}: {group}: {counters}"
-    for clock, counters in statistics["clocks"].items():
-        if counters["waiting"]:
-            yield "left over", f"{name}: clock {clock}: {counters}"
-
-
 def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
     """A checkpoint is one cut: it has each update wholly or not at all.
 
@@ -145,6 +112,42 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
                         f"call {ordinal}, {call.kind}: marks {found.tolist()}"
                     ),
                 )
+
+
+def saved_values(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Return what a checkpoint has of tables, by their names and those of their parts."""
+    values: dict[str, dict[str, np.ndarray]] = {}
+    reader = Reader(path)
+    for name, tensor in reader.manifest.tensors.items():
+        kind, _, rest = name.partition(".")
+        if kind in ("v", "count"):
+            table, _, part = (rest or "own.count").partition(".")
+            values.setdefault(table, {})[part] = reader.read(tensor, 0, tensor.rows)
+    return values
+
+
+def faults_of_directory(
+    journal: Journal, directory: Path, when: str, *, tidy: bool = False
+) -> Iterator[Fault]:
+    """What is said to be saved is there, what is there is whole; ``tidy``: nothing else is."""
+    try:
+        there = [path for _, path in checkpoints_in(directory, "ckpt")]
+        for path in there:
+            reader = Reader(path)
+            for tensor in reader.manifest.tensors.values():
+                reader.read(tensor, 0, tensor.rows)
+            for image in stored_images(path):
+                check_places(image)
+    except PsyncError as exc:
+        yield "checkpoint", f"{when}: {exc}"
+        return
+    names = sorted(path.name for path in there)
+    said = [save.name for save in journal.saves if save.name is not None]
+    if said and said[-1] not in names:
+        yield "checkpoint", f"{when}: {said[-1]} was saved, {names} are there"
+    left = sorted(set(os.listdir(directory)) - set(names)) if tidy else []
+    if left:
+        yield "left", f"{when}: {left} are left"
 
 
 def faults_of_restoring(

@@ -176,7 +176,7 @@ class Plan:
     cancels_takes: bool = False
     works: tuple[str, ...] = ()
     layouts: tuple[tuple[int, int], ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, float] = field(default_factory=dict)
 
     def step_of(self, group: int) -> int:
         """Return the number of the global step of a group: some have one of their own."""

@@ -1,9 +1,8 @@
 """The program of a simulated chief: it trains by a plan, and knows what it was told.
 
 Layer: L5. Imports: __init__ (psync), errors, optimizer_registry, scopes,
-testing.simulation.hand_tables, testing.simulation.journal, testing.simulation.oracle,
-testing.simulation.pairs, testing.simulation.plan, testing.simulation.replayed_tables,
-testing.simulation.sync_tables, testing.simulation.tables.
+testing.simulation.journal, testing.simulation.oracle, testing.simulation.own_updates,
+testing.simulation.plan, testing.simulation.ps_oracle, testing.simulation.tables.
 
 What it is told goes into the journal, which is kept across the lives of the chief.
 """
@@ -11,7 +10,6 @@ What it is told goes into the journal, which is kept across the lives of the chi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,59 +28,21 @@ from psync.errors import (
 )
 from psync.optimizer_registry import optimizers_here
 from psync.testing.simulation import oracle
-from psync.testing.simulation.hand_tables import Ganged, Held, Visited
 from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
-from psync.testing.simulation.pairs import faults_of_pairs, served_in
-from psync.testing.simulation.plan import Batch, Call, ClosurePlan, Plan
-from psync.testing.simulation.replayed_tables import Averaged, Metered, Moved
-from psync.testing.simulation.sync_tables import Synchronous
-from psync.testing.simulation.tables import (
-    SPARE,
-    Added,
-    Both,
-    Counted,
-    Dense,
-    Handles,
-    Rows,
-    Scattered,
-    Slots,
-    Table,
-    Values,
-)
+from psync.testing.simulation.own_updates import OwnUpdates
+from psync.testing.simulation.plan import Batch, Call, ClosurePlan
+from psync.testing.simulation.ps_oracle import faults_of_pairs, faults_of_rest
+from psync.testing.simulation.tables import SPARE, Handles, Slots, Values
 
 if TYPE_CHECKING:
     from psync.testing.simulation.world import World
 
-KINDS: dict[str, type[Table]] = {
-    "added": Added, "averaged": Averaged, "both": Both, "counted": Counted, "dense": Dense,
-    "ganged": Ganged, "held": Held, "metered": Metered, "moved": Moved, "rows": Rows,
-    "scattered": Scattered, "sync": Synchronous, "visited": Visited,
-}  # fmt: skip
-"""Of tables, by their names without numbers."""
-
 CLOSED_WITHIN_S = 150.0
 """Closing a coordinator takes no longer, whatever has happened to others."""
-
-WORKS_COLUMNS = 40
-"""Of tables that no call changes, without spare ones."""
 
 
 class StepFailed(Exception):
     """What a step of the program raises because its plan says so."""
-
-
-def tables_of(plan: Plan) -> dict[str, Table]:
-    """Return the tables that the closures of a plan change."""
-    columns: dict[str, int] = {}
-    for batch in plan.batches:
-        for closure in batch.closures:
-            for call in closure.calls:
-                columns[call.kind] = max(columns.get(call.kind, 0), call.column + 1)
-    columns |= {name: WORKS_COLUMNS for name in plan.works}
-    return {
-        name: KINDS[name.rstrip("0123456789")](name, plan, count + SPARE)
-        for name, count in sorted(columns.items())
-    }
 
 
 async def step(
@@ -91,7 +51,7 @@ async def step(
     """One closure: make the calls, and return what became of each."""
     journal = Journal.current()
     run, outcomes = journal.begin_run(closure), []
-    with journal.working(run):
+    with journal.rounds.working(run.worker):
         for ordinal, call in enumerate(calls):
             if call.pulls:
                 values = await psync.pull({kind: each.variables for kind, each in handles.items()})
@@ -120,7 +80,6 @@ class Life:
         self._plan = world.plan
         self._journal = world.journal
         self._attach = attach
-        self._whole = 0
 
     async def run(self) -> bool:
         """Go on where the life before this has ended; return whether the program came to its end.
@@ -155,7 +114,10 @@ class Life:
             async with asyncio.TaskGroup() as tasks:
                 training = tasks.create_task(self._train())
                 closing = tasks.create_task(world.closing.wait())
-                others = [closing, tasks.create_task(self._act())]
+                others = [
+                    closing,
+                    tasks.create_task(self._own.act(world.stream("acts"), self._compare)),
+                ]
                 for name, table in self._journal.tables.items():
                     acts = table.act(self._handles[name], coordinator, world.stream(name))
                     others.append(tasks.create_task(acts))
@@ -185,10 +147,9 @@ class Life:
                 )
         steps = [self._steps.get(str(number)) for number in range(len(plan.groups))]
         self._handles = {name: table.declare(steps) for name, table in self._journal.tables.items()}
-        whole = psync.Variable(np.zeros((plan.num_shards, 3), np.float32), name="whole")
-        count = psync.Variable(np.zeros((plan.num_shards, 1), np.int64), name="count")
+        self._own = OwnUpdates(plan.num_shards)
         self._all = {name: each.pulled() for name, each in self._handles.items()}
-        self._all |= {"steps": self._steps, "own": {"whole": whole, "count": count}}
+        self._all |= {"steps": self._steps, "own": self._own.variables}
 
     def _make_manager(self) -> psync.CheckpointManager | None:
         if self._plan.recovery == "none":
@@ -210,10 +171,9 @@ class Life:
         values = await self._pull()
         if restored is not None:
             self._note_layout(restored)
-            slots, iterations = await self._slots()
-            there = {**values, "slots": slots, "iterations": iterations}
+            there = {**values, **await self._slots()}
             self._journal.find(oracle.faults_of_restoring(self._journal, restored, there))
-        self._journal.begin_life(attached, restored, values)
+        self._journal.begin_life(attached, restored, values, self._own)
         saves = [save.noted for save in self._journal.saves if save.name == restored is not None]
         for name, table in self._journal.tables.items():
             noted = saves[-1][name] if saves else None
@@ -330,42 +290,8 @@ class Life:
             )
         else:
             save.ended(path.name)
-            self._journal.look_into(save, self._world.saved_values(path))
+            self._journal.look_into(save, oracle.saved_values(path))
             self._world.reach("moment", "saved", "chief-0")
-
-    async def _act(self) -> None:
-        """What the program itself does meanwhile: each update is of all shards, or of none."""
-        rng, journal = self._world.stream("acts"), self._journal
-        whole, count = self._all["own"]["whole"], self._all["own"]["count"]
-        while True:
-            await asyncio.sleep(rng.uniform(0.01, rng.choice((0.1, 2.0, 20.0))))
-            events, settled = len(journal.events), False
-            with contextlib.suppress(psync.LockLost):
-                if rng.random() < 0.5:
-                    writes = [self._assign(whole) for _ in range(rng.choice((1, 3)))]
-                    await asyncio.gather(*writes, *(self._read(whole) for _ in range(3)))
-                    settled = True
-            self._compare()
-            found = await self._read(whole)
-            if settled and len(journal.events) == events:
-                alone = bool((found == found[0]).all())
-                journal.look(alone, f"of several, none wrote alone: {found.tolist()}", "lock")
-            await asyncio.gather(*(self._add(count) for _ in range(rng.choice((0, 1, 4)))))
-
-    async def _add(self, count: Any) -> None:
-        with self._journal.own_update():
-            await count.assign_add(np.ones(count.shape, np.int64))
-
-    async def _assign(self, whole: Any) -> None:
-        self._whole += 1
-        value = np.full(whole.shape, self._whole, np.float32)
-        await whole.assign(value, atomic=True)
-
-    async def _read(self, whole: Any) -> np.ndarray:
-        found: np.ndarray = await whole.read()
-        torn = not (found == found[:, :1]).all()
-        self._journal.look(not torn, f"a read of a shard is torn: {found.tolist()}")
-        return found
 
     def _compare(self) -> None:
         """Primaries and backups are equal, wherever they are at one position of the log."""
@@ -381,30 +307,26 @@ class Life:
         await self._coordinator.join()  # steps may be open: where one failed, or gangs scheduled
         if self._manager is not None:
             await self._save(quiet=True)
-            self._world.look_at_checkpoints("at the end", tidy=True)
+            directory = self._world.directory
+            self._journal.find(
+                oracle.faults_of_directory(self._journal, directory, "at the end", tidy=True)
+            )
         known = self._journal.known()
         values = await self._pull()
-        slots, iterations = await self._slots()
+        slots = await self._slots()
         self._compare()
-        self._journal.check(
-            values, "at the end", known, is_last=True, slots=slots, iterations=iterations
-        )
+        self._journal.check(values, "at the end", known, is_last=True, **slots)
         await asyncio.sleep(2 * LOOKED_AFTER_S)  # the last look is made
-        for task, host in served_in(self._world.tasks.values()):
-            # One that was taken for dead, and lives, keeps what it held until another chief comes
-            # and ends it: docs/design.md, section 21, EndFormer.
-            serves = self._journal.moved.get(task.task, task.task) == host.task
-            if serves and task._index < self._world.num_ps:
-                where = f"{task.task} in the process of {host.task}"
-                self._journal.find(oracle.faults_of_ps(where, task.statistics()))
+        world = self._world
+        self._journal.find(faults_of_rest(world.tasks, self._journal.moved, world.num_ps))
         in_flight = self._coordinator.statistics()["closures"].in_flight
         self._journal.look(not in_flight, f"{in_flight} closures in flight", "left over")
         for job in ("ps", "worker"):
             if any(name.startswith(job) for name in self._world.gone):
                 self._journal.say("mark", f"a program ends although a {job} is gone for good")
-        self._journal.end_life({**values, "slots": slots, "iterations": iterations})
+        self._journal.end_life({**values, **slots})
 
-    async def _slots(self) -> tuple[Slots, dict[str, int]]:
+    async def _slots(self) -> dict[str, Any]:
         """Return slots and iterations of all optimizers."""
         slots: Slots = {}
         iterations: dict[str, int] = {}
@@ -418,7 +340,7 @@ class Life:
                 slot = handles.optimizer.get_slot(variable, slot_name)
                 if slot is not None:
                     found[slot_name] = await slot.read()
-        return slots, iterations
+        return {"slots": slots, "iterations": iterations}
 
 
 async def live(world: World) -> None:

@@ -1,8 +1,8 @@
 """One seed from its plan to its verdict.
 
-Layer: L5. Imports: process_state, testing.deadlock, testing.simulation.journal,
-testing.simulation.marks, testing.simulation.mutants, testing.simulation.plan,
-testing.simulation.processes, testing.simulation.tight, testing.simulation.world.
+Layer: L5. Imports: process_state, failures, scopes, testing.deadlock, testing.simulation.journal,
+testing.simulation.mutants, testing.simulation.plan, testing.simulation.processes,
+testing.simulation.tight, testing.simulation.watch, testing.simulation.world.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 import sys
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from psync import failures, scopes
 from psync.process_state import fresh_process
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Violation
-from psync.testing.simulation.marks import marks_of
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import ProcessLoop, current_process
-from psync.testing.simulation.tight import tightened
+from psync.testing.simulation.tight import replaced, tightened
+from psync.testing.simulation.watch import marks_of
 from psync.testing.simulation.world import World
 
 CANARIES = 100
@@ -41,6 +43,19 @@ IN_MEMORY = next(filter(os.path.isdir, ("/dev/shm",)), None)
 
 PATH_LENGTH = 200
 """Of the directory of checkpoints: messages that name it are as long on each machine."""
+
+
+def _without_directories(format_exception: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    return lambda *args, **options: [
+        re.sub(r'File ".*/', 'File "', line) for line in format_exception(*args, **options)
+    ]
+
+
+ALIKE = (
+    (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
+    (failures, "format_exception", _without_directories),
+)
+"""What would travel, and says where the source lies: a seed had another history there."""
 
 
 @dataclass
@@ -89,7 +104,7 @@ def simulate(
         canary: Whether one seed in a hundred fails on purpose.
         turns: Whether each turn of the loop is put on the trace.
     """
-    with fresh_process(), _quiet_end(), mutated(mutant), tightened(plan.sizes):
+    with fresh_process(), _quiet_end(), replaced(ALIKE), mutated(mutant), tightened(plan.sizes):
         if mutant:
             without |= MUTANTS[mutant].without
         return _simulate(plan, without, canary, turns)

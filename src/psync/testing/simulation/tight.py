@@ -1,19 +1,23 @@
-"""Sizes that are others than usual in a run: legal ones, with which tasks behave badly.
+"""Sizes and times that are others than usual in a run: legal ones, with which tasks behave badly.
 
-Layer: L5. Imports: accumulator_image, backup_sender, blocks, closure_messages, committer, creation,
-cuts, dispatching, long_work, ps_recovery, replica_host, wire.
+Layer: L5. Imports: accumulator_image, backup_sender, blocks, closure_messages, cluster_links,
+committer, creation, cuts, dispatching, long_work, ps_link, ps_recovery, replica_host, wire.
 
 Nothing depends on these sizes but speed. So small ones let a small cluster do what else a large
-one does: work in pieces with others between them, messages in parts, queues that are full.
+one does: work in pieces with others between them, messages in parts, queues that are full. Nobody
+may count on an acknowledgement's coming at once, so some come late.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from psync import (
     accumulator_image,
@@ -28,39 +32,92 @@ from psync import (
     ps_recovery,
     replica_host,
 )
+from psync.cluster_links import ClusterLinks
+from psync.ps_link import PsLink
+from psync.replica_host import ReplicaHost
 from psync.wire import frames
 
-SIZES: Mapping[str, tuple[Sequence[tuple[ModuleType, str]], Sequence[int]]] = {
-    "blocks": (((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
-    "turns": (((long_work, "INLINE_BYTES"),), (0, 40_000)),
-    "whole pushes": (((frames, "SMALL_BODY_BYTES"),), (0, 100)),
-    "creation": (((creation, "MESSAGE_BYTES"),), (1,)),
-    "closures ahead": (((dispatching, "MAX_AHEAD"),), (1,)),
-    "values in results": (((closure_messages, "INLINE_BYTES"),), (0,)),
-    "entries at once": (((committer, "AT_ONCE"),), (1, 2)),
-    "entries shipped": (((backup_sender, "MAX_ENTRIES"), (backup_sender, "MAX_UNDER_WAY")), (1,)),
-    "entries pending": (((replica_host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": (((backup_sender, "PIECE_BYTES"), (accumulator_image, "PIECE_BYTES")), (8, 64)),
-    "answers in copies": (((accumulator_image, "MAX_LISTED"),), (1,)),
-    "images": (((cuts, "PIECE_BYTES"), (ps_recovery, "PIECE_BYTES")), (8, 64)),
+LATE_S = (0.003, 0.05, 0.5)
+"""Seconds by which acknowledgements are late; a backup may be silent for longer."""
+
+
+def _instead(size: float, usual: Any) -> Any:
+    return size
+
+
+def _done_late(seconds: float, usual: Callable[..., None]) -> Any:
+    return lambda *args: asyncio.get_running_loop().call_later(seconds, usual, *args)
+
+
+def _answered_late(seconds: float, usual: Callable[..., Any]) -> Any:
+    async def later(made: Any) -> Any:
+        answer = await made if isinstance(made, Awaitable) else made
+        await asyncio.sleep(seconds)
+        return answer
+
+    return lambda *args: later(usual(*args))  # what is asked is done in its turn
+
+
+class Size(NamedTuple):
+    """One of them: where it is, what it may be, and how that takes the place of what is there."""
+
+    places: Sequence[tuple[Any, str]]
+    values: Sequence[float]
+    make: Callable[[float, Any], Any] = _instead
+
+
+SIZES: Mapping[str, Size] = {
+    "blocks": Size(((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
+    "turns": Size(((long_work, "INLINE_BYTES"),), (0, 40_000)),
+    "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
+    "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
+    "closures ahead": Size(((dispatching, "MAX_AHEAD"),), (1,)),
+    "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
+    "entries at once": Size(((committer, "AT_ONCE"),), (1, 2)),
+    "entries shipped": Size(
+        ((backup_sender, "MAX_ENTRIES"), (backup_sender, "MAX_UNDER_WAY")), (1,)
+    ),
+    "entries pending": Size(((replica_host, "MAX_PENDING_BYTES"),), (1,)),
+    "copies": Size(((backup_sender, "PIECE_BYTES"), (accumulator_image, "PIECE_BYTES")), (8, 64)),
+    "answers in copies": Size(((accumulator_image, "MAX_LISTED"),), (1,)),
+    "images": Size(((cuts, "PIECE_BYTES"), (ps_recovery, "PIECE_BYTES")), (8, 64)),
+    "acknowledged by a backup": Size(((ReplicaHost, "_log"),), LATE_S, _answered_late),
+    "acknowledged by clients": Size(((PsLink, "answered"),), LATE_S, _done_late),
+    "final closures": Size(((ClusterLinks, "final_below"),), LATE_S, _done_late),
 }
-"""By name: where they are, and what they may be."""
+"""By name."""
+
+
+def tightened(sizes: Mapping[str, float]) -> AbstractContextManager[None]:
+    """Let sizes be others for a while."""
+    return replaced(
+        (*place, functools.partial(SIZES[name].make, size))
+        for name, size in sizes.items()
+        for place in SIZES[name].places
+    )
 
 
 @contextlib.contextmanager
-def tightened(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Let sizes be others for a while, in each module that knows them."""
-    changed: list[tuple[Any, str, Any]] = []
+def replaced(changes: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Let names stand for something else for a while.
+
+    Args:
+        changes: Class or module, the name there, and what makes of its value another one. What
+            others have imported from a module is replaced there, too.
+    """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("psync.")]
+    changed: list[tuple[Any, str, Any]] = []
     try:
-        for name, size in sizes.items():
-            for owner, attribute in SIZES[name][0]:
-                usual = vars(owner)[attribute]
-                for module in modules:
-                    if vars(module).get(attribute) is usual:
-                        changed.append((module, attribute, usual))
-                        setattr(module, attribute, size)
+        for owner, name, make in changes:
+            usual = vars(owner)[name]
+            other = make(usual)
+            owners = [owner]
+            if isinstance(owner, ModuleType):
+                owners = [module for module in modules if vars(module).get(name) is usual]
+            for each in owners:
+                changed.append((each, name, usual))
+                setattr(each, name, other)
         yield
     finally:
-        for module, attribute, usual in reversed(changed):
-            setattr(module, attribute, usual)
+        for owner, name, usual in reversed(changed):
+            setattr(owner, name, usual)

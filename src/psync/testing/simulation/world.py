@@ -1,9 +1,9 @@
 """The simulated world: hosts, a network, a launcher, and what goes wrong there.
 
-Layer: L5. Imports: __init__ (psync), access, checkpoint_files, checkpoint_images, disk, errors,
-failpoints, lost_messages, platform, ps_task, wire.limits, worker_task, testing,
-testing.simulation.disk, testing.simulation.injection, testing.simulation.journal,
-testing.simulation.plan, testing.simulation.processes, testing.simulation.program.
+Layer: L5. Imports: __init__ (psync), access, disk, errors, platform, ps_task, wire.limits,
+worker_task, testing, testing.simulation.disk, testing.simulation.injection,
+testing.simulation.journal, testing.simulation.oracle, testing.simulation.plan,
+testing.simulation.processes, testing.simulation.program, testing.simulation.table_kinds.
 
 The tasks are the real ones. What they reach for is given to them: a network in memory, a clock
 that jumps, drawn random bytes, and failpoints and losses that ask the plan.
@@ -15,7 +15,6 @@ import asyncio
 import contextvars
 import functools
 import itertools
-import os
 import random
 import traceback
 import zlib
@@ -24,25 +23,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import psync
 from psync.access import Secret
-from psync.checkpoint_files import Reader, checkpoints_in
-from psync.checkpoint_images import check_places, stored_images
 from psync.disk import current_disk
-from psync.errors import ConnectFailed, ParameterServerLost, PsyncError
-from psync.failpoints import Failpoints
-from psync.lost_messages import MessageLosses
+from psync.errors import ConnectFailed, ParameterServerLost
 from psync.platform import Platform, entropy
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
-from psync.testing.simulation import program
+from psync.testing.simulation import oracle, program
 from psync.testing.simulation.disk import SimulatedDisk
-from psync.testing.simulation.injection import Injector
+from psync.testing.simulation.injection import Injector, Losses, Places
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
+from psync.testing.simulation.table_kinds import tables_of
 from psync.wire.limits import Limits
 from psync.worker_task import WorkerTask
 
@@ -76,7 +70,7 @@ class World:
         self.network = MemoryNetwork(
             plan.seed, latency=plan.latency, chunk=plan.chunk, spread=plan.spread
         )
-        self.journal = Journal(plan, program.tables_of(plan))
+        self.journal = Journal(plan, tables_of(plan))
         self.processes: dict[str, Process] = {}
         self.tasks: dict[str, PsTask | WorkerTask] = {}  # of the living, by name
         self.trained = asyncio.Event()  # the program is through its batches
@@ -91,7 +85,6 @@ class World:
         self._away: dict[str, float] = {}  # who is not to be started before when
         self._platforms = itertools.count()
         self._newest_incarnation = 0
-        self._random = self.stream("bytes")
         self.coordinator: psync.ClusterCoordinator | None = None  # of the living chief
         self._added: list[str] = []  # hosts of workers that came later
         self._chief_lives = 0
@@ -99,7 +92,7 @@ class World:
         self._layouts = itertools.cycle(plan.layouts)
         self.num_ps, self.num_shards = plan.num_ps, plan.num_shards  # of this life
         self._injector = Injector(self)
-        self.disk = SimulatedDisk(self._reach_file, self.stream("disk"))
+        self.disk = SimulatedDisk(functools.partial(self.reach, "file"), self.stream("disk"))
         self.network.trace_deliveries(self._note_delivery)
         loop.set_exception_handler(self._note_unhandled)
         self.journal.listener = self._note_saying
@@ -125,7 +118,7 @@ class World:
         """Start everything, let the faults happen, heal, and wait for the end."""
         if self.plan.sizes:
             self.journal.say("mark", "sizes are smaller than usual")
-        entropy.set(self._random.randbytes)
+        entropy.set(self.stream("bytes").randbytes)
         current_disk.set(self.disk)
         self._nobody = contextvars.copy_context()
         faults = self._injector.begin()
@@ -157,17 +150,13 @@ class World:
         self.disk.failing.clear()
         self._away.clear()
         for name in self.names:
-            self._heal_one(name)
+            process = self.processes[name]
+            if process.is_stopped:
+                self.go_on(name)
+            is_over = self.journal.ended or self._chief_lives >= MAX_LIVES
+            if process.is_dead and not (name == "chief-0" and is_over):
+                self.start(name)
         self.quiet.set()
-
-    def _heal_one(self, name: str) -> None:
-        process = self.processes[name]
-        if process.is_stopped:
-            self.go_on(name)
-        if process.is_dead and name != "chief-0":
-            self.start(name)
-        elif process.is_dead and not self.journal.ended and self._chief_lives < MAX_LIVES:
-            self.start(name)
 
     def bury(self) -> None:
         """Close all that is left, when the loop has ended."""
@@ -223,7 +212,7 @@ class World:
                 self._judge(name, each)
         else:
             may = LOSSES if name == "chief-0" else ()
-            if name == "chief-0" and self.gone & self._died and isinstance(exc, may):
+            if self.gone & self._died and isinstance(exc, may):
                 # Nobody can go on: that is said, and names one that was lost.
                 lost = sorted(self._died)
                 said = any(f"/job:ps/task:{each[3:]}" in str(exc) for each in lost)
@@ -325,8 +314,8 @@ class World:
             self.network.host(name),
             SECRET,
             limits=Limits(**self.plan.limits),
-            failpoints=_Places(self, name),
-            losses=_Losses(self, name),
+            failpoints=Places(self, name),
+            losses=Losses(self, name),
             random_bytes=draw.randbytes,
             uniform=draw.random,
             new_incarnation=self._new_incarnation,
@@ -368,47 +357,11 @@ class World:
         self.note(kind, process, name)
         return self._injector.reach(kind, name, process)
 
-    def _reach_file(self, operation: str, process: str) -> None:
-        self.reach("file", operation, process)
-
     def lose_unsynced(self, names: Sequence[str]) -> None:
         """The machines of these processes have died: their disks forget."""
         self.disk.lose(names)
-        self.look_at_checkpoints(f"after the machines of {', '.join(names)} had died")
-
-    def saved_values(self, path: Path) -> dict[str, dict[str, np.ndarray]]:
-        """Return what a checkpoint has of tables, by their names and those of their parts."""
-        values: dict[str, dict[str, np.ndarray]] = {}
-        reader = Reader(path)
-        for name, tensor in reader.manifest.tensors.items():
-            kind, _, rest = name.partition(".")
-            if kind in ("v", "count"):
-                table, _, part = (rest or "own.count").partition(".")
-                values.setdefault(table, {})[part] = reader.read(tensor, 0, tensor.rows)
-        return values
-
-    def look_at_checkpoints(self, when: str, *, tidy: bool = False) -> None:
-        """What is said to be saved is there, what is there is whole; ``tidy``: nothing else is."""
-        try:
-            there = [path for _, path in checkpoints_in(self.directory, "ckpt")]
-            for path in there:
-                reader = Reader(path)
-                for tensor in reader.manifest.tensors.values():
-                    reader.read(tensor, 0, tensor.rows)
-                for image in stored_images(path):
-                    check_places(image)
-        except PsyncError as exc:
-            self.journal.look(False, f"{when}: {exc}", "checkpoint")
-            return
-        said = [save.name for save in self.journal.saves if save.name is not None]
-        self.journal.look(
-            not said or said[-1] in {path.name for path in there},
-            f"{when}: {said[-1:]} was saved, {sorted(path.name for path in there)} are there",
-            "checkpoint",
-        )
-        if tidy:
-            left = sorted(set(os.listdir(self.directory)) - {path.name for path in there})
-            self.journal.look(not left, f"{when}: {left} are left", "left")
+        when = f"after the machines of {', '.join(names)} had died"
+        self.journal.find(oracle.faults_of_directory(self.journal, self.directory, when))
 
     def _note_unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The living have an error that nobody awaits, or have lost sight of a task."""
@@ -441,36 +394,6 @@ class World:
         Two runs with other draws in between differ in the turns of the loop, or in the last draw.
         """
         return f"{zlib.crc32(repr((self.trace, self.loop.last_draw())).encode()):08x}"
-
-
-class _Places(Failpoints):
-    """Failpoints that tell the world of each place that is reached."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(without=world.without)
-        self._world = world
-        self._process = name
-
-    def hit(self, name: str) -> None:
-        """The place ``name`` is reached."""
-        self._world.reach("place", name, self._process)
-
-
-class _Losses(MessageLosses):
-    """Asks the world about each request that is about to be served."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__({})
-        self._world = world
-        self._process = name
-
-    def draw(self, kind: str) -> str | None:
-        """Return how a request of this kind is lost, or None: it is not."""
-        return self._world.reach("message", kind, self._process)
-
-    def slowness(self) -> float:
-        """Return by how many seconds a slow request is served later."""
-        return 0.3
 
 
 async def _all(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -1,15 +1,15 @@
-"""Primaries and backups of a simulated cluster: at one position of the log they are equal.
+"""What must hold of ps tasks, which are looked at in their processes.
 
-Layer: L5. Imports: cluster, commit_log, ps_task, testing.simulation.tables.
+Layer: L5. Imports: cluster, commit_log, errors, ps_task, testing.simulation.tables.
 
-Both stores are looked at in their processes. Not compared: counters; who waits; what the primary
-alone decides of steps that are open (docs/design.md, section 20).
+A primary and its backup are equal at one position of the log. Not compared: counters; who waits;
+what the primary alone decides of steps that are open (docs/design.md, section 20).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from psync.cluster import parse_task_name
@@ -19,7 +19,7 @@ from psync.ps_task import PsTask
 from psync.testing.simulation.tables import Fault
 
 
-def served_in(tasks: Iterable[Any]) -> Iterator[tuple[PsTask, PsTask]]:
+def _served_in(tasks: Iterable[Any]) -> Iterator[tuple[PsTask, PsTask]]:
     """Yield (task that serves a ps, task whose process it is) of processes."""
     for task in tasks:
         if isinstance(task, PsTask):
@@ -39,7 +39,7 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
     """
     found: list[Fault] = []
     compared = 0
-    for primary, _ in served_in(tasks.values()):
+    for primary, _ in _served_in(tasks.values()):
         backup = _backup_of(primary, tasks)
         if backup is None:
             continue
@@ -57,6 +57,39 @@ def faults_of_pairs(tasks: dict[str, Any]) -> tuple[int, list[Fault]]:
             if held.get(name) != copied.get(name) and not _is_unwritten(name, held, copied)
         ]
     return compared, found
+
+
+def faults_of_rest(
+    tasks: Mapping[str, Any], moved: Mapping[str, str], num_ps: int
+) -> Iterator[Fault]:
+    """When all is done and quiet, a ps holds nothing that somebody may still wait for.
+
+    Args:
+        tasks: Of the living processes, by name.
+        moved: In whose process a ps is served, since one was lost.
+        num_ps: How many serve the present coordinator.
+    """
+    for task, host in _served_in(tasks.values()):
+        # One that was taken for dead, and lives, keeps what it held until another chief comes
+        # and ends it: docs/design.md, section 21, EndFormer.
+        if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
+            continue
+        name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
+        staging, steps = statistics["staging"], dict(task._sync.steps())
+        # Of pushes that were told duplicate, and of runs that were lost, they wait for the end of
+        # the step that is open.
+        waiting = sum(local >= steps.get(group, 0) for group, *_, local, _ in task._sync.held())
+        if staging["parts"] != waiting or (staging["bytes"] and not waiting):
+            yield "left over", f"{name}: parts of steps that are closed: {staging}"
+        for group, counters in statistics["sync"].items():
+            tokens = counters["tokens"]
+            if tokens["published"] != tokens["taken"] + tokens["void"] + tokens["left"]:
+                yield "tokens", f"{name}: {group}: {tokens}"
+            if counters["waiting"] or counters["counted"]:
+                yield "left over", f"{name}: {group}: {counters}"
+        for clock, counters in statistics["clocks"].items():
+            if counters["waiting"]:
+                yield "left over", f"{name}: clock {clock}: {counters}"
 
 
 def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:

@@ -1,0 +1,223 @@
+"""What a simulated program trains from: data shards that are visited once, and workers' own data.
+
+Layer: L5. Imports: __init__ (psync), context, errors, testing.simulation.journal,
+testing.simulation.plan, testing.simulation.tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import psync
+from psync.context import current_closure
+from psync.errors import ClosureCancelled
+from psync.testing.simulation.journal import Journal
+from psync.testing.simulation.plan import Plan
+from psync.testing.simulation.tables import Fault, Handles, Look, Table
+
+NUM_SHARDS = 4
+NUM_EPOCHS = 3
+"""Of the data that is visited."""
+
+
+def numbers() -> Iterator[int]:
+    """What every worker reads for itself: batch n is n."""
+    return itertools.count()
+
+
+class Reading:
+    """Where each worker is in its own data: docs/design.md, section 11, Position.
+
+    In each of its sessions a worker hands its steps all batches in order, from where the iterator
+    began; that is where the program was when it saved the checkpoint from which it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.batches: Any = None  # the iterator of this life of the program
+        self.positions: Mapping[int, int] = {}  # as they were told last, by worker
+        self._next: dict[tuple[int, str, object], int] = {}  # by worker, iterator, session
+
+    def begin(self, dataset: Any, positions: Mapping[int, int]) -> None:
+        """A life of the program goes on from these positions."""
+        self.positions = positions
+        self.batches = dataset.iterator(positions)
+
+    def hand_out(self, batches: Any) -> None:
+        """A step takes the next batch of its worker."""
+        journal, context, worker = Journal.current(), current_closure(), psync.get_worker_index()
+        assert context is not None
+        session, begins = (worker, batches.uid, context.runtime), batches.starts.get(worker, 0)
+        if session not in self._next:
+            anew = any(known[:2] == session[:2] for known in self._next)
+            if anew:
+                journal.say("mark", "a worker begins its own data anew")
+            if begins:
+                journal.say("mark", "a worker's own data go on from a saved position")
+        expected, found = self._next.get(session, begins), next(batches)
+        what = f"worker {worker} hands out batch {found}, not {expected}; it began at {begins}"
+        journal.look(found == expected, what, "position")
+        self._next[session] = expected + 1
+
+    async def ask(self) -> None:
+        """Ask for all positions: what was handed out, or of who is lost, where it began."""
+        journal, batches, before = Journal.current(), self.batches, dict(self._next)
+        self.positions = await batches.positions()
+        for worker, position in self.positions.items():
+            begins = batches.starts.get(worker, 0)
+            mine = [each for each in self._next if each[:2] == (worker, batches.uid)]
+            may_be = set() if mine and journal.is_calm else {begins}
+            for each in mine:
+                may_be.update(range(before.get(each, begins), self._next[each] + 1))
+            what = f"worker {worker} says position {position}, which may be {sorted(may_be)}"
+            journal.look(position in may_be, what, "position")
+
+
+async def visit(
+    shard: int, variable: Any, name: str, column: int, pause_s: float, batches: Any
+) -> int:
+    """One closure of a data shard."""
+    journal, context = Journal.current(), current_closure()
+    table = journal.tables[name]
+    assert isinstance(table, Visited)
+    assert context is not None
+    runs = table.runs.setdefault(column + shard, [])
+    journal.say("visit", f"{column + shard} {context.closure_id}")
+    runs.append((journal.lives, context.closure_id))
+    table.reading.hand_out(batches)
+    await asyncio.sleep(pause_s)
+    table.reading.hand_out(batches)
+    one = np.zeros(variable.shape, np.float32)
+    one[:, column + shard] = 1
+    await variable.assign_add(one)
+    await asyncio.sleep(pause_s)
+    return shard
+
+
+class Visited(Table):
+    """Changed by closures of data shards: each epoch has a column for each shard.
+
+    Each of them also takes batches of a dataset that every worker reads for itself.
+    """
+
+    has_marks = False
+
+    def __init__(self, name: str, plan: Plan, columns: int) -> None:
+        super().__init__(name, plan, columns)
+        self.reading = Reading()
+        self.runs: dict[int, list[tuple[int, int]]] = {}  # by column: life, closure
+        self._done: Counter[int] = Counter()  # by column, in this life
+        self._base = np.zeros((1, columns))  # when it began
+        self._ended = asyncio.Event()
+
+    def declare(self, steps: Sequence[Any]) -> Handles:
+        return Handles({"": self._dense()})
+
+    def prepare(self, handles: Handles, coordinator: Any) -> None:
+        handles.stated["visits"] = coordinator.distribute_once(
+            list(range(NUM_SHARDS)), num_epochs=NUM_EPOCHS, shuffle_seed=self.plan.seed
+        )
+        handles.more["dataset"] = coordinator.create_per_worker_dataset(numbers)
+
+    def noted(self) -> Any:
+        return set(self._done), self.reading.positions
+
+    def begin(
+        self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
+    ) -> Iterator[Fault]:
+        done: set[int] = noted[0] if noted else set()
+        self.reading.begin(handles.more["dataset"], noted[1] if noted else {})
+        lost = done - set(self._columns_done(handles))
+        if lost:
+            yield "visits", f"{self.name}: columns {sorted(lost)} were done before it was saved"
+        self._done.clear()
+        self._ended = asyncio.Event()
+        self._base = self._rows_of(values[""])[:, : self.columns]
+        for column in self._columns_done(handles):
+            self._done[column] = 1
+            found = self._base[:, column].tolist()
+            Journal.current().say("mark", "data shards go on from a checkpoint")
+            # What a rollback has undone is done all the same: its event names the closures.
+            if not all(found) and not Journal.current().has_rolled_back:
+                yield "visits", f"{self.name}: column {column} is done, and restored as {found}"
+        self._base = self._base - np.array([self._done[each] for each in range(self.columns)])
+
+    def _columns_done(self, handles: Handles) -> list[int]:
+        return [
+            epoch.epoch * NUM_SHARDS + shard
+            for epoch in handles.stated["visits"].account()
+            for shard in range(NUM_SHARDS)
+            if shard not in epoch.undone
+        ]
+
+    async def act(self, handles: Handles, coordinator: Any, rng: random.Random) -> None:
+        visits, journal = handles.stated["visits"], Journal.current()
+        running: list[tuple[int, Any]] = []
+        while True:
+            column = visits.epoch * NUM_SHARDS
+            pause_s = rng.choice((0.0, 0.01, 0.5))
+            args = (handles.variables[""], self.name, column, pause_s, self.reading.batches)
+            if not visits.done():
+                journal.worked += 1
+                running += [(column, value) for value in visits.schedule(visit, args)]
+            for at, value in [each for each in running if each[1].done()]:
+                running.remove((at, value))
+                try:
+                    shard = await value
+                except ClosureCancelled:
+                    journal.say("mark", "a data shard is handed out again after an error")
+                else:
+                    self._done[at + shard] += 1
+            if visits.done() and not running:
+                break
+            await asyncio.sleep(rng.uniform(0.0, 1.0))
+            await self.reading.ask()
+        self._look_at_account(handles)
+        self._ended.set()
+
+    def _look_at_account(self, handles: Handles) -> None:
+        """Each is done once, and who ran more than once is named."""
+        journal, account = Journal.current(), handles.stated["visits"].account()
+        once = dict.fromkeys(self._columns_done(handles), 1)
+        journal.look(
+            self._done == once and len(once) == NUM_EPOCHS * NUM_SHARDS,
+            f"{self.name}: all is done, in {self._done}: {account}",
+            "visits",
+        )
+        for column in once:
+            runs = [each for each in self.runs.get(column, ()) if each[0] == journal.lives]
+            named = account[column // NUM_SHARDS].runs.get(column % NUM_SHARDS, 1)
+            if len(runs) > len(set(runs)):
+                journal.say("mark", "a data shard runs again after its worker's loss")
+            journal.look(
+                len(runs) <= named,
+                f"{self.name}: column {column} had {len(runs)} runs, and {named} are named",
+                "visits",
+            )
+
+    async def finish(self, handles: Handles) -> None:
+        await self._ended.wait()
+
+    def check(self, look: Look) -> Iterator[Fault]:
+        if look.late:
+            return
+        found = self._rows_of(look.values[self.name][""])[:, : self.columns]
+        for column, applied in enumerate(found.T.tolist()):
+            closures = len(set(self.runs.get(column, ())))
+            at_least = self._base[:, column] + self._done[column] * look.is_last
+            few = not look.journal.is_rolled_back and (np.array(applied) < at_least).any()
+            if few or max(applied) > closures:
+                yield (
+                    "lost" if few else "twice",
+                    (
+                        f"{look.when}: {self.name}: column {column}: {applied}, of {closures} "
+                        f"closures {self._done[column]} have ended in this life, which began with "
+                        f"{at_least.tolist()}"
+                    ),
+                )

@@ -1,0 +1,365 @@
+"""In which of the situations that matter a run has been.
+
+Layer: L5. Imports: testing.simulation.marks.
+
+They are read from the trace of a run, after it: starts and deaths, places that were reached,
+requests that were served, what the program was told, what tasks have logged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from psync.testing.simulation.marks import MARKS
+
+AT_ONCE_S = 0.01
+
+_COPIED = re.compile(r"INFO /job:ps/task:\d+: its backup in the process of /job:ps/task:(\d+) is")
+_SERVED = re.compile(r"WARNING /job:ps/task:(\d+) is served by its backup, in the process of "
+                     r"/job:ps/task:(\d+)")  # fmt: skip
+_LOST = re.compile(r"\w+ /job:(\w+)/task:(\d+)(?: at \S+)? (?:is lost|cannot be reached|was)")
+
+
+def marks_of(trace: Sequence[Any]) -> dict[str, int]:
+    """Return how often each mark was reached in a run that left this trace."""
+    watch = _Watch()
+    for at_s, _, kind, process, what in trace:
+        handle = _HANDLERS.get(kind)
+        if handle is not None:
+            handle(watch, at_s, process, what)
+    return dict(watch.found)
+
+
+class _Watch:
+    """What is known while the trace is read."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+        self.living: set[str] = set()
+        self.deaths: list[float] = []  # that were close to each other
+        self.stopped: set[str] = set()
+        self.given_up: set[str] = set()
+        self.closing: set[str] = set()  # processes that have decided on a step
+        self.measuring: set[str] = set()
+        self.step_cut = False  # who was closing a step has died
+        self.promoted: set[str] = set()  # processes that serve ps 0 in another one's place
+        self.serves: dict[str, set[str]] = {}  # by process, whose tasks
+        self.copying: Counter[str] = Counter()  # by host, copies that are not complete
+        self.filling = False
+        self.shipping: set[str] = set()  # ps tasks whose backups have not answered
+        self.died_in_copy: set[str] = set()
+        self.recovery = ""  # "fail-over" or "rollback", while it lasts
+        self.fresh_copies = False  # a fail-over ended, and its copies are not complete
+        self.fail_overs = 0  # in this life
+        self.ever: set[str] = set()  # kinds of recovery that there were
+        self.saving = False
+        self.saved: set[str] = set()
+        self.beginning = False
+        self.creating = False
+        self.pushing: Counter[str] = Counter()  # by process, pushes that have begun
+        self.between: set[str] = set()
+        self.staged: set[str] = set()
+        self.updating: Counter[str] = Counter()  # by ps, updates that came
+        self.gates: set[str] = set()
+        self.runs: dict[str, list[str]] = {}  # of each closure, on whom
+        self.told: dict[str, list[str]] = {}
+        self.open: set[str] = set()  # closures that run
+        self.lost: set[tuple[str, str, str]] = set()  # form, process, message
+        self.gang = False
+        self.copies: set[str] = set()  # workers that have changed theirs
+        self.locks = 0
+
+    def mark(self, name: str, holds: object = True) -> None:
+        if holds:
+            self.found[name] += 1
+
+    # Deaths and starts.
+
+    def start(self, at_s: float, process: str, _: str) -> None:
+        self.living.add(process)
+        self.stopped.discard(process)
+        if process == "chief-0":
+            self.beginning = True
+            self.recovery, self.saving, self.fail_overs, self.locks = "", False, 0, 0
+            self.open.clear()
+        elif process.startswith("ps") and self.recovery:
+            self.mark(f"a ps is started again during a {self.recovery}")
+
+    def kill(self, at_s: float, process: str, _: str) -> None:
+        self.deaths = [*(at for at in self.deaths if at_s - at <= AT_ONCE_S), at_s]
+        self.mark("two processes die at once", len(self.deaths) == 2)
+        self.mark("three processes die at once", len(self.deaths) == 3)
+        self.living.discard(process)
+        job = process.partition("-")[0]
+        who = {"ps": "a ps", "worker": "a worker"}.get(job, "the chief")
+        if self.recovery:
+            self.mark(f"{who} dies during a {self.recovery}")
+        self.mark(f"{who} dies during a save", self.saving)
+        {"ps": self._ps_dies, "worker": self._worker_dies}.get(job, self._chief_dies)(process)
+        for group in (self.closing, self.measuring, self.between, self.staged, self.gates,
+                      self.shipping):  # fmt: skip
+            group.discard(process)
+        for counts in (self.pushing, self.updating, self.copying):
+            counts.pop(process, None)
+
+    def _ps_dies(self, process: str) -> None:
+        self.mark("all ps tasks are dead", not any(name.startswith("ps") for name in self.living))
+        self.mark("a ps dies while variables are created", self.creating)
+        self.mark("a process that serves several ps tasks dies", len(self._served(process)) > 1)
+        if process in self.closing:
+            self.mark("ps 0 dies while a step is closing")
+            self.step_cut = True
+        else:
+            self.mark("another ps dies while a step is closing", self.closing)
+        self.mark("a ps dies while a step is measured", self.measuring)
+        self.mark("a ps dies before its backup has acknowledged what came last",
+                  process in self.shipping)  # fmt: skip
+        if self.copying.total():
+            self.mark("a ps dies within a copy")
+            self.mark("a ps dies while a copy is filled", self.filling)
+            self.mark("two ps tasks die within one copy", self.died_in_copy - {process})
+            both = self.died_in_copy | {process}
+            self.mark("ps 0 and another ps die within one copy", "ps-0" in both and len(both) > 1)
+            self.died_in_copy = both
+        self.mark("a second death before the copies after a fail-over are complete",
+                  self.fresh_copies)  # fmt: skip
+        self.serves.pop(process, None)
+        self.promoted.discard(process)
+
+    def _served(self, process: str) -> set[str]:
+        moved = {task for host, tasks in self.serves.items() if host != process for task in tasks}
+        return ({process} | self.serves.get(process, set())) - moved
+
+    def _worker_dies(self, process: str) -> None:
+        self.mark("a worker dies while a step is closing", self.closing)
+        self.mark("a worker dies with a push begun", self.pushing[process])
+        self.mark("a worker dies between the parts of a push", process in self.between)
+        self.mark("a worker dies with a push staged", process in self.staged)
+        self.mark("a gang's member dies", self.gang)
+        self.mark("a worker dies that has changed its copy", process in self.copies)
+        self.copies.discard(process)
+
+    def _chief_dies(self, process: str) -> None:
+        self.mark("the chief dies while closures run", self.open)
+        self.mark("the chief dies while it begins", self.beginning)
+        self.mark("whoever holds a lock dies", self.locks > 0)
+
+    def stop(self, at_s: float, process: str, _: str) -> None:
+        self.stopped.add(process)
+        self.given_up.discard(process)
+
+    def go_on(self, at_s: float, process: str, _: str) -> None:
+        self.stopped.discard(process)
+        if process in self.given_up:
+            worker = process.startswith("worker")
+            self.mark("a stopped worker goes on after its session has ended", worker)
+            self.mark("a stopped ps goes on after it was given up", process.startswith("ps"))
+
+    def fault(self, at_s: float, process: str, what: str) -> None:
+        form, _, message = what.partition(" ")
+        self.mark("a machine dies", form == "host_dies")
+        self.mark("a reply is lost while the request is worked on", form == "lose_in_flight")
+        if form in ("lose_reply", "lose_request"):
+            self.lost.add((form.removeprefix("lose_"), process, message))
+
+    # Requests and places.
+
+    def message(self, at_s: float, process: str, what: str) -> None:
+        if self.lost:
+            for form in ("reply", "request"):
+                if (form, process, what) in self.lost:
+                    self.lost.discard((form, process, what))
+                    self.mark("a reply is lost and the request repeated", form == "reply")
+                    self.mark("a request is lost and repeated", form == "request")
+        match what:
+            case "BeginBackup":
+                if not self.copying.total():
+                    self.died_in_copy = set()
+                self.copying[process] += 1
+                self.filling = False
+            case "FillBackup":
+                self.filling = True
+            case "CreateShards":
+                self.creating = self.beginning
+            case "MeasureStep":
+                self.measuring.add(process)
+            case "Gate":
+                self.gates.add(process)
+            case "OpenGate":
+                self.gates.discard(process)
+            case "Push" | "Assign":
+                self.mark("a push waits at a gate", process in self.gates)
+            case "Freeze":
+                self.mark("a cut while an update is between its coming and its end",
+                          self.updating.total())  # fmt: skip
+            case "CancelClosures":
+                self.mark("a closure is cancelled while it pushes", self.pushing[process])
+            case "EndSession" | "Fence":
+                self.mark("a session ends with a push staged", self.staged)
+            case "RunReplica":
+                self.gang = True
+            case "LockShards":
+                self.locks += 1
+            case "UnlockShards":
+                self.locks = max(0, self.locks - 1)
+
+    def place(self, at_s: float, process: str, what: str) -> None:
+        match what:
+            case "ps0.step.decided":
+                self.closing.add(process)
+                if self.step_cut and process in self.promoted:
+                    self.mark("a promoted ps 0 closes a step again")
+                self.step_cut = False
+            case "ps0.step.applied":
+                self.closing.discard(process)
+            case "ps.step.applied":
+                self.measuring.discard(process)
+            case "ps.backup.sending":
+                self.shipping.add(process)
+            case "ps.backup.taken":
+                self.shipping.discard(process)
+            case "worker.push.begun":
+                self.pushing[process] += 1
+            case "worker.push.between_ps":
+                self.between.add(process)
+            case "worker.push.staged":
+                self.staged.add(process)
+            case "worker.push.answered":
+                self.pushing[process] = max(0, self.pushing[process] - 1)
+                self.between.discard(process)
+                self.staged.discard(process)
+            case "ps.push.received":
+                self.updating[process] = 1
+            case "ps.push.applied" | "ps.assign.applied":
+                self.updating[process] = 0
+
+    # What the program is told.
+
+    def life(self, at_s: float, process: str, what: str) -> None:
+        self.beginning = self.creating = False
+        attached = what.startswith("attached True")
+        self.mark("a chief attaches", attached)
+        for kind in self.ever:
+            self.mark(f"a chief attaches after a {kind}", attached)
+        restored = what.rpartition("restored ")[2]
+        self.mark("a life goes on from a checkpoint", restored != "None")
+        self.mark("a life goes on from a checkpoint that nobody was told of",
+                  restored not in {"None", *self.saved})  # fmt: skip
+
+    def unattached(self, at_s: float, process: str, what: str) -> None:
+        self.mark("an attach is refused")
+
+    def event(self, at_s: float, process: str, what: str) -> None:
+        if what.startswith("FailoverEvent"):
+            self.ever.add("fail-over")
+            self.fail_overs += 1
+            self.mark("two fail-overs in one life", self.fail_overs == 2)
+            self.fresh_copies = bool(self.copying.total())
+            self.recovery = "" if self.recovery == "fail-over" else self.recovery
+        elif what.startswith("RollbackEvent"):
+            self.ever.add("rollback")
+            undone = "closures=()" not in what
+            self.mark("a rollback undoes closures that were done", undone)
+            self.mark("a rollback undoes nothing", not undone)
+            self.recovery = ""
+
+    def save(self, at_s: float, process: str, _: str) -> None:
+        self.saving = True
+        if self.recovery:
+            self.mark(f"a save and a {self.recovery} at once")
+
+    def save_ends(self, at_s: float, process: str, name: str) -> None:
+        self.saving = False
+        self.saved.add(name)
+
+    def save_fails(self, at_s: float, process: str, _: str) -> None:
+        self.saving = False
+        self.mark("a save fails")
+
+    def run(self, at_s: float, process: str, closure: str) -> None:
+        before = self.runs.setdefault(closure, [])
+        self.mark("a closure runs again on another worker", before and process not in before)
+        before.append(process)
+        self.open.add(closure)
+
+    def hear(self, at_s: float, process: str, what: str) -> None:
+        closure, _, outcome = what.split(" ", 2)
+        self.told.setdefault(closure, []).append(outcome)
+        self.mark("a stale push", outcome == "stale")
+        if outcome == "duplicate":
+            again = len(self.runs.get(closure, ())) > 1
+            self.mark("a closure runs again and is told duplicate", again)
+            for kind in self.ever:
+                self.mark(f"a duplicate is answered after a {kind}")
+
+    def end(self, at_s: float, process: str, what: str) -> None:
+        closure, _, state = what.partition(" ")
+        self.open.discard(closure)
+        self.gang = False
+        self.mark("a step raises after its calls", state == "failed")
+        counted = {"accepted", "duplicate"} & set(self.told.get(closure, ()))
+        self.mark("a cancelled closure has counted before", state == "cancelled" and counted)
+
+    def copy(self, at_s: float, process: str, _: str) -> None:
+        self.copies.add(process)
+
+    def reached(self, at_s: float, process: str, name: str) -> None:
+        assert name in MARKS, name
+        self.mark(name)
+
+    # What tasks log.
+
+    def log(self, at_s: float, process: str, text: str) -> None:
+        if "its backup takes over" in text and process == "chief-0":
+            self._recovery_begins("fail-over")
+        elif text.endswith("all ps tasks go back to the newest checkpoint"):
+            self.mark("a fail-over ends as a rollback", self.recovery == "fail-over")
+            self._recovery_begins("rollback")
+        elif "goes on without its backup" in text:
+            self.mark("a ps goes on without its backup")
+        elif "a checkpoint is begun anew" in text:
+            self.mark("a save begins anew")
+        elif "is taken anew" in text:
+            self.mark("a cut is taken anew")
+        elif "has left (" in text:
+            self.mark("a worker leaves")
+            self.mark("a worker leaves during a save", self.saving)
+        elif "join waits: " in text:
+            self.mark("a join waits long enough to say so")
+        elif served := _SERVED.match(text):
+            task, host = (f"ps-{number}" for number in served.groups())
+            for tasks in self.serves.values():
+                tasks.discard(task)
+            self.serves.setdefault(host, set()).add(task)
+            if task == "ps-0" != host:
+                self.promoted.add(host)
+        elif copied := _COPIED.match(text):
+            host = f"ps-{copied[1]}"
+            self.copying[host] = max(0, self.copying[host] - 1)
+            if not self.copying.total():
+                self.fresh_copies = self.filling = False
+        if lost := _LOST.match(text):
+            name = f"{lost[1]}-{lost[2]}"
+            if name in self.stopped:
+                self.given_up.add(name)
+
+    def _recovery_begins(self, kind: str) -> None:
+        self.recovery = kind
+        self.mark(f"a {kind} while a step is closing", self.closing or self.step_cut)
+        self.mark("a fail-over with a push staged", kind == "fail-over" and self.staged)
+        self.mark("a rollback while a gang runs", kind == "rollback" and self.gang)
+        self.mark(f"a save and a {kind} at once", self.saving)
+
+
+_HANDLERS = {
+    "start": _Watch.start, "kill": _Watch.kill, "stop": _Watch.stop, "go on": _Watch.go_on,
+    "fault": _Watch.fault, "message": _Watch.message, "place": _Watch.place, "life": _Watch.life,
+    "unattached": _Watch.unattached, "event": _Watch.event, "save": _Watch.save,
+    "saved": _Watch.save_ends, "save failed": _Watch.save_fails, "run": _Watch.run,
+    "told": _Watch.hear, "ended": _Watch.end, "log": _Watch.log,
+    "mark": _Watch.reached, "copy": _Watch.copy,
+}  # fmt: skip
+"""By kind of entry."""
