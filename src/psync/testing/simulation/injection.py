@@ -1,6 +1,6 @@
 """The faults of a plan as they happen: who waits for what, and what each kind does.
 
-Layer: L5. Imports: errors, failpoints, lost_messages, testing, testing.simulation.plan,
+Layer: L5. Imports: connection, errors, failpoints, lost_messages, testing, testing.simulation.plan,
 testing.simulation.processes, worker_task.
 """
 
@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from psync.connection import KEEPALIVE_IDLE_S
 from psync.errors import ConnectFailed, PsyncError
 from psync.failpoints import Failpoints
 from psync.lost_messages import MessageLosses
 from psync.testing.link import Direction, Link
+from psync.testing.memory_transport import reset_error
 from psync.testing.simulation.plan import Fault, Trigger
 from psync.testing.simulation.processes import Process
 from psync.worker_task import WorkerTask
@@ -287,6 +289,10 @@ class Injector:
         world.kill(dies)
         world.loop.call_later(0.01, world.start_again, dies, context=contextvars.Context())
         await waits
+        if says != dies:  # the kernel over there asks whether anybody is left
+            await asyncio.sleep(KEEPALIVE_IDLE_S)
+            for direction in said:
+                direction.receiver.fail(reset_error("nobody is left"), tell_peer=False)
 
     async def _wait_for_push(self, worker: str, how_far: str) -> None:
         """Wait until a worker has come so far with a push, if it soon does."""

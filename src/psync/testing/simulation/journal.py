@@ -195,6 +195,11 @@ class Journal:
         """Return the journal of the run that is under way."""
         return cls._current
 
+    @classmethod
+    def put_away(cls) -> None:
+        """Nothing is kept of a run that is over."""
+        del cls._current
+
     @property
     def has_rolled_back(self) -> bool:
         """Whether anything was rolled back in any life."""

@@ -27,7 +27,7 @@ from typing import Any
 from psync import failures, scopes
 from psync.process_state import fresh_process
 from psync.testing.deadlock import Deadlock, describe_tasks
-from psync.testing.simulation.journal import Violation
+from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import ProcessLoop, current_process
@@ -134,6 +134,7 @@ def _simulate(plan: Plan, without: frozenset[str], canary: bool, turns: bool) ->
             asyncio.set_event_loop(loop)  # that which the buried find, instead of a new one
             for world in worlds:  # one, unless the plan makes no sense
                 world.bury()
+                Journal.put_away()
             asyncio.set_event_loop(None)
             report.virtual_s, report.turns = loop.time(), loop.turns
             loop.close()
@@ -170,7 +171,6 @@ def _quiet_end() -> Iterator[None]:
     """Collect garbage at one point: afterwards; nobody hears what it still says."""
     collects = gc.isenabled()
     gc.disable()  # what is collected may have effects
-    gc.freeze()  # what was there before need not be looked at
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         with warnings.catch_warnings():
@@ -178,7 +178,6 @@ def _quiet_end() -> Iterator[None]:
             yield
             gc.collect()
     finally:
-        gc.unfreeze()
         sys.unraisablehook = hook
         if collects:
             gc.enable()
