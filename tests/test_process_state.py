@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import pickle
@@ -77,7 +78,8 @@ def test_a_simulation_leaves_strategies_and_what_tasks_tell_of_themselves() -> N
         assert told() == ["me"]
 
 
-def test_a_simulation_leaves_nothing_of_itself_to_be_collected() -> None:
-    simulate(drawn(4, "sync"))
+@pytest.mark.parametrize("works", [(), ("visited",)])
+def test_a_simulation_leaves_nothing_of_itself_to_be_collected(works: tuple[str, ...]) -> None:
+    simulate(dataclasses.replace(drawn(4, "sync"), works=works))
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, psync.ClusterCoordinator)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import weakref
 from collections import Counter
 
 import pytest
@@ -76,3 +77,13 @@ async def test_without_a_coordinator_nobody_knows_a_position_and_nothing_is_rele
         await iterator.positions()
     del iterator
     gc.collect()
+
+
+async def test_an_iterator_that_the_coordinator_holds_does_not_keep_it():
+    """What releases iterators is known to the interpreter; it would hold the coordinator, too."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+        coordinator.held = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+        kept = weakref.ref(coordinator)
+    del _, coordinator
+    gc.collect()
+    assert kept() is None

@@ -404,8 +404,13 @@ class ClusterCoordinator:
 
         Source: ``ClusterCoordinator.create_per_worker_dataset``.
         """
-        iterators = WorkerIterators(self._running, lambda: self._coordinator)
-        return iterators.dataset(dataset_fn)
+        itself = weakref.ref(self)
+
+        def present() -> Coordinator | None:
+            known = itself()
+            return None if known is None else known._coordinator
+
+        return WorkerIterators(self._running, present).dataset(dataset_fn)
 
     def distribute_once(
         self,

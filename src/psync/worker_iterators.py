@@ -5,6 +5,7 @@ Layer: L4. Imports: coordinator, datasets, distributed_datasets, wire.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ class WorkerIterators:
 
     Args:
         running: Returns the coordinator, for an operation that it names; raises if there is none.
-        present: Returns the coordinator, or None if there is none; in any thread.
+        present: Returns the coordinator, or None if there is none; in any thread. It must not
+            keep it: the interpreter itself holds this as long as there is an iterator.
     """
 
     def __init__(
@@ -41,7 +43,8 @@ class WorkerIterators:
         num_workers = len(coordinator.links.workers.names())
         if isinstance(dataset_fn, DistributedDataset):
             num_workers = dataset_fn.num_workers
-        return PerWorkerDataset(captured, function, num_workers, self._release, self._positions)
+        release = functools.partial(_release, self._present)
+        return PerWorkerDataset(captured, function, num_workers, release, self._positions)
 
     async def _positions(self, iterator: PerWorkerIterator) -> dict[int, int]:
         coordinator = self._running("positions")
@@ -55,8 +58,9 @@ class WorkerIterators:
                 positions[place] = answer.position
         return positions
 
-    def _release(self, uid: str) -> None:
-        # The garbage collector may call this, in any thread and in the middle of anything.
-        coordinator = self._present()
-        if coordinator is not None:
-            coordinator.call_soon(lambda: coordinator.broadcast(ReleaseIterators([uid])))
+
+def _release(present: Callable[[], Coordinator | None], uid: str) -> None:
+    # The garbage collector may call this, in any thread and in the middle of anything.
+    coordinator = present()
+    if coordinator is not None:
+        coordinator.call_soon(lambda: coordinator.broadcast(ReleaseIterators([uid])))

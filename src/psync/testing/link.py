@@ -68,7 +68,7 @@ class Fabric:
 
     def are_separated(self, ends: Ends) -> bool:
         """Whether a partition lies between the two ends."""
-        return any(ends.are(a, b) for a, b in self.separations)
+        return bool(self.separations) and any(ends.are(a, b) for a, b in self.separations)
 
 
 class Direction:
@@ -80,6 +80,9 @@ class Direction:
         buffered_bytes: What of it is still in the sender's write buffer.
         delivered_bytes: What the receiver's protocol has got.
     """
+
+    sender: MemoryTransport  # who writes; both are set by the link
+    receiver: MemoryTransport
 
     def __init__(self, link: Link, name: str) -> None:
         self.link = link
@@ -104,16 +107,6 @@ class Direction:
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.link!r}>"
-
-    @property
-    def sender(self) -> MemoryTransport:
-        """The transport that writes."""
-        return self.link.client if self.name == "to_server" else self.link.server
-
-    @property
-    def receiver(self) -> MemoryTransport:
-        """The transport that reads."""
-        return self.link.server if self.name == "to_server" else self.link.client
 
     # Faults.
 
@@ -205,7 +198,8 @@ class Direction:
             return True
         if fabric.deaf and self._hosts in fabric.deaf:
             return True
-        return not self.receiver.is_lost and (self._stalled or not self.receiver.takes_bytes())
+        receiver = self.receiver
+        return not receiver.is_lost and (self._stalled or not receiver.takes_bytes())
 
     def _pump(self, due: float) -> None:
         """Deliver one piece, or the end; or let the kernel take what the receiver does not."""
@@ -336,6 +330,8 @@ class Link:
         self.server = MemoryTransport(
             to_client, to_server, server_context, name=server, peer=client
         )
+        to_server.sender = to_client.receiver = self.client
+        to_client.sender = to_server.receiver = self.server
         fabric.links[number] = self
 
     def __repr__(self) -> str:

@@ -40,14 +40,8 @@ class Reading:
     """
 
     def __init__(self) -> None:
-        self.batches: Any = None  # the iterator of this life of the program
         self.positions: Mapping[int, int] = {}  # as they were told last, by worker
         self._next: dict[tuple[int, str, object], int] = {}  # by worker, iterator, session
-
-    def begin(self, dataset: Any, positions: Mapping[int, int]) -> None:
-        """A life of the program goes on from these positions."""
-        self.positions = positions
-        self.batches = dataset.iterator(positions)
 
     def hand_out(self, batches: Any) -> None:
         """A step takes the next batch of its worker."""
@@ -65,9 +59,9 @@ class Reading:
         journal.look(found == expected, what, "position")
         self._next[session] = expected + 1
 
-    async def ask(self) -> None:
+    async def ask(self, batches: Any) -> None:
         """Ask for all positions: what was handed out, or of who is lost, where it began."""
-        journal, batches, before = Journal.current(), self.batches, dict(self._next)
+        journal, before = Journal.current(), dict(self._next)
         self.positions = await batches.positions()
         for worker, position in self.positions.items():
             begins = batches.starts.get(worker, 0)
@@ -132,7 +126,8 @@ class Visited(Table):
         self, handles: Handles, values: Mapping[str, np.ndarray], noted: Any
     ) -> Iterator[Fault]:
         done: set[int] = noted[0] if noted else set()
-        self.reading.begin(handles.more["dataset"], noted[1] if noted else {})
+        self.reading.positions = noted[1] if noted else {}
+        handles.more["batches"] = handles.more["dataset"].iterator(self.reading.positions)
         lost = done - set(self._columns_done(handles))
         if lost:
             yield "visits", f"{self.name}: columns {sorted(lost)} were done before it was saved"
@@ -158,11 +153,12 @@ class Visited(Table):
 
     async def act(self, handles: Handles, coordinator: Any, rng: random.Random) -> None:
         visits, journal = handles.stated["visits"], Journal.current()
+        batches = handles.more["batches"]
         running: list[tuple[int, Any]] = []
         while True:
             column = visits.epoch * NUM_SHARDS
             pause_s = rng.choice((0.0, 0.01, 0.5))
-            args = (handles.variables[""], self.name, column, pause_s, self.reading.batches)
+            args = (handles.variables[""], self.name, column, pause_s, batches)
             if not visits.done():
                 journal.worked += 1
                 running += [(column, value) for value in visits.schedule(visit, args)]
@@ -177,7 +173,7 @@ class Visited(Table):
             if visits.done() and not running:
                 break
             await asyncio.sleep(rng.uniform(0.0, 1.0))
-            await self.reading.ask()
+            await self.reading.ask(batches)
         self._look_at_account(handles)
         self._ended.set()
 

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from psync.testing.clock import VirtualClockLoop
+from psync.testing.clock import VirtualClockLoop, is_step
 
 _T = TypeVar("_T")
 
@@ -206,7 +206,7 @@ class ProcessLoop(VirtualClockLoop):
 
     def _add(self, handle: asyncio.Handle) -> None:
         if not self.is_over:
-            super()._add(handle)
+            (self._steps if is_step(handle) else self._ready).append(handle)
 
     def _next(self) -> asyncio.Handle:
         handle = super()._next()
