@@ -15,7 +15,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from psync.blocks import BlockPool, bytes_of
 from psync.endpoint import Endpoint
@@ -50,6 +50,8 @@ from psync.wire.sync_messages import (
     SetSizes,
     StepMeasured,
 )
+
+T = TypeVar("T")
 
 
 class AllPs:
@@ -332,7 +334,8 @@ class AllPs:
             )
         if ps:
             client = self._links()
-            (value,) = await client.pull(client.plan((_step_variable(config),)))
+            wanted = client.plan((_step_variable(config),))
+            (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
             return int(value)
         spec = self._sync.store.spec((variable, index))
         if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
@@ -402,10 +405,15 @@ class AllPs:
 
     async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
         """Ask a ps; where it is served by its backup, that."""
-        link, moved = self._links().links[ps], self._moved
+        link = self._links().links[ps]
+        return await self._asking(link, lambda: link.call(always(message), **options))
+
+    async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask a ps until it, or its backup, answers."""
+        moved = self._moved
         while True:
             try:
-                return await link.call(always(message), **options)
+                return await ask()
             except FencedError as exc:
                 if not self._moves:
                     if isinstance(exc, NotServedError):

@@ -15,6 +15,7 @@ the coordinator.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -291,9 +292,11 @@ class GangRunner:
         assert gang is not None, "a gang acts when it has begun"
         for action in actions:
             if isinstance(action, Merge):
-                run.merges[action.number] = asyncio.get_running_loop().create_task(
+                task = asyncio.get_running_loop().create_task(
                     self._merge(run, action.number), context=run.context.copy()
                 )
+                run.merges[action.number] = task
+                task.add_done_callback(functools.partial(self._merged, run, action.number))
             elif isinstance(action, Answer):
                 replies = run.replies.pop(action.number)
                 for arrived, reply in zip(run.arrivals, replies, strict=True):
@@ -328,8 +331,17 @@ class GangRunner:
                 run.strategy, brought, self._limits, main_by_name=self._main_by_name
             )
         except BaseException:  # it was cancelled, or has cancelled itself
-            self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))
+            self._stopped_merging(run)
             raise
-        finally:
-            del run.merges[number]
-            self._perform(run, run.gang.merged(number))
+
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[None]) -> None:
+        """The function of a collective has ended; one that was cancelled perhaps never began."""
+        assert run.gang is not None, "a gang has begun whose replicas are all there"
+        if task.cancelled():
+            self._stopped_merging(run)
+        del run.merges[number]
+        self._perform(run, run.gang.merged(number))
+
+    def _stopped_merging(self, run: GangRun) -> None:
+        assert run.gang is not None, "a gang has begun whose replicas are all there"
+        self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))

@@ -34,11 +34,7 @@ from psync.committer import Committer
 from psync.coordinator_enquiry import ENQUIRER
 from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
-from psync.errors import (
-    ConnectionLost,
-    FencedError,
-    UsageError,
-)
+from psync.errors import ConnectionLost, FencedError, NotServedError, PsyncError, UsageError
 from psync.failpoints import Failpoints
 from psync.gate_service import GateService
 from psync.group_table import CLOSER
@@ -335,7 +331,9 @@ class PsTask:
         self._store, self._ledger = store, ledger
         self._accumulators.restart(ledger, accumulators)
         backup = self._backup
-        ended = FencedError(f"{self.task} serves another image, or coordinator")
+        # Those of the same program say again what they had said of what was there before.
+        going_back = ConnectionLost(f"{self.task} goes back to an image")
+        ended = going_back if self._timeline else FencedError(f"{self.task} serves a newer program")
         if self._closer is None:
             backup.end(ended)
         self._locks.close()
@@ -357,7 +355,7 @@ class PsTask:
             self._endpoint.handlers.update(self._closer.handlers())
 
     def _end_closer(
-        self, closer: StepCloser, backup: BackupService, ended: FencedError
+        self, closer: StepCloser, backup: BackupService, ended: PsyncError
     ) -> Coroutine[Any, Any, None]:
         """End what decided steps; where variables are kept, a step that is decided is applied.
 
@@ -588,10 +586,15 @@ class PsTask:
         self._refuse_below(task, below)
 
     def _of_served(self, handler: Handler) -> Handler:
-        """Refuse whoever was replaced, over a connection that it had before."""
+        """Refuse whoever was replaced, over a connection that it had before.
+
+        And ps 0, if this task has just been started again: it is not refused at the handshake.
+        """
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             self._ledger.check_incarnation(peer.task, peer.incarnation)
+            if not self._sync.serves:
+                raise NotServedError(f"{self.task} is not, or no longer, served by this process")
             return handler.run(peer, message, body)
 
         return Handler(run, handler.prepare)
