@@ -247,3 +247,5 @@ async def test_one_that_came_back_empty_before_it_was_ever_asked_is_lost() -> No
         config = SyncConfig.from_config(cluster.config)
         with pytest.raises(ParameterServerLost):
             await all_ps.raise_global_step(config, GROUP, 0)
+        with pytest.raises(ParameterServerLost):
+            await all_ps.read_global_step(config)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 from backups import W, alone, back_up, create, promote, take_over
+from image_tools import freeze, prepare, take, write
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
 from psync.errors import FencedError, ParameterServerLost, UsageError
@@ -62,6 +64,24 @@ async def test_without_its_backup_it_waits_until_the_coordinator_knows() -> None
         await pushing
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W - np.float32(0.5))
+
+
+async def test_what_waits_for_a_backup_when_its_ps_goes_back_is_said_again(tmp_path: Path) -> None:
+    """It is of the same program: nobody has replaced that."""
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        state, _ = await freeze(cluster)
+        places = await write(cluster, state, tmp_path / "a")
+        await prepare(cluster, state, tmp_path / "a", places)
+        await back_up(cluster)
+        await cluster.ps[1].close()
+        adding = asyncio.create_task(assign(cluster.chief, w, np.ones(6, np.float32), "add"))
+        await until(lambda: cluster.ps[0].statistics()["backup"]["entries"] > 0)
+        assert not adding.done()
+        await take(cluster)
+        await adding
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 1)
 
 
 async def test_a_copy_to_nobody_fails_and_updates_go_on() -> None:

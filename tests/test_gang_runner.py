@@ -26,6 +26,7 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
+from psync.gang_runner import GangRunner
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import ReachCollective
 
@@ -654,6 +655,23 @@ async def test_the_loss_of_a_ps_ends_runs_with_that_error():
                 await run
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
+
+
+async def test_a_ps_that_is_lost_in_the_turn_in_which_all_have_come_ends_the_run(monkeypatch):
+    """The merge function is stopped before it has begun."""
+    reached, losses = GangRunner.reached, iter([1])
+
+    def and_lost(self, *args):
+        answer = reached(self, *args)
+        if self._runs[0].merges and next(losses, 0):
+            self.fail(ParameterServerLost("/job:ps/task:0", "is gone"))
+        return answer
+
+    monkeypatch.setattr(GangRunner, "reached", and_lost)
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with pytest.raises(ParameterServerLost, match="is gone"):
+            await coordinator.strategy.run(reduced)
+        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
 
 
 async def test_who_is_of_no_gang_is_refused():
