@@ -180,6 +180,17 @@ async def test_closed_links_stay_closed() -> None:
             await closed(all_ps, close_step(cluster, 0))
 
 
+async def test_who_is_refused_when_links_are_closed_waits_for_no_move() -> None:
+    """Nobody would say any more where the ps is served."""
+    async with SyncCluster(2) as cluster:
+        link = cluster.chief.links[1]
+        await link.close()
+        link.hold()
+        async with asyncio.timeout(5):
+            with pytest.raises(ClosedError):
+                await link.call(lambda _: AskStatistics())
+
+
 async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -387,7 +387,7 @@ class PsLink:
 
     def hold(self) -> None:
         """Hold ordinary calls back, also those that are under way and lose their connection."""
-        if self._released is None:
+        if self._released is None and not self._closed:  # else nobody would release them
             self._released = asyncio.Event()
 
     def release(self) -> None:

@@ -102,6 +102,37 @@ def test_one_seed_is_replayed_with_all_that_happened(capsys: pytest.CaptureFixtu
     assert main(["--replay", str(CANARY), "--canary"]) == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--seeds 0",
+        "--jobs 0",
+        "--seed -5",
+        "--replay -5",
+        "--twins 5",
+        "--commit-share 3",
+        "--shrink a.json",
+        "--twice",
+        "--plan is_not_there.json",
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(options.split())
+    assert exited.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_of_a_run_that_breaks_no_promise_nothing_is_shrunk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--replay", "8", "--shrink", str(tmp_path / "plan.json")]) == 0
+    assert "nothing to shrink" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_share_of_the_seeds_comes_from_the_commit() -> None:
     drawn_ones = seeds(10, 100, 0.33)
     assert len(drawn_ones) == 100

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -45,16 +47,25 @@ NOISE = ("bytes", "message", "place")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code: 1 if something was found."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     if options.serve:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
         answers, sys.stdout = sys.stdout, sys.stderr
         serve(sys.stdin, answers)
         return 0
     if options.mutants:
         return asyncio.run(_mutants(options))
-    if options.replay is not None or options.plan is not None:
+    if options.replay is None and options.plan is None:
+        if options.shrink is not None or options.twice:
+            parser.error("--shrink and --twice are about one run: --replay SEED, or --plan FILE")
+        return asyncio.run(_sweep(options))
+    try:
         return _replay(options)
-    return asyncio.run(_sweep(options))
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        if options.plan is None:
+            raise
+        parser.error(f"{options.plan} is no plan that --shrink has written: {exc!r}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,19 +73,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m psync.testing.simulation",
         description="Simulate whole clusters that things happen to, and look for broken promises.",
     )
-    parser.add_argument("--seeds", type=int, default=300, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="the first (%(default)s)")
+    parser.add_argument("--seeds", type=_positive, default=300, help="how many (%(default)s)")
+    parser.add_argument("--seed", type=_seed, default=1, help="the first (%(default)s)")
     parser.add_argument("--shape", choices=SHAPES, default="any", help="what is drawn")
-    parser.add_argument("--commit-share", type=float, default=0.0, metavar="SHARE",
+    parser.add_argument("--commit-share", type=_share, default=0.0, metavar="SHARE",
                         help="so many seeds are drawn from the commit's hash")  # fmt: skip
-    parser.add_argument("--twins", type=float, default=0.05, metavar="SHARE",
+    parser.add_argument("--twins", type=_share, default=0.05, metavar="SHARE",
                         help="so many run twice and are compared (%(default)s)")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--without", action="append", choices=sorted(NAMES), default=[],
                         help="switch a safeguard off")  # fmt: skip
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="break a rule")
     parser.add_argument("--canary", action="store_true", help="one seed in 100 fails on purpose")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run one, and print everything")
+    parser.add_argument(
+        "--replay", type=_seed, metavar="SEED", help="run one, and print everything"
+    )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="replay what --shrink wrote")
     parser.add_argument("--shrink", type=Path, metavar="FILE", help="make a plan smaller")
     parser.add_argument("--twice", action="store_true", help="run --replay twice, and compare")
@@ -82,6 +95,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mutants", action="store_true", help="look for each mutant")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return number
+
+
+def _seed(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"expected a seed of 0 or more, got {text}")
+    return number
+
+
+def _share(text: str) -> float:
+    if not 0 <= (number := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
+    return number
 
 
 def _job(options: argparse.Namespace, seed: int, plan: str = "", *, trace: bool = False) -> Job:
@@ -96,13 +127,17 @@ async def _sweep(options: argparse.Namespace) -> int:
     drawn_seeds = seeds(options.seed, options.seeds, options.commit_share)
     jobs = [_job(options, seed) for seed in drawn_seeds]
     hashes = {}
-    async for job, report in run_all(jobs, options.jobs):
-        sweep.add(job, report)
-        hashes[job] = report.trace_hash
-        if report.oracle:
-            _print_violation(job, report.oracle, report.violation, report.at_s, report.entry)
-        if sweep.seeds % 1000 == 0:
-            print(f"... {sweep.seeds} seeds, {len(sweep.violations)} violations", flush=True)
+    try:
+        async for job, report in run_all(jobs, options.jobs):
+            sweep.add(job, report)
+            hashes[job] = report.trace_hash
+            if report.oracle:
+                _print_violation(job, report.oracle, report.violation, report.at_s, report.entry)
+            if sweep.seeds % 1000 == 0:
+                print(f"... {sweep.seeds} seeds, {len(sweep.violations)} violations", flush=True)
+    except asyncio.CancelledError:  # Ctrl-C
+        _print_summary(sweep, time.monotonic() - began, 0)
+        return 130
     seconds = time.monotonic() - began
     twins = jobs[:: round(1 / options.twins)] if options.twins else []
     for job in await _differing(twins, hashes, options.jobs):
@@ -171,11 +206,15 @@ def _replay(options: argparse.Namespace) -> int:
         smaller, report = shrunk(
             plan, lambda each: _job(options, each.seed, each.to_json(), trace=True).run(), print
         )
+        if not report.oracle:
+            print("nothing to shrink: this run breaks no promise")
+            return 0
         options.shrink.parent.mkdir(parents=True, exist_ok=True)
         options.shrink.write_text(smaller.to_json())
         print(table(smaller, report))
-        print(f"\npython -m psync.testing.simulation --plan {options.shrink}")
-        return 1 if report.oracle else 0
+        again = dataclasses.replace(job, plan="", seed=0).command()
+        print(f"\n{again.replace('--replay 0', f'--plan {options.shrink}')}")
+        return 1
     print(table(plan, None))
     report = job.run()
     for entry in report.trace:
