@@ -28,6 +28,16 @@ TIMEOUT_S = 60.0
 KEPT_FILES = ("/dev/null", "/dev/urandom")
 
 
+def pytest_configure() -> None:
+    """Hear signals, as do tasks that tests start, in the background of a shell, too."""
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
+
+
 # --- event loops -----------------------------------------------------------------------------
 
 
