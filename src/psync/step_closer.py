@@ -177,8 +177,7 @@ class StepCloser:
         if failed is not None:  # nothing is counted where nobody knows the step
             self._perform(self.steps.close_failed(group, failed))
             return
-        for step, push in left:
-            self._perform(self.steps.recount(group, step, push))
+        self._perform(self.steps.recount(group, left))
 
     async def close(self) -> None:
         """Close the links to the other ps tasks; a step that is being closed gets no further.

@@ -136,16 +136,22 @@ class SyncSteps:
         known = self._groups.get(group)
         return known is not None and known.counts(replica, number)
 
-    def recount(self, group: int, step: int, contribution: Contribution) -> list[Action]:
-        """Count a push that another one has counted whose backup this is; nobody waits for it.
+    def recount(self, group: int, left: Sequence[tuple[int, Contribution]]) -> list[Action]:
+        """Count pushes that another one has counted whose backup this is; nobody waits for them.
 
-        It had decided the step before that of the push, whyever, if this has not.
+        All of a step are in it, however few of them it would take now. It had decided the step
+        before that of a push, whyever, if this has not.
+
+        Args:
+            group: Of the pushes.
+            left: (step, push) of each, in the order in which they were counted.
         """
         known = self._group(group)
         actions: list[Action] = []
-        if step > known.step and known.may_end:
-            actions.append(known.close(partial=not known.is_complete))
-        known.recount(contribution)
+        for step, contribution in left:
+            if step > known.step and known.may_end:
+                actions.append(known.close(partial=not known.is_complete))
+            known.recount(contribution)
         return actions + self._close_what_is_due()
 
     def forget(self, group: int, replica: Replica, number: int) -> None:
