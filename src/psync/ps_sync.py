@@ -251,6 +251,10 @@ class PsSync(GroupTable):
         self.ledger.check_incarnation(peer.task, peer.incarnation)
         if peer.task != CLOSER:
             raise UsageError(f"{self._task}: {peer.task} may not close a step, only {CLOSER}")
+        self.check_served()
+
+    def check_served(self) -> None:
+        """Raise NotServedError unless this process serves its ps, for a coordinator."""
         if not self.serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 

@@ -34,7 +34,7 @@ from psync.committer import Committer
 from psync.coordinator_enquiry import ENQUIRER
 from psync.coordinator_grants import CoordinatorGrants
 from psync.endpoint import Endpoint
-from psync.errors import ConnectionLost, FencedError, NotServedError, PsyncError, UsageError
+from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.failpoints import Failpoints
 from psync.gate_service import GateService
 from psync.group_table import CLOSER
@@ -593,8 +593,7 @@ class PsTask:
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
             self._ledger.check_incarnation(peer.task, peer.incarnation)
-            if not self._sync.serves:
-                raise NotServedError(f"{self.task} is not, or no longer, served by this process")
+            self._sync.check_served()
             return handler.run(peer, message, body)
 
         return Handler(run, handler.prepare)
