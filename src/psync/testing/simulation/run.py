@@ -68,6 +68,7 @@ class Report:
         at_s: When, in virtual time.
         entry: Of the trace, the last one before it.
         trace: Everything that happened; left out where nobody asked for it.
+        before: Seeds that had run in its process before.
     """
 
     seed: int
@@ -81,6 +82,7 @@ class Report:
     injected: dict[str, int] = field(default_factory=dict)
     marks: dict[str, int] = field(default_factory=dict)
     trace: list[Any] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON can tell it."""

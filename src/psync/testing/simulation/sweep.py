@@ -104,15 +104,16 @@ class Child:
     def __init__(self, hash_seed: int) -> None:
         self._hash_seed = hash_seed
         self._process: asyncio.subprocess.Process | None = None
-        self._left = 0
+        self._ran: list[int] = []
 
     async def run(self, job: Job) -> Report:
         """Run a job; a child that dies or hangs has found something, too."""
-        if not self._left:
+        if len(self._ran) == JOBS_OF_A_CHILD:
             await self.close()
         if self._process is None:
             await self._start()
-        self._left -= 1
+        before = self._ran.copy()
+        self._ran.append(job.seed)
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -128,7 +129,7 @@ class Child:
             code = await process.wait()
             await self.close()
             return Report(job.seed, "crash", f"crash: the simulator ended with exit code {code}")
-        return Report(**json.loads(line))
+        return Report(**{**json.loads(line), "before": before})
 
     async def _start(self) -> None:
         environment = os.environ | {
@@ -136,7 +137,6 @@ class Child:
             "PYTHONPATH": str(Path(psync.__file__).parents[1]),
             "OPENBLAS_NUM_THREADS": "1",  # its threads would only wait for each other
         }
-        self._left = JOBS_OF_A_CHILD
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "psync.testing.simulation", "--serve",
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, limit=ANSWER_LIMIT,
@@ -151,6 +151,7 @@ class Child:
         process.stdin.close()
         await process.wait()
         self._process = None
+        self._ran = []
 
 
 async def run_all(
@@ -280,11 +281,18 @@ async def hunt(mutant: str, first: int, most: int, num_children: int) -> Find:
     return Find(mutant, tried)
 
 
-async def difference(job: Job) -> str:
-    """Run a job twice, in fresh processes; return where the traces part, or ""."""
+async def difference(job: Job, before: Sequence[int] = ()) -> str:
+    """Run a job twice, in fresh processes; return where the traces part, or "".
+
+    Args:
+        job: What is run.
+        before: Seeds that run in one of the processes first.
+    """
     traces = []
-    for hash_seed in (1, 1001):
+    for hash_seed, first_ones in ((1, before), (1001, ())):
         child = Child(hash_seed)
+        for seed in first_ones:
+            await child.run(dataclasses.replace(job, seed=seed))
         traces.append((await child.run(dataclasses.replace(job, trace=True, turns=True))).trace)
         await child.close()
     first, second = traces
