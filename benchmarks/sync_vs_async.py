@@ -9,7 +9,7 @@ Takes the options of that command; it finds the script for TensorFlow from any f
 import sys
 from pathlib import Path
 
-from psync.cli import main
+from psync.cli.main import main
 
 if __name__ == "__main__":
     script = Path(__file__).with_name("peers_tensorflow1_sync.py")

@@ -15,14 +15,14 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from samples import Draw, changed
 
     from psync import schedules
-    from psync.adaptive_rules import Adagrad, Ftrl, RMSprop
     from psync.errors import ConfigurationError
-    from psync.layerwise_rules import Lamb
-    from psync.moment_rules import Adam, Nadam
-    from psync.rule_configs import rule_from_config
-    from psync.rule_options import RuleOptions
-    from psync.sync_config import SyncConfig
-    from psync.update_rules import SGD, Scratch
+    from psync.numerics.adaptive_rules import Adagrad, Ftrl, RMSprop
+    from psync.numerics.layerwise_rules import Lamb
+    from psync.numerics.moment_rules import Adam, Nadam
+    from psync.numerics.rule_configs import rule_from_config
+    from psync.numerics.rule_options import RuleOptions
+    from psync.numerics.update_rule import SGD, Scratch
+    from psync.store.sync_config import SyncConfig
 
     rates = [
         schedules.Constant(0.1),

@@ -24,14 +24,14 @@ def setup() -> tuple[OneInput, list[bytes]]:
     import json
     import os
 
-    from psync.access import insecure_by_environ, load_secret
-    from psync.chief_presence import chief_timeouts
-    from psync.environment import limits_of, watchdog_timeout
     from psync.errors import ConfigurationError
-    from psync.failpoints import Failpoints
-    from psync.lost_messages import MessageLosses
-    from psync.resolvers import TFConfigClusterResolver, training_cluster
-    from psync.slurm_resolver import SlurmClusterResolver
+    from psync.net.chief_presence import chief_timeouts
+    from psync.net.environment import limits_of, watchdog_timeout
+    from psync.net.failpoints import Failpoints
+    from psync.net.message_loss import MessageLosses
+    from psync.net.resolvers import TFConfigClusterResolver, training_cluster
+    from psync.net.secret import insecure_by_environ, load_secret
+    from psync.net.slurm_resolver import SlurmClusterResolver
 
     def tf_config(text: str) -> None:
         before = os.environ.get("TF_CONFIG")

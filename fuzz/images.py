@@ -14,11 +14,11 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from samples import Draw, changed
 
     from psync.errors import CheckpointError
-    from psync.image_state import ImageItem, ImageState, OptimizerImage
-    from psync.ledger_image import LedgerState, SenderState
-    from psync.moment_rules import Adam
+    from psync.numerics.moment_rules import Adam
     from psync.schedules import Constant
     from psync.specs import ShardSpec
+    from psync.store.ledger_snapshot import LedgerState, SenderState
+    from psync.store.snapshot_state import ImageItem, ImageState, OptimizerImage
 
     spec = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
     config = Adam(Constant(0.1)).to_config()

@@ -11,7 +11,7 @@ from driver import OneInput, fuzz
 def setup() -> tuple[OneInput, list[bytes]]:
     import json
 
-    from psync.checkpoint_manifest import Manifest, Slice, Tensor, commit_line, read_manifest
+    from psync.checkpoints.manifest import Manifest, Slice, Tensor, commit_line, read_manifest
     from psync.errors import CheckpointError
 
     def one_input(data: bytes) -> None:

@@ -18,14 +18,14 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from samples import CLASSES, Draw, drawn_of, sample_of
     from templates import SHARD_BYTES, SHARDS, request
 
-    from psync.access import Secret
-    from psync.blocks import BlockPool
-    from psync.endpoint import Endpoint
     from psync.errors import PsyncError, RemoteError
-    from psync.platform import Platform
+    from psync.net.endpoint import Endpoint
+    from psync.net.platform import Platform
+    from psync.net.secret import Secret
+    from psync.numerics.blocks import BlockPool
+    from psync.numerics.update_rule import SGD
     from psync.ps_task import PsTask
     from psync.testing import MemoryNetwork, run_virtual
-    from psync.update_rules import SGD
     from psync.wire.codec import Message
     from psync.wire.limits import Limits
     from psync.wire.messages import Challenge, Hello, Proof, Refused, Shutdown, Welcome

@@ -10,10 +10,10 @@ import dataclasses
 
 from samples import Draw, changed, drawn, fields_of
 
-from psync.moment_rules import Adam
+from psync.numerics.moment_rules import Adam
+from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
-from psync.sync_config import SyncConfig
-from psync.update_rules import SGD
+from psync.store.sync_config import SyncConfig
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, TakeGradient
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked

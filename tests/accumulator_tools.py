@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.dense_accumulators import ConditionalAccumulator
 from psync.errors import GradientError
+from psync.store.dense_accumulators import ConditionalAccumulator
 
 
 def accumulator(

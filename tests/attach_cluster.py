@@ -12,8 +12,8 @@ from chief_lives import life_of
 from replica_cluster import ReplicaCluster
 
 import psync
-from psync.events import FailoverEvent
-from psync.rpc import Handler
+from psync.chief.events import FailoverEvent
+from psync.net.peer import Handler
 from psync.wire.codec import Message
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import psync
-from psync.optimizer_registry import optimizers_here
+from psync.api.optimizers.registry import optimizers_here
 
 
 def another_process() -> None:

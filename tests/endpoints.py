@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from psync.access import Secret
-from psync.endpoint import Endpoint
-from psync.platform import Platform
-from psync.rpc import Handler, Peer, Reply
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.net.secret import Secret
+from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork
-from psync.transport import Network, SocketNetwork
 from psync.wire.codec import Message
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Done, Hello, Refused

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psync
-from psync.cuts import Cut
+from psync.chief.consistent_cut import Cut
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ps_cluster import PsCluster
 
-from psync.ps_client import PsClient
-from psync.ps_image import ImageState
-from psync.rpc import Received
+from psync.client.ps_client import PsClient
+from psync.net.peer import Received
+from psync.store.snapshot import ImageState
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import psync
-from psync.access import Secret
-from psync.platform import Platform
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
 from psync.wire.limits import DEFAULT_LIMITS, Limits

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from psync.gradient_clipping import clipped_by_norm
-from psync.layerwise_rules import LayerwiseRule
+from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.layerwise_rules import LayerwiseRule
+from psync.numerics.sums import sum_dtype
+from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.specs import VariableSpec
-from psync.sums import sum_dtype
-from psync.update_rules import Scratch, UpdateRule
 
 
 class Training:

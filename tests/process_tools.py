@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from psync.processes import ProcessGroup
+from psync.launch.processes import ProcessGroup
 
 SCRIPTS = Path(__file__).parent / "processes" / "scripts"
 SECRET = "correct horse battery staple"

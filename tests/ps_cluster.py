@@ -11,20 +11,20 @@ from typing import Any, Self
 
 import numpy as np
 
-from psync.access import Secret
-from psync.blocks import BlockPool
-from psync.creation import Creation
-from psync.declarations import Declaration, split
-from psync.endpoint import Endpoint
-from psync.failpoints import Failpoints
+from psync.chief.creation import Creation
+from psync.chief.declarations import Declaration, split
+from psync.client.ps_client import Plan, PsClient
+from psync.net.endpoint import Endpoint
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Handler
+from psync.net.platform import Platform
+from psync.net.secret import Secret
+from psync.numerics.blocks import BlockPool
+from psync.numerics.update_rule import SGD
 from psync.partitioners import FixedShardsPartitioner
-from psync.platform import Platform
-from psync.ps_client import Plan, PsClient
 from psync.ps_task import PsTask
-from psync.rpc import Handler
 from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
-from psync.update_rules import SGD
 from psync.wire.codec import Message
 from psync.wire.ps_messages import AttachPs, Pushed
 

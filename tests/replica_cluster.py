@@ -13,9 +13,9 @@ import numpy as np
 from memory_cluster import MemoryCluster, shared
 
 import psync
-from psync.failpoints import Failpoints
-from psync.lost_messages import MessageLosses
-from psync.platform import Platform
+from psync.net.failpoints import Failpoints
+from psync.net.message_loss import MessageLosses
+from psync.net.platform import Platform
 from psync.ps_task import PsTask
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
-from psync.layerwise_rules import Lamb
-from psync.moment_rules import Adam, Adamax, Lion, Nadam
-from psync.rule_options import RuleOptions
+from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.moment_rules import Adam, Adamax, Lion, Nadam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, Scratch, UpdateRule, slot_dtype
 from psync.schedules import ExponentialDecay
-from psync.update_rules import SGD, Scratch, UpdateRule, slot_dtype
 
 Slots = list[np.ndarray]
 

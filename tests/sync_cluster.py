@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from psync.failpoints import Failpoints
-from psync.platform import Platform
-from psync.ps_client import PsClient
+from psync.client.ps_client import PsClient
+from psync.client.sync_client import SyncClient
+from psync.net.failpoints import Failpoints
+from psync.net.platform import Platform
 from psync.specs import VariableSpec
-from psync.sync_client import SyncClient
-from psync.sync_config import SyncConfig
+from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
 from psync.wire.sync_messages import Contributed, ReportSchedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from psync.sync_config import SyncConfig
-from psync.sync_steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
+from psync.store.sync_config import SyncConfig
+from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, Replica, SyncSteps
 
 GROUP = 7
 

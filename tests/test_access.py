@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from psync.access import (
+from psync.errors import CaptureError, ConfigurationError
+from psync.net.secret import (
     HOW_TO_MAKE_ONE,
     Secret,
     insecure_by_environ,
@@ -17,7 +18,6 @@ from psync.access import (
     mint_secret,
     require_secret,
 )
-from psync.errors import CaptureError, ConfigurationError
 
 TEXT = "correct horse battery staple"
 

@@ -1,4 +1,4 @@
-"""psync.accumulator_client: what a task sends, and what it sends again."""
+"""psync.client.accumulator_client: what a task sends, and what it sends again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from psync.accumulator_client import AccumulatorClient, Place
+from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.errors import ConfigurationError, GradientError
 from psync.wire.accumulator_messages import AccumulatorState, DefineAccumulator, GradientApplied
 from psync.wire.tensors import to_bytes_view

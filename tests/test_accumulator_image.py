@@ -12,11 +12,11 @@ import pytest
 from backups import alone, back_up, take_over
 from ps_cluster import OTHER, WORKER, PsCluster, until
 
-from psync.accumulator_service import AccumulatorService
-from psync.ledger_image import gradients_of
-from psync.ps_client import PsClient
+from psync.client.ps_client import PsClient
+from psync.net.peer import Received
+from psync.ps.accumulators import AccumulatorService
 from psync.ps_task import PsTask
-from psync.rpc import Received
+from psync.store.ledger_snapshot import gradients_of
 from psync.wire.accumulator_messages import (
     ApplyGradient,
     DefineAccumulator,

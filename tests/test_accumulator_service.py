@@ -1,4 +1,4 @@
-"""psync.accumulator_service: gradients that count once, takes that wait, and what ends a wait."""
+"""psync.ps.accumulators: gradients that count once, takes that wait, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.accumulator_client import AccumulatorClient, Place
 from psync.accumulators import TakeState
+from psync.client.accumulator_client import AccumulatorClient, Place
+from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -21,9 +22,8 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.hosted_accumulators import HostedAccumulator
-from psync.ps_client import PsClient
-from psync.rpc import Received
+from psync.net.peer import Received
+from psync.ps.hosted_accumulators import HostedAccumulator
 from psync.wire.accumulator_messages import (
     ApplyGradient,
     AskAccumulator,

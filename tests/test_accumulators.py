@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from psync.accumulators import Accumulator, Applied, Take, TakeState, as_integer
-from psync.dense_accumulators import ConditionalAccumulator
 from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.numerics.sums import PIECE_BYTES, Pieces, at_once
 from psync.specs import Outcome
-from psync.sums import PIECE_BYTES, Pieces, at_once
+from psync.store.dense_accumulators import ConditionalAccumulator
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED

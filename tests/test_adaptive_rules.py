@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rule_table import RULES, Slots, gradients, start
 
-from psync.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
+from psync.numerics.adaptive_rules import Adadelta, Adagrad, Ftrl, RMSprop
+from psync.numerics.update_rule import Scratch
 from psync.schedules import PolynomialDecay
-from psync.update_rules import Scratch
 
 Formula = Callable[[np.ndarray, np.ndarray, Slots], np.ndarray]
 

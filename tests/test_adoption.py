@@ -1,4 +1,4 @@
-"""psync.adoption: what of it is what, for all ps tasks at once, and what does not fit."""
+"""psync.store.reattach: what of it is what, for all ps tasks at once, and what does not fit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from psync.adoption import Adoption, HeldOptimizer, HeldShard, Holding, NewOptimizer, Orders
 from psync.errors import AttachError, RemoteProtocolError
 from psync.specs import ShardSpec, VariableSpec
+from psync.store.reattach import Adoption, HeldOptimizer, HeldShard, Holding, NewOptimizer, Orders
 
 ADAM = {"rule": "Adam", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
 SGD = {"rule": "SGD", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}

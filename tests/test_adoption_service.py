@@ -1,4 +1,4 @@
-"""psync.adoption_service: what has begun ends, what has not is refused, and the rest is kept."""
+"""psync.ps.adoption_service: what has begun ends, what has not is refused, and the rest is kept."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ps_cluster import (
 )
 from sync_cluster import SyncCluster
 
-from psync.adoption import Holding, Orders
-from psync.blocks import BlockPool
-from psync.endpoint import Endpoint
+from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UnknownVariableError
-from psync.ps_client import PsClient
+from psync.net.endpoint import Endpoint
+from psync.numerics.blocks import BlockPool
 from psync.ps_task import PsTask
+from psync.store.reattach import Holding, Orders
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards
 from psync.wire.ps_messages import AttachPs, DefineOptimizer, SetOptimizer

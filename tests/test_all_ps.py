@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.all_ps import AllPs
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -18,10 +17,11 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
-from psync.failpoints import Failpoints
+from psync.net.failpoints import Failpoints
 from psync.ps_task import PsTask
-from psync.sync_config import SyncConfig
-from psync.whole_sets import Values
+from psync.store.sync_config import SyncConfig
+from psync.sync.cross_ps_sets import Values
+from psync.sync.ps_peers import AllPs
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp, Promote, Promoted

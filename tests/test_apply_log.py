@@ -13,13 +13,13 @@ import pytest
 from memory_cluster import cluster_of
 
 import psync
-from psync.apply_log import LOGGED, ApplyLog, LoggedStore, digest, read_log
 from psync.errors import ConfigurationError
-from psync.gradient_store import GradientTable
-from psync.row_store import RowTable
-from psync.shards import ShardTable
+from psync.ps.apply_log import LOGGED, ApplyLog, LoggedStore, digest, read_log
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.gradients import GradientTable
+from psync.store.rows import RowTable
+from psync.store.shards import ShardTable
+from psync.store.store import ShardStore
 from psync.testing.chaos.replay import replay
 
 SPEC = ShardSpec("w", 0, 0, 0, (2, 3), "float32", 0)

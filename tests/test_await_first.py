@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.await_first import AwaitFirst
 from psync.errors import UsageError
+from psync.serialization.await_first import AwaitFirst
 
 
 class Part(AwaitFirst):

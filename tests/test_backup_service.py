@@ -11,8 +11,8 @@ from backups import W, alone, back_up, create, promote, take_over
 from image_tools import freeze, prepare, take, write
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 
+from psync.client.shard_locks import assign_at_once
 from psync.errors import FencedError, ParameterServerLost, UsageError
-from psync.shard_locks import assign_at_once
 from psync.wire.recovery_messages import BackUp
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from psync.bench import sync_async
 from psync.bench.sync_async import Options
-from psync.cli import main
+from psync.cli.main import main
 
 
 @pytest.fixture

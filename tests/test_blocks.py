@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.blocks import BLOCK_BYTES, Block, BlockArray, BlockPool, bytes_of
 from psync.errors import UsageError
+from psync.numerics.blocks import BLOCK_BYTES, Block, BlockArray, BlockPool, bytes_of
 from psync.specs import DTYPE_NAMES, dtype_of
 
 F32 = np.dtype(np.float32)

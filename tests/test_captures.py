@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.captures import (
+from psync.serialization.captures import (
     CaptureWatch,
     Refusal,
     blame,

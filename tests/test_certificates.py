@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from psync import certificates
-from psync.certificates import Certificates, mint, own_hosts, temporary, write
 from psync.errors import ConfigurationError
-from psync.tls_config import load_tls
+from psync.net import certificates
+from psync.net.certificates import Certificates, mint, own_hosts, temporary, write
+from psync.net.tls_config import load_tls
 
 CONTENTS = Certificates(b"the authority", b"the certificate", b"the key")
 
@@ -80,7 +80,7 @@ def test_without_the_package_that_makes_them_its_name_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "psync.signing")
+    monkeypatch.delitem(sys.modules, "psync.net.signing")
     with pytest.raises(ConfigurationError) as caught:
         mint(["ps0"], 1)
     assert "package cryptography, which is not installed" in caught.value.message

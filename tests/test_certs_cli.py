@@ -13,9 +13,9 @@ import pytest
 from cryptography import x509
 from tls_files import authority, variables_of
 
-from psync import launcher, tasks
-from psync.cli import main
-from psync.tls_config import TLS_VARIABLES, load_tls
+from psync.cli.main import main, run
+from psync.launch import tasks
+from psync.net.tls_config import TLS_VARIABLES, load_tls
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def test_without_cryptography_it_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "psync.signing", raising=False)
+    monkeypatch.delitem(sys.modules, "psync.net.signing", raising=False)
     told = refused(capsys, "certs", "new", "--out", str(tmp_path / "certs"))
     assert "hint: pip install 'psync[tls]'" in told
     assert not (tmp_path / "certs").exists()
@@ -117,7 +117,7 @@ def test_options_and_variables_reach_the_tasks_with_paths_that_hold_everywhere(
         given.append({name: environ[name] for name in TLS_VARIABLES if name in environ})
         return 0
 
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(run, "launch", launch)
     assert main(["run", "x.py", *options_of(relative), "--no-tls-mutual"]) == 0
     os.environ.update(relative)
     assert main(["run", "x.py"]) == 0

@@ -14,7 +14,7 @@ import pytest
 from local_training import in_step, strategy_of, training
 
 import psync
-from psync import checkpoint_writer
+from psync.checkpoints import writer
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -253,14 +253,14 @@ async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    original = getattr(checkpoint_writer.Writer, method)
+    original = getattr(writer.Writer, method)
 
     def slow(*arguments: Any) -> Any:
         entered.set()
         assert go_on.wait(60)
         return original(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer.Writer, method, slow)
+    monkeypatch.setattr(writer.Writer, method, slow)
     async with training() as (strategy, _):
         with strategy.scope():
             w = psync.Variable(np.ones(3), name="w")

@@ -16,12 +16,13 @@ import safetensors
 from local_training import in_step, training
 
 import psync
-from psync import checkpoint_arrays, frozen_images
-from psync.checkpoint_files import Reader
-from psync.checkpoint_images import stored_images
-from psync.checkpoint_reports import differences, inspection
+from psync.checkpoints.files import Reader
+from psync.checkpoints.stored_snapshots import stored_images
+from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.image_state import ImageState
+from psync.ps import frozen_snapshots
+from psync.store.snapshot_state import ImageState
+from psync.training import saved_arrays
 
 TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
 ONES = np.ones((7, 2), np.float32)
@@ -123,7 +124,7 @@ async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
         seen.append(path)
         return len(seen) == 2
 
-    monkeypatch.setattr(frozen_images, "has_text", only_the_second)
+    monkeypatch.setattr(frozen_snapshots, "has_text", only_the_second)
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
         program = Program(strategy)
         await program.train(coordinator)
@@ -166,7 +167,7 @@ async def test_inspection_finds_damage_in_what_only_images_need(tmp_path: Path) 
 async def test_slots_before_the_first_push_are_what_they_begin_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_arrays, "BLOCK_ELEMENTS", 4)  # so that there are several parts
+    monkeypatch.setattr(saved_arrays, "BLOCK_ELEMENTS", 4)  # so that there are several parts
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
         with strategy.scope():
             w = psync.Variable(TABLE, name="w")
@@ -185,7 +186,7 @@ async def test_slots_before_the_first_push_are_what_they_begin_with(
 async def test_large_computed_parts_are_spread_over_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_arrays, "FILE_BYTES", 64)
+    monkeypatch.setattr(saved_arrays, "FILE_BYTES", 64)
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
         with strategy.scope():
             w = psync.Variable(TABLE, name="w")
@@ -226,7 +227,7 @@ async def test_when_one_file_cannot_be_written_the_others_are_given_up(tmp_path:
         raise CheckpointError("full")
 
     with pytest.raises(CheckpointError, match="full"):
-        await checkpoint_arrays._together([waits(), fails(), waits()])
+        await saved_arrays._together([waits(), fails(), waits()])
     assert ended == ["waits", "waits"]
 
 
@@ -269,7 +270,7 @@ async def test_who_is_cancelled_again_and_again_waits_until_a_thread_has_ended()
         has_ended.set()
         raise CheckpointError("the disk is full")
 
-    waits = asyncio.create_task(checkpoint_arrays.in_thread(work))
+    waits = asyncio.create_task(saved_arrays.in_thread(work))
     for _ in range(3):
         await asyncio.sleep(0)
         waits.cancel()
@@ -287,5 +288,5 @@ async def test_who_is_cancelled_again_and_again_waits_until_a_thread_has_ended()
 
 async def test_what_a_thread_raises_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
-        await checkpoint_arrays.in_thread(lambda: 1 // 0)
-    assert await checkpoint_arrays.in_thread(len, "ab") == 2
+        await saved_arrays.in_thread(lambda: 1 // 0)
+    assert await saved_arrays.in_thread(len, "ab") == 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.checkpoint_files import Planned
-from psync.checkpoint_writer import Writer
-from psync.cli import main
+from psync.checkpoints.files import Planned
+from psync.checkpoints.writer import Writer
+from psync.cli.main import main
 
 
 def save(directory: Path, number: int, value: float) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from psync.checkpoint_files import (
+from psync.checkpoints.files import (
     DataFile,
     Planned,
     Reader,
@@ -23,7 +23,7 @@ from psync.checkpoint_files import (
     remove,
     unmark_last,
 )
-from psync.checkpoint_writer import Writer
+from psync.checkpoints.writer import Writer
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 
 W = np.arange(20, dtype=np.float32).reshape(10, 2)

@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.blocks import BlockPool
-from psync.checkpoint_files import remove
-from psync.checkpoint_images import SavedImages, stored_images
-from psync.checkpoint_layout import Layout
-from psync.checkpoint_writer import Writer
+from psync.checkpoints.files import remove
+from psync.checkpoints.layout import Layout
+from psync.checkpoints.stored_snapshots import SavedImages, stored_images
+from psync.checkpoints.writer import Writer
 from psync.errors import CheckpointCorrupt, CheckpointNotFound
-from psync.image_files import read_items, write_items
-from psync.image_state import ImageState
-from psync.ledger import Ledger
-from psync.ps_image import Frozen, freeze, thaw
+from psync.numerics.blocks import BlockPool
+from psync.ps.snapshot_files import read_items, write_items
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.ledger import Ledger
+from psync.store.snapshot import Frozen, freeze, thaw
+from psync.store.snapshot_state import ImageState
+from psync.store.store import ShardStore
 
 SPECS = [ShardSpec("w", 0, ps, 3 * ps, (3, 2), "float32", ps) for ps in range(2)]
 ZERO = ShardSpec("zero", 1, 0, 0, (1000, 1000), "float64", 0)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.checkpoint_layout import Layout, Wanted, changed_rate, step_of
-from psync.checkpoint_manifest import Place, Slice
-from psync.image_state import ImageState
-from psync.ledger import Ledger
-from psync.moment_rules import Adam
-from psync.ps_image import freeze
+from psync.checkpoints.layout import Layout, Wanted, changed_rate, step_of
+from psync.checkpoints.manifest import Place, Slice
+from psync.numerics.moment_rules import Adam
 from psync.schedules import Constant
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.ledger import Ledger
+from psync.store.snapshot import freeze
+from psync.store.snapshot_state import ImageState
+from psync.store.store import ShardStore
 
 
 def shard(name: str, number: int, index: int, offset: int, rows: int, ps: int) -> ShardSpec:

@@ -12,10 +12,10 @@ import pytest
 from local_training import training
 
 import psync
-from psync.checkpoint_files import remove
-from psync.cluster_coordinator import coordinator_of
+from psync.api.cluster_coordinator import coordinator_of
+from psync.checkpoints.files import remove
 from psync.errors import CheckpointError, ConfigurationError
-from psync.image_state import ImageState
+from psync.store.snapshot_state import ImageState
 
 
 async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ class TestRecovery:
                 sgd = psync.optimizers.SGD(each or 0.1)
                 sgd.number = 1 if each else 2  # that of a process of its own
                 manager = psync.CheckpointManager(psync.Checkpoint(w=w, sgd=sgd), tmp_path)
-                with caplog.at_level(logging.INFO, "psync.checkpoint_manager"):
+                with caplog.at_level(logging.INFO, "psync.training.checkpoint_manager"):
                     found = await manager.restore_or_initialize()
                 if found is not None:
                     assert source_of(strategy) is None

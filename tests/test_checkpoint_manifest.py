@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.checkpoint_manifest import (
+from psync.checkpoints.manifest import (
     Image,
     Manifest,
     Place,

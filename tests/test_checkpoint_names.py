@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from local_training import strategy_of, training
 
 import psync
-from psync.checkpoint_cli import checkpoint as command
-from psync.checkpoint_files import COMMIT, MANIFEST, Reader
-from psync.checkpoint_manifest import commit_line
+from psync.checkpoints.files import COMMIT, MANIFEST, Reader
+from psync.checkpoints.manifest import commit_line
+from psync.cli.checkpoint import checkpoint as command
 from psync.errors import CheckpointMismatch
-from psync.trainer import History
+from psync.training.trainer import History
 
 
 def batches(context: psync.InputContext) -> Iterator[int]:

@@ -6,7 +6,7 @@ import numpy as np
 from local_training import strategy_of
 
 import psync
-from psync.checkpoint_objects import Contents
+from psync.training.saved_objects import Contents
 
 
 class Layer(psync.Module):

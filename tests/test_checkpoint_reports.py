@@ -12,9 +12,9 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from psync.checkpoint_files import Planned
-from psync.checkpoint_reports import INDEX, differences, export, inspection, summary
-from psync.checkpoint_writer import Writer
+from psync.checkpoints.files import Planned
+from psync.checkpoints.writer import Writer
+from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.specs import dtype_name
 

@@ -15,14 +15,14 @@ from local_training import in_step, training
 from session_cluster import session_cluster
 
 import psync
-from psync.checkpoint import TRIES
-from psync.checkpoint_arrays import in_thread
-from psync.checkpoint_files import Reader
-from psync.checkpoint_images import stored_images
+from psync.checkpoints.files import Reader
+from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
-from psync.failpoints import Failpoints
-from psync.image_state import ImageState
+from psync.net.failpoints import Failpoints
+from psync.store.snapshot_state import ImageState
 from psync.testing import MemoryNetwork
+from psync.training.checkpoint import TRIES
+from psync.training.saved_arrays import in_thread
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 
@@ -250,7 +250,7 @@ class TestFailure:
             with strategy.scope():
                 w = psync.Variable(np.ones(4), name="w")
             checkpoint = psync.Checkpoint(w=w)
-            coordinator = psync.checkpoint.coordinator_of(strategy.origin)
+            coordinator = psync.training.checkpoint.coordinator_of(strategy.origin)
             assert coordinator is not None
 
             failpoints = failpoints_of(strategy)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.checkpoint_files import DataFile, Planned, Reader, checkpoints_in
-from psync.checkpoint_manifest import Image, Place
-from psync.checkpoint_writer import Writer, streamed_by_environ
-from psync.disk import Disk, current_disk
+from psync.checkpoints.disk import Disk, current_disk
+from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
+from psync.checkpoints.manifest import Image, Place
+from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.errors import CheckpointError, ConfigurationError
 
 W = np.arange(6, dtype=np.float32)

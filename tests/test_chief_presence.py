@@ -1,4 +1,4 @@
-"""psync.chief_presence: how long a ps or worker goes without a chief, and what it says then."""
+"""psync.net.chief_presence: how long a ps or worker goes without a chief, and what it says then."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from psync.access import Secret
-from psync.chief_presence import (
+from psync.errors import ConfigurationError, TrainingEnded
+from psync.net.chief_presence import (
     ALL_GONE_S,
     FIRST_CHIEF_S,
     LOOK_EVERY_S,
@@ -21,9 +21,9 @@ from psync.chief_presence import (
     naming_who_is_awaited,
     until_told,
 )
-from psync.endpoint import Endpoint
-from psync.errors import ConfigurationError, TrainingEnded
-from psync.platform import Platform
+from psync.net.endpoint import Endpoint
+from psync.net.platform import Platform
+from psync.net.secret import Secret
 from psync.testing import MemoryNetwork
 from psync.wire.limits import Limits
 
@@ -235,7 +235,7 @@ async def test_an_evaluator_waits_for_the_first_as_long_as_workers_do(
 
 @pytest.mark.virtual_time
 async def test_who_is_awaited_is_named_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "psync.chief_presence")
+    caplog.set_level("INFO", "psync.net.chief_presence")
     texts = ["waits for a", "", "waits for b"]
     with naming_who_is_awaited(lambda: texts.pop(0)):
         await asyncio.sleep(35)

@@ -8,7 +8,7 @@ from memory_cluster import coordinating
 from ps_cluster import heard, until
 
 import psync
-from psync.chief_queue_runner import ChiefQueueRunner
+from psync.api.chief_queue_runner import ChiefQueueRunner
 from psync.wire.session_messages import AwaitEnd, EndTraining
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from psync.cli import main
+from psync.cli.main import main
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -124,7 +124,7 @@ def test_the_package_can_be_run_as_a_module() -> None:
 @pytest.mark.processes
 def test_the_launcher_imports_nothing_that_is_slow_to_load() -> None:
     code = (
-        "import sys, psync.cli, psync.launcher\n"
+        "import sys, psync.cli.main, psync.cli.run\n"
         "print([name for name in ('numpy', 'uvloop', 'msgpack') if name in sys.modules])"
     )
     assert python("-c", code) == "[]\n"
@@ -132,7 +132,9 @@ def test_the_launcher_imports_nothing_that_is_slow_to_load() -> None:
 
 @pytest.mark.processes
 def test_a_reader_that_has_gone_does_not_change_the_exit_code() -> None:
-    code = "import sys; from psync.cli import main; print('unread'); sys.exit(main(['nonsense']))"
+    code = (
+        "import sys; from psync.cli.main import main; print('unread'); sys.exit(main(['nonsense']))"
+    )
     read_end, write_end = os.pipe()
     os.close(read_end)
     with open(write_end, "wb") as gone:

@@ -1,4 +1,4 @@
-"""psync.clock_service: ticks that are answered when the worker may go on."""
+"""psync.sync.staleness_service: ticks that are answered when the worker may go on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.ps_client import PsClient
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import Fence
 from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock

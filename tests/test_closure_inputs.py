@@ -1,4 +1,4 @@
-"""psync.closure_inputs: functions once, arguments inline or fetched, iterators where needed."""
+"""psync.worker.inputs: functions once, arguments inline or fetched, iterators where needed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.closure_inputs import ClosureInputs, HeldClosure
-from psync.closure_messages import ScheduledCall, arguments_reply, function_reply, run_closures
-from psync.closure_states import Closure
-from psync.datasets import PerWorkerDataset, PerWorkerIterator
+from psync.api.datasets import PerWorkerDataset, PerWorkerIterator
+from psync.closures.closure import Closure
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
-from psync.functions import FunctionTable
-from psync.iterators import IteratorTable
-from psync.payloads import EMPTY, pack_arguments
-from psync.rpc import Received
+from psync.net.peer import Received
+from psync.replicas.closure_messages import (
+    ScheduledCall,
+    arguments_reply,
+    function_reply,
+    run_closures,
+)
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import EMPTY, pack_arguments
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.worker_messages import FetchArguments, FetchFunction
+from psync.worker.inputs import ClosureInputs, HeldClosure
+from psync.worker.iterators import IteratorTable
 
 
 async def positions_of(iterator: PerWorkerIterator) -> dict[int, int]:

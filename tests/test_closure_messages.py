@@ -1,12 +1,13 @@
-"""psync.closure_messages: what goes inline, what is fetched, and in which order."""
+"""psync.replicas.closure_messages: what goes inline, what is fetched, and in which order."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from psync.closure_inputs import _unpack
-from psync.closure_messages import (
+from psync.closures.closure import Closure
+from psync.errors import LocalProtocolError
+from psync.replicas.closure_messages import (
     INLINE_BYTES,
     ReplicaCall,
     ScheduledCall,
@@ -15,11 +16,10 @@ from psync.closure_messages import (
     run_closures,
     run_replica,
 )
-from psync.closure_states import Closure
-from psync.errors import LocalProtocolError
-from psync.functions import FunctionTable
-from psync.payloads import EMPTY, pack, pack_arguments
-from psync.remote_value import RemoteValue
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import EMPTY, pack, pack_arguments
+from psync.serialization.remote_value import RemoteValue
+from psync.worker.inputs import _unpack
 
 TABLE = FunctionTable()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psync.closure_order import ClosureOrder
-from psync.closure_states import Closure
+from psync.closures.closure import Closure
+from psync.closures.closure_order import ClosureOrder
 
 
 def taken(order: ClosureOrder) -> list[int]:

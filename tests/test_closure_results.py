@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from psync.closure_results import CANCELLED, ClosureEnd, ResultsToSend, failed
-from psync.payloads import pack
+from psync.serialization.payloads import pack
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.worker_messages import ClosureResults
+from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
 
 
 class Lane:

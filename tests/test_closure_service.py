@@ -1,4 +1,4 @@
-"""psync.closure_service: what follows from what workers report, and what they may fetch."""
+"""psync.chief.closure_service: what follows from what workers report, and what they may fetch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from psync.closure_messages import ScheduledCall
-from psync.closure_service import ClosureService
-from psync.closure_states import Closure, State
-from psync.closures import Action, ClosureQueue
+from psync.chief.closure_service import ClosureService
+from psync.closures.closure import Closure, State
+from psync.closures.queue import Action, ClosureQueue
+from psync.closures.schedule_report import ScheduleReports
 from psync.errors import EndOfData, RemoteProtocolError, UsageError
-from psync.failpoints import Failpoints
-from psync.failures import describe_exception
-from psync.functions import FunctionTable
-from psync.payloads import pack, pack_arguments
-from psync.remote_value import RemoteValue
-from psync.rpc import Reply
-from psync.schedule_report import ScheduleReports
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Reply
+from psync.replicas.closure_messages import ScheduledCall
+from psync.serialization.failures import describe_exception
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import pack, pack_arguments
+from psync.serialization.remote_value import RemoteValue
 from psync.wire.codec import Message
 from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 

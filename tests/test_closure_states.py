@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closure_states import MOVES, Closure, Event, State, move
+from psync.closures.closure import MOVES, Closure, Event, State, move
 from psync.errors import LocalProtocolError
 
 LEGAL = [(state, event, after) for state, moves in MOVES.items() for event, after in moves.items()]

@@ -1,4 +1,4 @@
-"""psync.closure_timeout: a step that takes too long costs its worker, if the program says so."""
+"""psync.chief.closure_timeout: a step that takes too long costs its worker, if the program says so."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from memory_cluster import coordinating
 
 import psync
-from psync.closure_states import Closure
-from psync.closure_timeout import watch
-from psync.closures import ClosureQueue
+from psync.chief.closure_timeout import watch
+from psync.closures.closure import Closure
+from psync.closures.queue import ClosureQueue
 from psync.errors import ClosureError
 
 pytestmark = pytest.mark.virtual_time

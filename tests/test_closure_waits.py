@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psync.closure_states import Closure, Event, State, move
-from psync.closure_waits import Waits
+from psync.closures.closure import Closure, Event, State, move
+from psync.closures.waits import Waits
 
 
 def closure(closure_id: int, *inputs: Closure) -> Closure:

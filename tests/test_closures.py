@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closure_states import Closure, Replica, State
-from psync.closures import Action, ClosureQueue, QueueStatistics
-from psync.dispatching import Dispatch, GiveBack, WorkerStatistics
+from psync.closures.closure import Closure, Replica, State
+from psync.closures.dispatcher import Dispatch, GiveBack, WorkerStatistics
+from psync.closures.open import Cancel, Settle
+from psync.closures.queue import Action, ClosureQueue, QueueStatistics
 from psync.errors import (
     ClosureCancelled,
     ClosureError,
@@ -16,7 +17,6 @@ from psync.errors import (
     RemoteProtocolError,
     WorkerLost,
 )
-from psync.open_closures import Cancel, Settle
 
 SLOW = 1.0  # seconds per closure: one is held ahead
 

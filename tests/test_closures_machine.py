@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from psync.closure_states import Closure, State
-from psync.closures import Action, ClosureQueue
-from psync.dispatching import Dispatch, GiveBack
+from psync.closures.closure import Closure, State
+from psync.closures.dispatcher import Dispatch, GiveBack
+from psync.closures.open import Cancel, Settle
+from psync.closures.queue import Action, ClosureQueue
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
-from psync.open_closures import Cancel, Settle
 
 MAX_AHEAD = 8
 MAX_AHEAD_BYTES = 100

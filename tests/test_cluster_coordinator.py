@@ -1,4 +1,4 @@
-"""psync.cluster_coordinator: what a training program sees of schedule, join and fetch."""
+"""psync.api.cluster_coordinator: what a training program sees of schedule, join and fetch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from local_training import training
 from memory_cluster import cluster_of, coordinating, event_of
 
 import psync
-from psync.captures import StaleCaptureWarning
 from psync.errors import (
     AuthenticationError,
     CaptureError,
@@ -29,6 +28,7 @@ from psync.errors import (
     RemoteError,
     UsageError,
 )
+from psync.serialization.captures import StaleCaptureWarning
 from psync.wire.limits import Limits
 
 

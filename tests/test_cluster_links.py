@@ -1,4 +1,4 @@
-"""psync.cluster_links: connections come up in any order, go, and come back."""
+"""psync.chief.cluster_links: connections come up in any order, go, and come back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from memory_cluster import MemoryCluster, cluster_of
 
-from psync.cluster_links import ClusterLinks
+from psync.chief.cluster_links import ClusterLinks
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost, UsageError
-from psync.rpc import Peer
+from psync.net.peer import Peer
 from psync.worker_task import WorkerTask
 
 pytestmark = pytest.mark.virtual_time

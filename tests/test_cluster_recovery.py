@@ -17,11 +17,11 @@ from ps_cluster import hold
 from replica_cluster import ReplicaCluster, declared, replicated, run
 
 import psync
+from psync.chief.events import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
-from psync.events import RollbackEvent
-from psync.lost_messages import MessageLosses
+from psync.net.message_loss import MessageLosses
+from psync.net.peer import Handler
 from psync.ps_task import PsTask
-from psync.rpc import Handler
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule

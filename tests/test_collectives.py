@@ -1,13 +1,13 @@
-"""psync.collectives: what is made of the values of all replicas."""
+"""psync.replicas.collectives: what is made of the values of all replicas."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from psync import collectives
 from psync.errors import ReplicaValueError
-from psync.replica_sums import ReduceOp
+from psync.numerics.replica_sums import ReduceOp
+from psync.replicas import collectives
 
 
 def test_the_first_replicas_function_gets_the_arguments_of_all():

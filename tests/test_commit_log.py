@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.commit_log import CommitLog, LogState
 from psync.errors import FencedError, LocalProtocolError
+from psync.store.commit_log import CommitLog, LogState
 
 PS = "/job:ps/task:0"
 

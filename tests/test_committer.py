@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from ps_cluster import until
 
-from psync.blocks import BlockPool
-from psync.commit_log import CommitLog
-from psync.committer import AT_ONCE, Committer, Entry
 from psync.errors import ClosedError, FencedError, UsageError
-from psync.rpc import Reply
+from psync.net.peer import Reply
+from psync.numerics.blocks import BlockPool
+from psync.numerics.update_rule import SGD
+from psync.ps.committer import AT_ONCE, Committer, Entry
 from psync.specs import ShardSpec
-from psync.store import ShardStore
-from psync.update_rules import SGD
+from psync.store.commit_log import CommitLog
+from psync.store.store import ShardStore
 from psync.wire.codec import decode
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.messages import Done

@@ -1,4 +1,4 @@
-"""psync.conditional_accumulators: both kinds, in whole clusters."""
+"""psync.api.conditional_accumulators: both kinds, in whole clusters."""
 
 from __future__ import annotations
 

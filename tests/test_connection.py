@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 from endpoints import PS, SECRET, WORKER, Handlers, connected, done, new_endpoint, places
 
-from psync.connection import (
+from psync.errors import ConnectionLost
+from psync.net.connection import (
     UNIX_BUFFER_BYTES,
     USER_TIMEOUT_MS,
     WRITE_HIGH_BYTES,
     Connection,
 )
-from psync.errors import ConnectionLost
-from psync.rpc import Handler, Peer, Reply
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
-from psync.transport import SocketNetwork
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS

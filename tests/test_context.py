@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from psync.context import (
+from psync.client.context import (
     ClosureContext,
     current_closure,
     enter_closure,

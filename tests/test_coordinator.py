@@ -20,7 +20,7 @@ from psync.errors import (
     PartitionError,
     WorkerLost,
 )
-from psync.rpc import Peer
+from psync.net.peer import Peer
 from psync.wire.codec import Message
 
 

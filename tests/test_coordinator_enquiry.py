@@ -1,4 +1,4 @@
-"""psync.coordinator_enquiry: who wants to be the coordinator asks, whatever is known of it."""
+"""psync.chief.enquiry: who wants to be the coordinator asks, whatever is known of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from memory_cluster import cluster_of
 
-from psync.coordinator_enquiry import absent, enquire
-from psync.coordinator_grants import RANGE
+from psync.chief.enquiry import absent, enquire
 from psync.errors import FencedError, RemoteProtocolError
-from psync.rpc import Handler, Reply
+from psync.net.peer import Handler, Reply
+from psync.ps.coordinator_grants import RANGE
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import GrantCoordinator
 

@@ -1,4 +1,4 @@
-"""psync.coordinator_grants: numbers that only grow, whatever the clocks say."""
+"""psync.ps.coordinator_grants: numbers that only grow, whatever the clocks say."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.coordinator_grants import RANGE, CoordinatorGrants
 from psync.errors import FencedError
+from psync.ps.coordinator_grants import RANGE, CoordinatorGrants
 
 
 def test_the_first_one_has_the_time_of_the_clock() -> None:

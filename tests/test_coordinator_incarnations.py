@@ -9,10 +9,10 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of
 
 import psync
-from psync.coordinator_enquiry import CHIEF
-from psync.coordinator_grants import RANGE
-from psync.endpoint import Endpoint
+from psync.chief.enquiry import CHIEF
 from psync.errors import FencedError
+from psync.net.endpoint import Endpoint
+from psync.ps.coordinator_grants import RANGE
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
 from psync.wire.worker_messages import AttachWorker

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psync.coordinator_options import CoordinatorOptions, checked_options
+from psync.api.coordinator_options import CoordinatorOptions, checked_options
 from psync.errors import ConfigurationError
 
 GIVEN: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import creation, declarations
-from psync.declarations import Declaration, beside, split
+from psync.chief import creation, declarations
+from psync.chief.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of

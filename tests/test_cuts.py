@@ -12,10 +12,10 @@ from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, until
 
 import psync
-from psync import cuts as cuts_module
-from psync.cuts import Cuts
+from psync.chief import consistent_cut as cuts_module
+from psync.chief.consistent_cut import Cuts
+from psync.client.shard_locks import _locked
 from psync.errors import CutLost
-from psync.shard_locks import _locked
 from psync.testing import MemoryNetwork
 from psync.wire.limits import DEFAULT_LIMITS
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.data_sources import (
+from psync.errors import ConfigurationError, UsageError
+from psync.worker.data_sources import (
     ArrayDataset,
     FileDataset,
     IterableDataset,
@@ -24,9 +25,8 @@ from psync.data_sources import (
     iterable_of,
     policy_for,
 )
-from psync.dataset_functions import InputContext, open_dataset, takes_context
-from psync.element_specs import TensorSpec
-from psync.errors import ConfigurationError, UsageError
+from psync.worker.dataset_functions import InputContext, open_dataset, takes_context
+from psync.worker.element_specs import TensorSpec
 
 Pair = namedtuple("Pair", ["x", "y"])
 X = np.arange(10, dtype=np.float32).reshape(5, 2)

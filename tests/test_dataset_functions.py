@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.dataset_functions import InputContext, ValueContext, open_dataset, takes_context
 from psync.errors import ConfigurationError, UsageError
+from psync.worker.dataset_functions import InputContext, ValueContext, open_dataset, takes_context
 
 ONE = InputContext()
 

@@ -1,4 +1,4 @@
-"""psync.datasets: per-worker datasets and their iterators, as steps see them."""
+"""psync.api.datasets: per-worker datasets and their iterators, as steps see them."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ async def test_a_dataset_function_that_makes_a_variable_is_refused_when_the_data
 
     class Batches:
         def __iter__(self):
-            yield psync.variables.Variable(1.0)
+            yield psync.api.variables.Variable(1.0)
 
     async with coordinating(num_workers=1) as (_, coordinator):
         strategy = coordinator.strategy

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync import declarations
-from psync.declarations import (
+from psync.chief import declarations
+from psync.chief.declarations import (
     Declaration,
     as_array,
     beside,

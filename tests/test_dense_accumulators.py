@@ -1,4 +1,4 @@
-"""psync.dense_accumulators: means and sums of whole arrays, and which shapes fit.
+"""psync.store.dense_accumulators: means and sums of whole arrays, and which shapes fit.
 
 Which gradients count, and who gets them when, is tested in test_accumulators.py.
 """
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from accumulator_tools import accumulator, array, refusal
 
-from psync.dense_accumulators import ConditionalAccumulator, fits
 from psync.errors import GradientError
+from psync.store.dense_accumulators import ConditionalAccumulator, fits
 
 
 class TestReduction:

@@ -8,9 +8,9 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from psync.checkpoint_files import Planned, checkpoints_in, remove
-from psync.checkpoint_writer import Writer
-from psync.disk import Disk, current_disk
+from psync.checkpoints.disk import Disk, current_disk
+from psync.checkpoints.files import Planned, checkpoints_in, remove
+from psync.checkpoints.writer import Writer
 
 
 class Recorder(Disk):

@@ -6,8 +6,14 @@ import math
 
 import pytest
 
-from psync.closure_states import Closure, Event, State, move
-from psync.dispatching import Dispatch, DispatchAction, Dispatcher, GiveBack, WorkerStatistics
+from psync.closures.closure import Closure, Event, State, move
+from psync.closures.dispatcher import (
+    Dispatch,
+    DispatchAction,
+    Dispatcher,
+    GiveBack,
+    WorkerStatistics,
+)
 from psync.errors import LocalProtocolError, RemoteProtocolError
 
 SLOW, FAST = 1.0, 10e-6  # seconds per closure: one is held ahead, and as many as allowed

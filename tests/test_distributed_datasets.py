@@ -12,8 +12,8 @@ import pytest
 from memory_cluster import MemoryCluster, coordinating
 
 import psync
-from psync.context import forbid_in_dataset
-from psync.distributed_datasets import InputOptions
+from psync.api.distributed_datasets import InputOptions
+from psync.client.context import forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from psync.distributed_values import (
+from psync.errors import ReplicaValueError, UsageError
+from psync.numerics.replica_values import (
     DistributedValues,
     Mirrored,
     PerReplica,
@@ -21,7 +22,6 @@ from psync.distributed_values import (
     regroup,
     select,
 )
-from psync.errors import ReplicaValueError, UsageError
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 ARRAY = np.ones(2)

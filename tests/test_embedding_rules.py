@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.embedding_rules import (
+from psync.errors import ConfigurationError, GradientError, PartitionError
+from psync.numerics.embedding import (
     SparseIds,
     check_combiner,
     check_sizes,
@@ -16,7 +17,6 @@ from psync.embedding_rules import (
     shared_out,
     with_max_norm,
 )
-from psync.errors import ConfigurationError, GradientError, PartitionError
 
 SHAPE = (3, 4)
 INDICES = [[0, 0], [0, 1], [1, 0], [2, 3]]

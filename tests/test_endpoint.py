@@ -25,7 +25,6 @@ from endpoints import (
     places,
 )
 
-from psync.access import Secret
 from psync.errors import (
     AuthenticationError,
     ClosedError,
@@ -35,9 +34,10 @@ from psync.errors import (
     FencedError,
     RemoteProtocolError,
 )
-from psync.rpc import Handler, Peer, Reply
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.secret import Secret
+from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
-from psync.transport import SocketNetwork
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done, Hello, Refused
 from psync.wire.ps_messages import Pull, Pulled

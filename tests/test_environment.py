@@ -13,11 +13,11 @@ import pytest
 from tls_files import authority, variables_of
 
 import psync
-from psync.environment import platform_of, watchdog_timeout
 from psync.errors import ConfigurationError
-from psync.platform import Platform
+from psync.net.environment import platform_of, watchdog_timeout
+from psync.net.platform import Platform
+from psync.net.tls_network import TlsNetwork
 from psync.testing import MemoryNetwork
-from psync.tls_network import TlsNetwork
 from psync.wire.limits import Limits
 
 SECRET = "correct horse battery staple"

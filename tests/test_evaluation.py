@@ -10,7 +10,7 @@ from local_training import strategy_of
 
 import psync
 from psync.errors import ConfigurationError, GradientError
-from psync.evaluation import ArrayShard, Counts, batch_size_of, shards_of
+from psync.training.evaluation import ArrayShard, Counts, batch_size_of, shards_of
 
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 Y = X.sum(axis=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from psync.events import Events, RollbackEvent
+from psync.chief.events import Events, RollbackEvent
 
 
 def event(timeline: int) -> RollbackEvent:

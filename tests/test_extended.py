@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import psync
-from psync.context import ClosureContext, enter_closure
-from psync.distributed_values import Mirrored, PerReplica
+from psync.client.context import ClosureContext, enter_closure
 from psync.errors import ReplicaValueError, UsageError
-from psync.replica_context import (
+from psync.numerics.replica_values import Mirrored, PerReplica
+from psync.replicas.context import (
     OneReplica,
     cross_replica,
     get_replica_context,

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from psync.errors import ConfigurationError, PsyncError
-from psync.failpoints import NAMES, FailpointError, Failpoints
+from psync.net.failpoints import NAMES, FailpointError, Failpoints
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -69,7 +69,7 @@ def test_an_unknown_place_is_an_error_that_names_the_known_ones() -> None:
 def test_kill_ends_the_process_at_once() -> None:
     program = """
 import atexit
-from psync.failpoints import Failpoints
+from psync.net.failpoints import Failpoints
 atexit.register(print, "not reached")
 Failpoints("ps.push.applied=kill").hit("ps.push.applied")
 """

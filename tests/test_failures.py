@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from psync.context import ClosureContext, enter_dataset, forbid_in_dataset
+from psync.client.context import ClosureContext, enter_dataset, forbid_in_dataset
 from psync.errors import (
     ClosureInputError,
     EndOfData,
@@ -16,14 +16,14 @@ from psync.errors import (
     RemoteError,
     UsageError,
 )
-from psync.failures import (
+from psync.serialization.failures import (
     MAX_EXCEPTION_BYTES,
     MAX_MESSAGE_CHARS,
     MAX_TRACEBACK_CHARS,
     describe_exception,
     rebuild_exception,
 )
-from psync.payloads import Payload, pack
+from psync.serialization.payloads import Payload, pack
 
 TASK = "/job:worker/task:1"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError
-from psync.fitting import checked_target, fitting
+from psync.numerics.casting import checked_target, fitting
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 
 

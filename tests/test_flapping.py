@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync.closures.flapping import FIRST_S, LONGEST_S, WINDOW_S, Flapping
 from psync.errors import ConfigurationError
-from psync.flapping import FIRST_S, LONGEST_S, WINDOW_S, Flapping
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
 

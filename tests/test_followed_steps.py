@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psync.followed_steps import FollowedSteps, LastStep
-from psync.sync_groups import Contribution
+from psync.sync.followed_steps import FollowedSteps, LastStep
+from psync.sync.group import Contribution
 
 GROUP = 9
 SET = b"set"

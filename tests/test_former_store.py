@@ -1,18 +1,18 @@
-"""psync.former_store: shards, slots and optimizers go from one program to the next as they are."""
+"""psync.store.previous_store: shards, slots and optimizers go from one program to the next as they are."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from psync.adoption import Orders
 from psync.errors import PartitionError, UnknownVariableError, UsageError
-from psync.former_store import FormerStore
-from psync.moment_rules import Adam
-from psync.rule_options import RuleOptions
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
 from psync.schedules import Constant
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.previous_store import FormerStore
+from psync.store.reattach import Orders
+from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:0"
 ADAM = Adam(0.1).to_config()

@@ -15,9 +15,9 @@ from psync.errors import (
     CutLost,
     RemoteProtocolError,
 )
-from psync.moment_rules import Adam
-from psync.ps_image import ImageState
+from psync.numerics.moment_rules import Adam
 from psync.specs import VariableSpec
+from psync.store.snapshot import ImageState
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
     AskShared,

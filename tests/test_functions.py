@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from psync.errors import CaptureError
-from psync.functions import (
+from psync.serialization.functions import (
     FunctionCache,
     FunctionTable,
     StaleCaptureWarning,
     is_coroutine_step,
     load_function,
 )
-from psync.payloads import INLINE_BYTES
+from psync.serialization.payloads import INLINE_BYTES
 
 
 @pytest.fixture

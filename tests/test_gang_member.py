@@ -1,4 +1,4 @@
-"""psync.gang_member: what a replica tells the coordinator, and what it makes of the answer."""
+"""psync.replicas.gang_member: what a replica tells the coordinator, and what it makes of the answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.collectives import reduce
-from psync.context import ClosureContext
+from psync.client.context import ClosureContext
 from psync.errors import (
     CaptureError,
     ConnectionLost,
@@ -18,10 +17,11 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.failures import describe_exception
-from psync.gang_member import GangMember
-from psync.payloads import pack, unpack
-from psync.rpc import Received
+from psync.net.peer import Received
+from psync.replicas.collectives import reduce
+from psync.replicas.gang_member import GangMember
+from psync.serialization.failures import describe_exception
+from psync.serialization.payloads import pack, unpack
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Done
 from psync.wire.worker_messages import Merged, ReachCollective

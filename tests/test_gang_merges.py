@@ -1,4 +1,4 @@
-"""psync.gang_merges: what each replica is told of a collective."""
+"""psync.replicas.gang_merges: what each replica is told of a collective."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.distributed_values import PerReplica
-from psync.failures import rebuild_exception
-from psync.gang_merges import merge
-from psync.payloads import Payload, pack, unpack
-from psync.replica_context import (
+from psync.net.peer import Reply
+from psync.numerics.replica_values import PerReplica
+from psync.replicas.context import (
     forbid_in_merge,
     get_strategy,
     in_cross_replica_context,
     replicas_in_sync,
 )
-from psync.rpc import Reply
+from psync.replicas.gang_merges import merge
+from psync.serialization.failures import rebuild_exception
+from psync.serialization.payloads import Payload, pack, unpack
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from psync.closure_states import Replica
-from psync.closure_waits import Barrier
+from psync.closures.closure import Replica
+from psync.closures.waits import Barrier
 from psync.errors import ReplicaValueError
-from psync.functions import Function
-from psync.gang_run import GangRun, fail
-from psync.payloads import EMPTY, Payload, pack_arguments
+from psync.replicas.gang_run import GangRun, fail
+from psync.serialization.functions import Function
+from psync.serialization.payloads import EMPTY, Payload, pack_arguments
 
 
 def payload(number: int) -> Payload:

@@ -1,4 +1,4 @@
-"""psync.gang_runner: when a gang begins, how it ends, and that nobody waits for ever."""
+"""psync.replicas.gang_runner: when a gang begins, how it ends, and that nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.gang_runner import GangRunner
+from psync.replicas.gang_runner import GangRunner
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import ReachCollective
 

@@ -1,4 +1,4 @@
-"""psync.gangs: who meets whom in a gang, and that nobody waits for ever."""
+"""psync.closures.gang: who meets whom in a gang, and that nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psync.closure_states import Closure, Replica, State
-from psync.closures import ClosureQueue
-from psync.dispatching import Dispatch
+from psync.closures.closure import Closure, Replica, State
+from psync.closures.dispatcher import Dispatch
+from psync.closures.gang import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
+from psync.closures.open import Cancel, Settle
+from psync.closures.queue import ClosureQueue
+from psync.closures.schedule_report import ScheduleReports
 from psync.errors import (
     ClosureCancelled,
     EndOfData,
@@ -20,9 +23,6 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.gangs import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
-from psync.open_closures import Cancel, Settle
-from psync.schedule_report import ScheduleReports
 
 
 def gang_of(count: int) -> Gang:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from test_closures_machine import ClosureQueueMachine
 
-from psync.closure_states import Closure, Replica, State
-from psync.closure_waits import Barrier
-from psync.closures import Action
+from psync.closures.closure import Closure, Replica, State
+from psync.closures.queue import Action
+from psync.closures.waits import Barrier
 
 
 @dataclass(eq=False)

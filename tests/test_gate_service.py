@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 
-from psync import gate_service
+from psync.client.ps_client import PsClient
 from psync.errors import CutLost, FencedError, UsageError
-from psync.ps_client import PsClient
+from psync.ps import cut_gate
 from psync.wire.codec import Message
 from psync.wire.ps_messages import Fence
 from psync.wire.recovery_messages import Admit, Gate, OpenGate
@@ -164,7 +164,7 @@ async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> No
 async def test_the_gate_opens_after_a_while_by_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gate_service, "MAX_SHUT_S", 0.01)
+    monkeypatch.setattr(cut_gate, "MAX_SHUT_S", 0.01)
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
         await say(cluster.chief, Gate(1))

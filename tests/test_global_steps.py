@@ -8,12 +8,12 @@ import pytest
 from backups import alone, back_up, take_over
 from ps_cluster import CONFIG, PsCluster, hold, pull
 
+from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
-from psync.group_table import CLOSER
-from psync.ps_client import PsClient
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
-from psync.sync_config import SyncConfig
+from psync.store.sync_config import SyncConfig
+from psync.sync.groups import CLOSER
 from psync.testing import settle
 from psync.wire.messages import Done
 from psync.wire.sync_messages import RaiseStep

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.blocks import BlockArray, BlockPool
-from psync.gradient_accumulation import GradientAccumulator
-from psync.update_rules import Scratch
+from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.update_rule import Scratch
+from psync.store.gradient_accumulation import GradientAccumulator
 
 
 def push(

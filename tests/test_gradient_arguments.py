@@ -7,8 +7,8 @@ import pytest
 from local_training import strategy_of
 
 import psync
+from psync.api.gradient_arguments import checked_pairs
 from psync.errors import GradientError
-from psync.gradient_arguments import checked_pairs
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync.gradient_clipping import PIECE, clipped_by_norm, scaled, sum_of_squares
-from psync.indexed_slices import IndexedSlices
-from psync.rule_options import RuleOptions
+from psync.numerics.clipping import PIECE, clipped_by_norm, scaled, sum_of_squares
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.rule_options import RuleOptions
 
 EACH, ALL = RuleOptions(clipnorm=5.0), RuleOptions(global_clipnorm=5.0)
 

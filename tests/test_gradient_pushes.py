@@ -8,7 +8,7 @@ from local_training import in_step, training
 
 import psync
 from psync import Outcome, PushResult, optimizers
-from psync.gradient_pushes import push_gradients, result_of
+from psync.api.optimizers.pushes import push_gradients, result_of
 from psync.wire.ps_messages import Pushed
 
 

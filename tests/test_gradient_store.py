@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from psync.errors import BusyError, UsageError
-from psync.layerwise_rules import Lamb, Sums
-from psync.rule_options import RuleOptions
+from psync.numerics.layerwise_rules import Lamb, Sums
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import ShardSpec
-from psync.store import ShardStore, Work
-from psync.update_rules import SGD, UpdateRule
+from psync.store.store import ShardStore, Work
 
 
 def value(store: ShardStore, key: tuple[int, int] = (0, 0)) -> np.ndarray:

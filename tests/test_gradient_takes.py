@@ -1,4 +1,4 @@
-"""psync.gradient_takes: takes come, are repeated, are acknowledged, and go."""
+"""psync.ps.takes: takes come, are repeated, are acknowledged, and go."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError, PsyncError, UsageError
-from psync.gradient_takes import GradientTakes
-from psync.hosted_accumulators import HostedAccumulator
-from psync.long_work import LongWork
-from psync.sums import at_once
-from psync.take_waits import TakeWaits
+from psync.numerics.sums import at_once
+from psync.ps.cooperative_work import LongWork
+from psync.ps.hosted_accumulators import HostedAccumulator
+from psync.ps.take_waits import TakeWaits
+from psync.ps.takes import GradientTakes
 from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
 from psync.wire.recovery_messages import EndTakes
 

@@ -10,10 +10,10 @@ from local_training import strategy_of
 
 import psync
 from psync import optimizers
+from psync.api.group_config import GroupConfig
+from psync.api.sync_arguments import NOWHERE
 from psync.errors import ConfigurationError, UsageError
-from psync.group_config import GroupConfig
-from psync.sync_arguments import NOWHERE
-from psync.sync_config import SyncConfig
+from psync.store.sync_config import SyncConfig
 
 
 def config() -> GroupConfig:

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
-from psync.group_table import GroupTable
-from psync.step_norms import GRADIENTS
-from psync.store import ShardStore
-from psync.update_rules import SGD
+from psync.numerics.update_rule import SGD
+from psync.store.step_norms import GRADIENTS
+from psync.store.store import ShardStore
+from psync.sync.groups import GroupTable
 from tests.sync_tools import GROUP, config
 
 TASK = "/job:ps/task:1"

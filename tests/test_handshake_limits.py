@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.handshake_limits import (
+from psync.net.handshake_limits import (
     DISPLACED,
     FailedHandshakes,
     LogQuota,

@@ -1,4 +1,4 @@
-"""psync.hosted_accumulators: descriptions of accumulators, gradients as messages, and turns."""
+"""psync.ps.hosted_accumulators: descriptions of accumulators, gradients as messages, and turns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.dense_accumulators import ConditionalAccumulator
-from psync.hosted_accumulators import (
+from psync.numerics.sums import Pieces, at_once
+from psync.ps.cooperative_work import INLINE_BYTES
+from psync.ps.hosted_accumulators import (
     HostedAccumulator,
     definition_of,
     gradient_of,
@@ -17,9 +18,8 @@ from psync.hosted_accumulators import (
     reply_of,
     rule_of,
 )
-from psync.long_work import INLINE_BYTES
-from psync.sparse_accumulators import SparseConditionalAccumulator
-from psync.sums import Pieces, at_once
+from psync.store.dense_accumulators import ConditionalAccumulator
+from psync.store.sparse_accumulators import SparseConditionalAccumulator
 from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, GradientTaken
 from psync.wire.tensors import to_bytes_view
 

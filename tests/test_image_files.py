@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psync.blocks import BLOCK_BYTES, BlockPool
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.image_files import Place, has_text, read_items, write_items
-from psync.ledger import Ledger
-from psync.ps_image import Frozen, Thawed, freeze, thaw
+from psync.numerics.blocks import BLOCK_BYTES, BlockPool
+from psync.ps.snapshot_files import Place, has_text, read_items, write_items
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.ledger import Ledger
+from psync.store.snapshot import Frozen, Thawed, freeze, thaw
+from psync.store.store import ShardStore
 
 W = ShardSpec("w", 0, 0, 0, (3, 4), "float32", 0)
 V = ShardSpec("v", 1, 0, 0, (3, BLOCK_BYTES // 4), "float32", 0)

@@ -17,17 +17,17 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.image_service import (
+from psync.numerics.moment_rules import Adam
+from psync.ps.snapshots import (
     pack_accumulators,
     pack_answer,
     unpack_accumulators,
     unpack_answer,
 )
-from psync.ledger_image import LedgerState, SenderState
-from psync.moment_rules import Adam
-from psync.ps_image import ImageState
 from psync.schedules import Constant
 from psync.specs import VariableSpec
+from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.snapshot import ImageState
 from psync.wire.accumulator_messages import (
     AccumulatorState,
     AskAccumulator,

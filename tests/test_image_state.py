@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.image_state import ImageItem, ImageState, OptimizerImage
-from psync.ledger_image import LedgerState, SenderState
-from psync.moment_rules import Adam
-from psync.rule_options import RuleOptions
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
-from psync.sync_config import SyncConfig
-from psync.update_rules import SGD
+from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.snapshot_state import ImageItem, ImageState, OptimizerImage
+from psync.store.sync_config import SyncConfig
 
 HALF = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
 FLAGS = ShardSpec("flags", 3, 0, 0, (4,), "bool", 1)

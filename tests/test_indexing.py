@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from psync.errors import IndexTypeError, IndexValueError, VariableIndexError
-from psync.indexing import Selection, row_numbers, select
+from psync.numerics.indexing import Selection, row_numbers, select
 
 
 class Elsewhere:

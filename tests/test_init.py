@@ -69,14 +69,14 @@ def test_errors_can_be_had_without_numpy() -> None:
 
 
 def test_the_launcher_does_not_load_numpy() -> None:
-    assert "numpy" not in loaded_after("import psync.launcher")
+    assert "numpy" not in loaded_after("import psync.cli.run")
 
 
 def test_a_serving_task_does_not_load_what_only_others_need() -> None:
-    loaded = loaded_after("import psync.cli, psync.tasks")
+    loaded = loaded_after("import psync.cli.main, psync.launch.tasks")
     assert not loaded & {
         "cloudpickle", "multiprocessing", "rich", "ml_dtypes", "psync.testing",
-        "psync.coordinator", "psync.launcher", "psync.local",
+        "psync.coordinator", "psync.cli.run", "psync.launch.local",
     }  # fmt: skip
 
 

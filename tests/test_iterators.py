@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from psync.context import ClosureContext, enter_closure, forbid_in_dataset, get_worker_index
-from psync.dataset_functions import InputContext
+from psync.client.context import ClosureContext, enter_closure, forbid_in_dataset, get_worker_index
 from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
-from psync.iterators import IteratorTable, WorkerIterator
+from psync.worker.dataset_functions import InputContext
+from psync.worker.iterators import IteratorTable, WorkerIterator
 
 ONE = InputContext()
 

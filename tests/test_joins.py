@@ -1,4 +1,4 @@
-"""psync.joins: cut-offs, errors for all, ends of data for those concerned."""
+"""psync.chief.joins: cut-offs, errors for all, ends of data for those concerned."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from psync.closure_states import Closure
-from psync.closures import ClosureQueue
+from psync.chief.joins import Joins, describe_waiting
+from psync.closures.closure import Closure
+from psync.closures.open import Settle
+from psync.closures.queue import ClosureQueue
 from psync.errors import DeadlineExceeded, EndOfData
-from psync.joins import Joins, describe_waiting
-from psync.open_closures import Settle
 
 WORKERS = ("w0", "w1")
 

@@ -16,11 +16,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from psync import kubernetes_resolver
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError, ConnectFailed
-from psync.kubernetes_resolver import ExecutableLocation, KubernetesClusterResolver
-from psync.resolvers import training_cluster
+from psync.net import kubernetes_resolver
+from psync.net.kubernetes_resolver import ExecutableLocation, KubernetesClusterResolver
+from psync.net.resolvers import training_cluster
 
 JOBS = {"chief": 1, "ps": 12, "worker": 2}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from psync.cli.run import launch, script_command
 from psync.errors import ConfigurationError
-from psync.launcher import launch, script_command
 
 
 def test_a_script_runs_in_this_interpreter_with_its_arguments(tmp_path: Path) -> None:

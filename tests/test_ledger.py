@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from psync.errors import FencedError, UsageError
-from psync.ledger import AlreadyApplied, Duplicate, Fresh, InProgress, Ledger, Ticket, Verdict
+from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, InProgress, Ledger, Ticket, Verdict
 
 W0, W1 = ("/job:worker/task:0", 1), ("/job:worker/task:1", 1)
 SET = 77

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import BusyError, FencedError, UsageError
-from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
-from psync.ledger_image import (
+from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.store.ledger_snapshot import (
     GradientStates,
     LedgerState,
     SenderState,

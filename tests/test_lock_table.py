@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psync.lock_table import Claim, LockTable
+from psync.store.locks import Claim, LockTable
 
 A, B, C = (1, 0), (1, 1), (2, 0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psync import log_names
-from psync.log_names import LogNames, NamesInFull
+from psync.store.log_names import LogNames, NamesInFull
+from psync.store.store import log_names
 
 KEYS = ((0, 0), (1, 0))
 WHOLE = ((0, 0, 0), (1, 0, 1))

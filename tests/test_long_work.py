@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from psync.errors import PsyncError
-from psync.long_work import INLINE_BYTES, LongWork
+from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec
-from psync.store import Key, ShardStore, Work
+from psync.store.store import Key, ShardStore, Work
 
 pytestmark = pytest.mark.asyncio
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import psync
-from psync.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, enter_closure
 from psync.errors import ReplicaValueError
-from psync.replica_context import cross_replica
+from psync.replicas.context import cross_replica
 
 LOSSES = np.array([1.0, 2.0, 6.0], np.float32)
 

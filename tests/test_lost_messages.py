@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
 
-from psync.endpoint import Endpoint
 from psync.errors import ConfigurationError, ConnectionLost
-from psync.lost_messages import FORMS, LOOK_EVERY_S, SLOW_S, VARIABLE, LossyServer, MessageLosses
-from psync.platform import Platform
-from psync.rpc import Handler, Peer, Reply
-from psync.serving import RequestServer
-from psync.testing_notes import Notes, notes_in
+from psync.net.endpoint import Endpoint
+from psync.net.message_loss import FORMS, LOOK_EVERY_S, SLOW_S, VARIABLE, LossyServer, MessageLosses
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.net.serving import RequestServer
+from psync.net.testing_notes import Notes, notes_in
 from psync.wire.messages import Done
 from psync.wire.ps_messages import FinalBelow, Push
 

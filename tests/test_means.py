@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.blocks import BLOCK_ELEMENTS
 from psync.errors import (
     BusyError,
     GradientError,
@@ -16,14 +15,15 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.gradient_clipping import scaled, sum_of_squares
-from psync.layerwise_rules import Lamb
-from psync.means import MeanGradient, growing_decay, move_average
-from psync.moment_rules import Adam
+from psync.numerics.blocks import BLOCK_ELEMENTS
+from psync.numerics.clipping import scaled, sum_of_squares
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.means import MeanGradient, growing_decay, move_average
+from psync.numerics.moment_rules import Adam
+from psync.numerics.sums import Reduction, sum_dtype
+from psync.numerics.update_rule import SGD, Scratch, UpdateRule
 from psync.specs import ShardSpec, dtype_of
-from psync.store import ShardStore, Work
-from psync.sums import Reduction, sum_dtype
-from psync.update_rules import SGD, Scratch, UpdateRule
+from psync.store.store import ShardStore, Work
 
 TASK = "/job:ps/task:1"
 KEY = (0, 0)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.indexed_slices import IndexedSlices
-from psync.layerwise_rules import Lamb
-from psync.measure_client import measure, trust_ratios
-from psync.plans import Plan
-from psync.update_rules import SGD, Scratch, UpdateRule
+from psync.client.optimizer_client import measure, trust_ratios
+from psync.client.plans import Plan
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.update_rule import SGD, Scratch, UpdateRule
 from tests.ps_cluster import PsCluster
 
 pytestmark = pytest.mark.asyncio

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, RemoteProtocolError, UsageError
-from psync.layerwise_rules import Lamb
-from psync.update_rules import SGD
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.update_rule import SGD
 from psync.wire.ps_messages import Measured, MeasurePush
 from tests.ps_cluster import PsCluster, pull
 

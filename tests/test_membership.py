@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.errors import LocalProtocolError
-from psync.membership import (
+from psync.closures.membership import (
     MOVES,
     Action,
     Assign,
@@ -21,6 +20,7 @@ from psync.membership import (
     WorkerIsLost,
     backoff,
 )
+from psync.errors import LocalProtocolError
 
 W0, W1 = "/job:worker/task:0", "/job:worker/task:1"
 P0, P1 = "/job:ps/task:0", "/job:ps/task:1"

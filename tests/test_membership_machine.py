@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from psync.flapping import LONGEST_S, Flapping
-from psync.membership import Action, Assign, Fence, Membership, TaskState, WorkerIsLost
+from psync.closures.flapping import LONGEST_S, Flapping
+from psync.closures.membership import Action, Assign, Fence, Membership, TaskState, WorkerIsLost
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(4))

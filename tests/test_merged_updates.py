@@ -1,4 +1,4 @@
-"""psync.merged_updates: what is brought to the others, and what is done with all of it."""
+"""psync.replicas.gang_updates: what is brought to the others, and what is done with all of it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import merged_updates
+from psync.api.variables import VariableAggregation
 from psync.errors import GradientError, ReplicaValueError, UnsupportedError
-from psync.indexed_slices import IndexedSlices
-from psync.variables import VariableAggregation
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.replicas import gang_updates
 
 
 class Target:
@@ -58,14 +58,14 @@ class Others:
 )
 async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
     target, others = Target("v", aggregation), Others()
-    await merged_updates.assign(others, target, "assign_add", np.float32(2))
+    await gang_updates.assign(others, target, "assign_add", np.float32(2))
     assert target.written == [("assign_add", expected)]
     assert others.what == 'assign_add to "v"'
 
 
 async def test_without_an_aggregation_nobody_is_asked():
     with pytest.raises(ReplicaValueError, match='assign to "v" in one of 3 replicas'):
-        await merged_updates.assign(Others(), Target("v", "NONE"), "assign", 1.0)
+        await gang_updates.assign(Others(), Target("v", "NONE"), "assign", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ async def test_without_an_aggregation_nobody_is_asked():
 async def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
     target, others = Target("v", aggregation), Others()
     brought = np.array([1, 2]), np.array([[1.0], [2.0]])
-    await merged_updates.scatter(others, target, "scatter_add", *brought)
+    await gang_updates.scatter(others, target, "scatter_add", *brought)
     ((method, (written_rows, written)),) = target.written
     assert method == "scatter_add"
     assert written_rows.tolist() == rows
@@ -94,16 +94,16 @@ async def test_other_scatters_need_a_first_replica():
     ):  # fmt: skip
         target = Target("v", aggregation)
         with pytest.raises(error, match='scatter_max to "v" in one of 3 replicas'):
-            await merged_updates.scatter(Others(), target, "scatter_max", rows, values)
+            await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
     target = Target("v", "ONLY_FIRST_REPLICA")
-    await merged_updates.scatter(Others(), target, "scatter_max", rows, values)
+    await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
     assert target.written == [("scatter_max", (rows, values))]
 
 
 async def test_gradients_are_summed_variable_by_variable():
     v, w, others = Target("v"), Target("w"), Others()
     pairs = [(np.ones(2, np.float32), v), (np.full(1, 2, np.float32), w)]
-    found = await merged_updates.apply_gradients(others, Optimizer(), pairs, "step")
+    found = await gang_updates.apply_gradients(others, Optimizer(), pairs, "step")
     assert found == ([([3, 3], "v"), ([6], "w")], "step")
     assert others.what == 'apply_gradients of "SGD"'
 
@@ -114,11 +114,11 @@ async def test_replicas_with_gradients_for_other_variables_are_named():
     with pytest.raises(
         GradientError, match='replica 0 has gradients for "v", replica 1 for "v", "w"'
     ):
-        await merged_updates._push(None, calls)
+        await gang_updates._push(None, calls)
 
 
 async def test_gradients_that_do_not_fit_each_other_are_named():
     v, rows = Target("v"), IndexedSlices(np.ones((1, 2), np.float32), [0])
     calls = [(Optimizer(), [(np.ones((3, 2)), v)], None), (Optimizer(), [(rows, v)], None)]
     with pytest.raises(GradientError, match='gradients for "v": reduce: IndexedSlices on some'):
-        await merged_updates._push(None, calls)
+        await gang_updates._push(None, calls)

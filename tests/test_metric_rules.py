@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync import metric_rules as rules
 from psync.errors import ConfigurationError, GradientError
+from psync.numerics import metric_rules as rules
 
 
 def value(rule: rules.MetricRule, *batch: Any, sample_weight: Any = None) -> float:

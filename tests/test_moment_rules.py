@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rule_table import RULES, Slots, gradients, start
 
-from psync.moment_rules import Adam, Adamax, Lion, Nadam, momentum_product
-from psync.update_rules import Scratch
+from psync.numerics.moment_rules import Adam, Adamax, Lion, Nadam, momentum_product
+from psync.numerics.update_rule import Scratch
 
 Formula = Callable[[np.ndarray, np.ndarray, Slots, int], np.ndarray]
 

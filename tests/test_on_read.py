@@ -13,6 +13,9 @@ from memory_cluster import MemoryCluster, coordinating, event_of, note
 from session_cluster import session_cluster
 
 import psync
+from psync.api.global_step import check_step
+from psync.api.on_read import CopyAccess
+from psync.api.sync_arguments import checked_step
 from psync.errors import (
     GradientError,
     PartitionError,
@@ -20,9 +23,6 @@ from psync.errors import (
     UsageError,
     VariableIndexError,
 )
-from psync.global_step import check_step
-from psync.on_read import CopyAccess
-from psync.sync_arguments import checked_step
 
 ON_READ = psync.VariableSynchronization.ON_READ
 NONE, SUM, MEAN, FIRST = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from psync.closure_states import Closure, Event, Replica, State
-from psync.dispatching import Dispatch, Dispatcher
+from psync.closures.closure import Closure, Event, Replica, State
+from psync.closures.dispatcher import Dispatch, Dispatcher
+from psync.closures.open import Cancel, OpenClosures, Settle
 from psync.errors import ClosureCancelled, ClosureInputError, EndOfData
-from psync.open_closures import Cancel, OpenClosures, Settle
 
 
 class Bench:

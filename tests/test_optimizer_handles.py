@@ -15,9 +15,9 @@ from local_training import in_step, strategy_of, training
 
 import psync
 from psync import optimizers, schedules
-from psync.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, enter_closure
+from psync.client.runtime import Runtime
 from psync.errors import GradientError, UsageError
-from psync.runtime import Runtime
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 import psync
 from psync import optimizers, schedules
-from psync.optimizer_registry import OptimizerRegistry, optimizers_here
+from psync.api.optimizers.registry import OptimizerRegistry, optimizers_here
 
 
 @pytest.fixture

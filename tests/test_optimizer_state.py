@@ -10,8 +10,8 @@ from local_training import in_step, strategy_of, training
 
 import psync
 from psync import optimizers
+from psync.api.optimizers.state import MAX_ITERATIONS
 from psync.errors import UsageError
-from psync.optimizer_state import MAX_ITERATIONS
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:

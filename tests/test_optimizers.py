@@ -9,9 +9,10 @@ import pytest
 from local_training import training
 
 import psync
-from psync import Outcome, PushResult, layerwise_rules, optimizers, schedules
+from psync import Outcome, PushResult, optimizers, schedules
 from psync.errors import GradientError, UsageError
-from psync.update_rules import Scratch
+from psync.numerics import layerwise_rules
+from psync.numerics.update_rule import Scratch
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:

@@ -20,9 +20,9 @@ import pytest
 from golden.make_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
 
 from psync import optimizers, schedules
-from psync.gradient_clipping import clipped_by_norm
+from psync.numerics.clipping import clipped_by_norm
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.store import ShardStore
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "optimizers.npz")
 CASES: dict[str, tuple[str, dict[str, Any]]] = json.loads(str(GOLDEN["cases"]))

@@ -8,7 +8,7 @@ import pytest
 
 import psync
 from psync.errors import ConfigurationError
-from psync.own_task import OwnTask, own_task
+from psync.launch.identity import OwnTask, own_task
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p:1"], "worker": ["w:1", "w:2"]}
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from psync.errors import CaptureError
-from psync.payloads import (
+from psync.serialization.payloads import (
     EMPTY,
     INLINE_BYTES,
     MAX_BUFFERS,
@@ -400,7 +400,7 @@ def test_what_a_pickle_of_another_module_is_missing_is_an_ordinary_error() -> No
 
 def test_cloudpickle_is_not_imported_before_something_is_packed() -> None:
     """A ps imports these modules, and shall not pay for what it never uses."""
-    source = "import sys, psync.functions, psync.failures; sys.exit('cloudpickle' in sys.modules)"
+    source = "import sys, psync.serialization.functions, psync.serialization.failures; sys.exit('cloudpickle' in sys.modules)"
     subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parent)
 
 

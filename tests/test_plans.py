@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync import plans
+from psync.client import plans
+from psync.client.plans import Plan, make_plan, targets_of
 from psync.partitioners import div_split
-from psync.plans import Plan, make_plan, targets_of
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.tensors import to_bytes_view
 

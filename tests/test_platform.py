@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from psync.access import Secret
-from psync.platform import GivenUp, Platform
-from psync.transport import SocketNetwork
+from psync.net.platform import GivenUp, Platform
+from psync.net.secret import Secret
+from psync.net.transport import SocketNetwork
 from psync.wire.limits import Limits
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from psync import process_loop
 from psync.errors import ConfigurationError
-from psync.process_loop import end_of_run, loop_factory, run_loop
+from psync.launch import process_loop
+from psync.launch.process_loop import end_of_run, loop_factory, run_loop
 
 
 @pytest.fixture(autouse=True)

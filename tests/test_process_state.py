@@ -12,9 +12,9 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.process_state import PerProcess, fresh_process
-from psync.scopes import running_scopes
-from psync.task_reports import described_by, report_text
+from psync.client.scopes import running_scopes
+from psync.net.process_state import PerProcess, fresh_process
+from psync.net.task_reports import described_by, report_text
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.run import simulate
 

@@ -15,8 +15,8 @@ import pytest
 from process_tools import SECRET, Screen, group, script
 
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.processes import ProcessGroup, RestartPolicy
-from psync.task_process import TaskProcess
+from psync.launch.processes import ProcessGroup, RestartPolicy
+from psync.launch.task_process import TaskProcess
 
 pytestmark = pytest.mark.processes
 

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from psync.ps_calls import Answers, all_of
-from psync.ps_link import Question
-from psync.rpc import Received
+from psync.client.calls import Answers, all_of
+from psync.client.ps_link import Question
+from psync.net.peer import Received
 from psync.wire.messages import Statistics
 from tests.ps_cluster import WORKER, PsCluster, until
 

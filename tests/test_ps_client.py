@@ -8,7 +8,8 @@ import logging
 import numpy as np
 import pytest
 
-from psync import plans, ps_client
+from psync.client import plans, ps_client
+from psync.client.pulled_steps import PulledSteps
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -17,11 +18,10 @@ from psync.errors import (
     RemoteProtocolError,
     UnknownVariableError,
 )
-from psync.failpoints import FailpointError, Failpoints
-from psync.pulled_steps import PulledSteps
-from psync.rpc import Handler, Reply
+from psync.net.failpoints import FailpointError, Failpoints
+from psync.net.peer import Handler, Reply
+from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
-from psync.update_rules import SGD
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 from tests.ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until

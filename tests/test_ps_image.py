@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync import blocks
-from psync.blocks import BLOCK_BYTES, BlockPool, bytes_of
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.image_state import OptimizerImage
-from psync.ledger import Fresh, Ledger
-from psync.moment_rules import Adam
-from psync.ps_image import Frozen, ImageItem, ImageState, Thawed, freeze, settling, thaw
-from psync.rule_options import RuleOptions
+from psync.numerics import blocks
+from psync.numerics.blocks import BLOCK_BYTES, BlockPool, bytes_of
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
-from psync.store import ShardStore
-from psync.update_rules import SGD
+from psync.store.ledger import Fresh, Ledger
+from psync.store.snapshot import Frozen, ImageItem, ImageState, Thawed, freeze, settling, thaw
+from psync.store.snapshot_state import OptimizerImage
+from psync.store.store import ShardStore
 
 PS = "/job:ps/task:0"
 W0 = ("/job:worker/task:0", 21)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import ps_link
-from psync.access import Secret
+from psync.client import ps_link
+from psync.client.ps_link import always, knows_set
 from psync.errors import (
     AuthenticationError,
     ClosedError,
@@ -19,9 +19,9 @@ from psync.errors import (
     ParameterServerLost,
     TransportError,
 )
-from psync.ps_link import always, knows_set
+from psync.net.peer import Handler, Later, Peer
+from psync.net.secret import Secret
 from psync.ps_task import PsTask
-from psync.rpc import Handler, Later, Peer
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import Pull

@@ -19,9 +19,9 @@ from ps_cluster import (
     until,
 )
 
+from psync.client.ps_client import PsClient
 from psync.errors import LockLost, UnknownVariableError, UsageError
-from psync.ps_client import PsClient
-from psync.ps_locks import MAX_LEASE_S
+from psync.ps.locks import MAX_LEASE_S
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards

@@ -12,7 +12,7 @@ from image_store import keep_images
 from memory_cluster import cluster_of, coordinating, event_of
 
 import psync
-from psync.cuts import Cut
+from psync.chief.consistent_cut import Cut
 from psync.errors import ParameterServerLost
 
 

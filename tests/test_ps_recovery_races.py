@@ -14,10 +14,10 @@ from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from ps_cluster import hold, until
 
 import psync
-from psync import checkpoint
 from psync.errors import PsyncError
+from psync.net.peer import Handler
 from psync.ps_task import PsTask
-from psync.rpc import Handler
+from psync.training import checkpoint
 from psync.wire.codec import Message
 from psync.wire.ps_messages import CreateShards
 from psync.wire.recovery_messages import TakeImage

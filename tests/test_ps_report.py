@@ -1,4 +1,4 @@
-"""psync.ps_report: what a ps says of itself in a report."""
+"""psync.ps.report: what a ps says of itself in a report."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_ps_without_connections_says_so():
 
 
 async def test_what_is_many_is_named_in_part(monkeypatch):
-    monkeypatch.setattr("psync.ps_report.MAX_LISTED", 1)
+    monkeypatch.setattr("psync.ps.report.MAX_LISTED", 1)
     async with coordinating(num_workers=2) as (cluster, coordinator):
         with coordinator.strategy.scope():
             v = psync.Variable(np.zeros(8, np.float32), name="v")

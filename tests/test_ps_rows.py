@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync import ps_rows
+from psync.client import rows
+from psync.client.ps_client import PsClient
+from psync.client.pulled_steps import PulledSteps
+from psync.client.rows import _within
 from psync.errors import GradientError, RemoteProtocolError, UnknownVariableError
-from psync.indexed_slices import IndexedSlices
-from psync.ps_client import PsClient
-from psync.ps_rows import _within
-from psync.pulled_steps import PulledSteps
-from psync.rpc import Handler, Reply
-from psync.scatter_ops import SCATTER_OPS
+from psync.net.peer import Handler, Reply
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.scatter import SCATTER_OPS
+from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
-from psync.update_rules import SGD
 from psync.wire.messages import Done
 from psync.wire.ps_messages import PullRows, RowsPulled
 from tests.ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
@@ -98,7 +98,7 @@ class TestReading:
     async def test_many_are_asked_for_in_several_messages(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(ps_rows, "ROWS_PER_REQUEST_BYTES", 24)  # two rows
+        monkeypatch.setattr(rows, "ROWS_PER_REQUEST_BYTES", 24)  # two rows
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", table(), shards=2)
             got = await cluster.chief.read_rows(v, np.arange(10))

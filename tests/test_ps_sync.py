@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.blocks import Block, BlockArray, BlockPool
+from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     FencedError,
@@ -18,13 +18,13 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.ps_client import PsClient
+from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.update_rule import SGD
 from psync.schedules import PiecewiseConstantDecay
 from psync.specs import VariableSpec
-from psync.store import ShardStore, Work
-from psync.sync_config import SyncConfig
+from psync.store.store import ShardStore, Work
+from psync.store.sync_config import SyncConfig
 from psync.testing.link import Link
-from psync.update_rules import SGD
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence, Pull, Pulled

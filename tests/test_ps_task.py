@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psync import updates
-from psync.coordinator_enquiry import ENQUIRER
-from psync.creation import Creation
-from psync.endpoint import Endpoint
+from psync.chief.creation import Creation
+from psync.chief.enquiry import ENQUIRER
+from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,
@@ -23,10 +22,11 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.moment_rules import Adam
-from psync.ps_client import PsClient
+from psync.net.endpoint import Endpoint
+from psync.numerics.moment_rules import Adam
+from psync.numerics.update_rule import SGD
+from psync.ps import update
 from psync.ps_task import PsTask
-from psync.update_rules import SGD
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
 from psync.wire.ps_messages import Assign, CreateShards, Fence, Pull, Push
@@ -353,7 +353,7 @@ class TestBadInput:
     async def test_the_number_of_sets_of_a_connection_is_bounded(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(updates, "MAX_SETS", 2)
+        monkeypatch.setattr(update, "MAX_SETS", 2)
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
             members = [(v.variable_id, 0)]

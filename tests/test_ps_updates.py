@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.commit_log import CommitLog
-from psync.committer import Committer, Entry
+from psync.client.ps_client import PsClient
 from psync.errors import (
     GradientError,
     PartitionError,
     UnknownVariableError,
     UsageError,
 )
-from psync.ledger import Fresh
-from psync.ps_client import PsClient
+from psync.ps.committer import Committer, Entry
 from psync.specs import VariableSpec
+from psync.store.commit_log import CommitLog
+from psync.store.ledger import Fresh
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed

@@ -14,10 +14,10 @@ from memory_cluster import MemoryCluster, coordinating
 
 import psync
 from psync import Outcome, SyncReplicasOptimizer, optimizers
-from psync.blocks import BlockPool
-from psync.ps_client import PsClient
-from psync.ps_link import always
-from psync.pulled_ahead import PulledAhead, Values
+from psync.client.prefetch import PulledAhead, Values
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import always
+from psync.numerics.blocks import BlockPool
 from psync.specs import VariableSpec
 from psync.wire.messages import AskStatistics
 from psync.wire.ps_messages import Pull

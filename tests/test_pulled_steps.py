@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync.pulled_steps import PulledSteps
+from psync.client.pulled_steps import PulledSteps
 
 
 def test_without_a_pull_there_is_no_step() -> None:

@@ -1,4 +1,4 @@
-"""psync.reattachment: the chief dies, the ps tasks live, and the next chief goes on with them."""
+"""psync.chief.reattachment: the chief dies, the ps tasks live, and the next chief goes on with them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ps_cluster import heard, hold, until
 
 import psync
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.process_state import fresh_process
-from psync.rpc import Handler
+from psync.net.peer import Handler
+from psync.net.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AdoptShards
 

@@ -1,4 +1,4 @@
-"""psync.remote_value: states, and what a fetch gives."""
+"""psync.serialization.remote_value: states, and what a fetch gives."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from psync.closure_states import Closure
+from psync.closures.closure import Closure
 from psync.errors import ClosureCancelled, UsageError
-from psync.payloads import EMPTY, Payload, pack
-from psync.remote_value import RemoteValue, RemoteValueStatus
+from psync.serialization.payloads import EMPTY, Payload, pack
+from psync.serialization.remote_value import RemoteValue, RemoteValueStatus
 
 
 class Owner:

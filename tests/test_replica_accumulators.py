@@ -11,7 +11,7 @@ from ps_cluster import until
 from replica_cluster import ReplicaCluster, replicated
 
 import psync
-from psync.events import FailoverEvent
+from psync.chief.events import FailoverEvent
 
 SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces
 

@@ -18,12 +18,12 @@ from ps_cluster import heard, until
 from replica_cluster import add, check, declared, run
 
 import psync
-from psync.coordinator_enquiry import CHIEF
-from psync.coordinator_grants import RANGE
-from psync.endpoint import Endpoint
+from psync.chief.enquiry import CHIEF
+from psync.chief.events import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.events import FailoverEvent
-from psync.process_state import fresh_process
+from psync.net.endpoint import Endpoint
+from psync.net.process_state import fresh_process
+from psync.ps.coordinator_grants import RANGE
 from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote

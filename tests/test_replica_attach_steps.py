@@ -11,7 +11,7 @@ import pytest
 from attach_cluster import at, backing_one_another_up, fail_over, life, silence
 
 import psync
-from psync.process_state import fresh_process
+from psync.net.process_state import fresh_process
 from psync.wire.recovery_messages import Promote
 
 pytestmark = pytest.mark.virtual_time

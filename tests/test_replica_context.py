@@ -1,4 +1,4 @@
-"""psync.replica_context: replica, cross-replica and update context, and what holds in each."""
+"""psync.replicas.context: replica, cross-replica and update context, and what holds in each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import psync
-from psync.context import ClosureContext, enter_closure, enter_dataset
+from psync.client.context import ClosureContext, enter_closure, enter_dataset
+from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
-from psync.replica_context import (
+from psync.replicas.context import (
     cross_replica,
     current_gang,
     experimental_set_strategy,
@@ -26,7 +27,6 @@ from psync.replica_context import (
     replicas_in_sync,
     update_context,
 )
-from psync.scopes import current_scope
 
 
 class Member:

@@ -10,9 +10,9 @@ from backups import W, alone, back_up, create, promote, say, take_over
 from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
 
 from psync.errors import FencedError, PsyncError, UsageError
+from psync.net.peer import Handler, Reply
+from psync.ps.backup_host import AsIfFrom
 from psync.ps_task import PsTask
-from psync.replica_host import AsIfFrom
-from psync.rpc import Handler, Reply
 from psync.wire.codec import encode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence, Push

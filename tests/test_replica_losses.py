@@ -9,9 +9,9 @@ import pytest
 from image_store import keep_images
 from replica_cluster import check, declared, replicated, run
 
+from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
-from psync.events import FailoverEvent, RollbackEvent
-from psync.lost_messages import FORMS
+from psync.net.message_loss import FORMS
 
 pytestmark = pytest.mark.virtual_time
 

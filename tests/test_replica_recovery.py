@@ -13,8 +13,8 @@ from memory_cluster import cluster_of, event_of
 from replica_cluster import add, check, declared, replicated, run
 
 import psync
+from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
-from psync.events import FailoverEvent, RollbackEvent
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])

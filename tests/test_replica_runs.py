@@ -1,4 +1,4 @@
-"""psync.replica_runs: strategy.run where no coordinator runs, and what it refuses."""
+"""psync.replicas.run: strategy.run where no coordinator runs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from local_training import strategy_of
 from memory_cluster import coordinating
 
 import psync
-from psync.context import enter_dataset
+from psync.client.context import enter_dataset
 from psync.errors import CaptureError, ClosedError, UsageError
-from psync.replica_runs import LocalRunWarning
+from psync.replicas.run import LocalRunWarning
 
 
 async def ids(x: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""psync.replica_states: what was entered, and where it holds."""
+"""psync.replicas.states: what was entered, and where it holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextvars
 
 import pytest
 
-from psync.context import ClosureContext, enter_closure, enter_dataset
+from psync.client.context import ClosureContext, enter_closure, enter_dataset
 from psync.errors import UsageError
-from psync.replica_states import CrossReplica, Enter, Merging, Updating, enter_for_good, entered
+from psync.replicas.states import CrossReplica, Enter, Merging, Updating, enter_for_good, entered
 
 
 def test_the_innermost_holds_and_blocks_are_left_in_order():

@@ -13,7 +13,7 @@ from memory_cluster import event_of
 from replica_cluster import ReplicaCluster, replicated
 
 import psync
-from psync.events import FailoverEvent, RollbackEvent
+from psync.chief.events import FailoverEvent, RollbackEvent
 
 pytestmark = pytest.mark.virtual_time
 

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, ReplicaValueError
-from psync.indexed_slices import IndexedSlices
-from psync.replica_sums import ReduceOp, as_axes, as_reduce_op, gather_arrays, reducing_arrays
-from psync.sums import PIECE_BYTES, at_once
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.replica_sums import (
+    ReduceOp,
+    as_axes,
+    as_reduce_op,
+    gather_arrays,
+    reducing_arrays,
+)
+from psync.numerics.sums import PIECE_BYTES, at_once
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 ROWS_4 = np.arange(8, dtype=np.float32).reshape(4, 2)

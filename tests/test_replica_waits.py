@@ -19,9 +19,9 @@ from test_replica_attach_steps import Training as StepsOfTwo
 from test_replica_steps import LARGE, SMALL, Training
 
 import psync
-from psync.process_state import fresh_process
+from psync.net.peer import Handler
+from psync.net.process_state import fresh_process
 from psync.ps_task import PsTask
-from psync.rpc import Handler
 from psync.testing import settle
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, UnlockShards

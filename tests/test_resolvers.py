@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
-from psync.resolvers import (
+from psync.net.resolvers import (
     ClusterResolver,
     SimpleClusterResolver,
     TFConfigClusterResolver,

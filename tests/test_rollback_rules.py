@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from psync.image_state import ImageState
-from psync.ledger_image import LedgerState
-from psync.rollback_rules import PART_BITS, CutCalls, EndedClosures
+from psync.store.ledger_snapshot import LedgerState
+from psync.store.rollback import PART_BITS, CutCalls, EndedClosures
+from psync.store.snapshot_state import ImageState
 
 
 def image(*calls: tuple[int, int], final_below: int = 0) -> ImageState:

@@ -1,4 +1,4 @@
-"""psync.round_clocks: who waits for whom, and that somebody always goes on."""
+"""psync.sync.staleness: who waits for whom, and that somebody always goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from psync.round_clocks import Release, RoundClocks, Tick
+from psync.sync.staleness import Release, RoundClocks, Tick
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"
 BORN = 100

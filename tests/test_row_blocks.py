@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync import blocks
-from psync.blocks import BlockArray, BlockPool
-from psync.row_blocks import RowBlocks
+from psync.numerics import blocks
+from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.row_blocks import RowBlocks
 from psync.specs import DTYPE_NAMES, dtype_of
 
 NUM_ROWS = 12

@@ -3,13 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.blocks import BLOCK_BYTES
 from psync.errors import GradientError, UnknownVariableError, UsageError
-from psync.layerwise_rules import Lamb
-from psync.rule_options import RuleOptions
+from psync.numerics.blocks import BLOCK_BYTES
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec
-from psync.store import ShardStore
-from psync.update_rules import SGD
+from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:1"
 OPTIMIZER = 4

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import GradientError, PsyncError, RemoteError, RemoteProtocolError, UsageError
+from psync.net.peer import Received
 from psync.ps_task import PsTask
-from psync.rpc import Received
 from psync.wire.limits import Limits
 from psync.wire.ps_messages import PullRows, RowsPulled
 from psync.wire.tensors import to_bytes_view

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.blocks import BLOCK_BYTES, BlockPool
 from psync.errors import BusyError, GradientError, UsageError
-from psync.gradient_clipping import sum_of_squares
-from psync.moment_rules import Adam
-from psync.row_store import PIECE_BYTES, RowValues
-from psync.scatter_ops import SCATTER_OPS, combine
-from psync.shard_work import Work
+from psync.numerics.blocks import BLOCK_BYTES, BlockPool
+from psync.numerics.clipping import sum_of_squares
+from psync.numerics.moment_rules import Adam
+from psync.numerics.scatter import SCATTER_OPS, combine
+from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import ShardSpec
-from psync.store import ShardStore
-from psync.update_rules import SGD, UpdateRule
+from psync.store.rows import PIECE_BYTES, RowValues
+from psync.store.shard import Work
+from psync.store.store import ShardStore
 
 TASK = "/job:ps/task:1"
 OPTIMIZER = 4

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from psync.client.ps_client import PsClient
 from psync.errors import FencedError, GradientError, PsyncError, RemoteError, UsageError
-from psync.ps_client import PsClient
 from psync.specs import VariableSpec
 from psync.wire.ps_messages import Assign, Fence, Push
 from psync.wire.sync_messages import StagePush

@@ -32,7 +32,7 @@ from psync.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from psync.rpc import Handler, Peer, Reply
+from psync.net.peer import Handler, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Kind, Segment, encode_frame

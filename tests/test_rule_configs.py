@@ -6,13 +6,13 @@ import msgpack
 import pytest
 from rule_table import RULES
 
-from psync import rule_configs
-from psync.adaptive_rules import Adagrad, Ftrl
 from psync.errors import ConfigurationError
-from psync.moment_rules import Adam, Lion
-from psync.rule_configs import rule_from_config
-from psync.rule_options import RuleOptions
-from psync.update_rules import SGD
+from psync.numerics import rule_configs
+from psync.numerics.adaptive_rules import Adagrad, Ftrl
+from psync.numerics.moment_rules import Adam, Lion
+from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD
 
 
 def test_every_rule_is_in_the_table_of_the_tests() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from psync.context import ClosureContext, enter_closure
+from psync.client.context import ClosureContext, enter_closure
+from psync.client.runtime import IteratorHandle, Runtime, arriving, current_runtime
 from psync.errors import ClosureCancelled, EndOfData, UsageError
-from psync.iterators import IteratorTable
-from psync.runtime import IteratorHandle, Runtime, arriving, current_runtime
+from psync.worker.iterators import IteratorTable
 
 
 class Batches:

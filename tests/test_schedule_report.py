@@ -1,11 +1,11 @@
-"""psync.schedule_report: which states are reported, and when."""
+"""psync.closures.schedule_report: which states are reported, and when."""
 
 from __future__ import annotations
 
-from psync.closure_states import Closure
-from psync.closures import ClosureQueue
+from psync.closures.closure import Closure
+from psync.closures.queue import ClosureQueue
+from psync.closures.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 from psync.errors import EndOfData
-from psync.schedule_report import RETURN_S, SETTLE_S, ScheduleReports, ScheduleState
 
 A, B, C = "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:3"
 

@@ -1,4 +1,4 @@
-"""psync.schedule_reporter: what ps 0 hears of a coordinator's schedule, and how often."""
+"""psync.chief.schedule_reporter: what ps 0 hears of a coordinator's schedule, and how often."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from memory_cluster import coordinating, event_of
 
 from psync.errors import EndOfData, ParameterServerLost
-from psync.rpc import Peer
+from psync.net.peer import Peer
 from psync.wire.codec import Message
 from psync.wire.sync_messages import ReportSchedule
 
@@ -186,5 +186,5 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
             await coordinator.join()
         await asyncio.sleep(60)
         assert coordinator._coordinator._reporting.done()
-    assert not [r for r in caplog.records if r.name == "psync.schedule_reporter"]
+    assert not [r for r in caplog.records if r.name == "psync.chief.schedule_reporter"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR]  # of the loss itself

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from psync.placement import Pinned
-from psync.scopes import (
+from psync.client.scopes import (
     Elsewhere,
     Scope,
     add_strategy,
@@ -16,6 +15,7 @@ from psync.scopes import (
     open_scope,
     running_scopes,
 )
+from psync.placement import Pinned
 
 
 class AScope:

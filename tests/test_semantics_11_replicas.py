@@ -12,7 +12,7 @@ from memory_cluster import coordinating
 import psync
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
 from psync.errors import GradientError, ReplicaValueError
-from psync.replica_context import in_update_context
+from psync.replicas.context import in_update_context
 
 
 async def replica_id() -> int:

@@ -15,9 +15,9 @@ from memory_cluster import coordinating
 
 import psync
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
-from psync.distributed_values import reduce_distributed, regroup, select
 from psync.errors import ReplicaValueError, UsageError
-from psync.replica_context import cross_replica, get_replica_context, in_update_context
+from psync.numerics.replica_values import reduce_distributed, regroup, select
+from psync.replicas.context import cross_replica, get_replica_context, in_update_context
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)

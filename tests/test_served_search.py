@@ -1,4 +1,4 @@
-"""psync.served_search: where a chief that comes back finds the ps tasks."""
+"""psync.chief.served_search: where a chief that comes back finds the ps tasks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
 
-from psync.coordinator_enquiry import CHIEF
-from psync.endpoint import Endpoint
+from psync.chief.enquiry import CHIEF
+from psync.chief.served_search import ServedSearch
 from psync.errors import FencedError, RemoteProtocolError
-from psync.rpc import Handler, Reply
-from psync.served_search import ServedSearch
-from psync.served_tasks import Place
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Reply
+from psync.store.locate_ps import Place
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import AskServed, EndFormer, LogTaken
 

@@ -1,4 +1,4 @@
-"""psync.served_service: what a process says of itself to the next coordinator."""
+"""psync.ps.succession: what a process says of itself to the next coordinator."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from backups import W, back_up, create, promote, say, take_over
 from ps_cluster import CHIEF, PsCluster, assign, pull, until
 
-from psync.chief_presence import ChiefPresence
-from psync.coordinator_grants import RANGE
+from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
-from psync.ps_client import PsClient
+from psync.net.chief_presence import ChiefPresence
+from psync.ps.coordinator_grants import RANGE
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
 from psync.wire.messages import Done, Shutdown

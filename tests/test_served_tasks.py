@@ -1,11 +1,11 @@
-"""psync.served_tasks: which of what claims to be a ps is the one to go on with."""
+"""psync.store.locate_ps: which of what claims to be a ps is the one to go on with."""
 
 from __future__ import annotations
 
 import pytest
 
 from psync.errors import AttachError
-from psync.served_tasks import Found, Place, Primary, places
+from psync.store.locate_ps import Found, Place, Primary, places
 
 NOTHING = Found()
 

@@ -16,7 +16,7 @@ from psync.errors import (
     RemoteError,
     WorkerLost,
 )
-from psync.rpc import Handler, Peer, Reply
+from psync.net.peer import Handler, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done

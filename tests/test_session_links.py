@@ -10,10 +10,10 @@ import pytest
 from ps_cluster import PsCluster
 from session_cluster import SessionCluster, session_cluster
 
-from psync.access import Secret
-from psync.declarations import Declaration
+from psync.chief.declarations import Declaration
+from psync.chief.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
-from psync.session_links import Comparison, SessionLinks
+from psync.net.secret import Secret
 
 WORKER = "/job:worker/task:0"
 CHIEF_TASK = "/job:chief/task:0"

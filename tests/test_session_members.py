@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from psync.errors import FencedError
-from psync.session_members import (
+from psync.sync.session_members import (
     DESERTED_S,
     GRACE_S,
     Action,

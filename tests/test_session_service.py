@@ -10,18 +10,18 @@ import pytest
 from endpoints import connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
 
+from psync.chief.session_links import ENQUIRER
+from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
     FencedError,
     UsageError,
 )
-from psync.ps_client import PsClient
-from psync.session_links import ENQUIRER
-from psync.session_members import GRACE_S
-from psync.session_service import SessionService, check_shards
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.store import ShardStore
+from psync.sync.session_members import GRACE_S
+from psync.sync.session_service import SessionService, check_shards
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.session_messages import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ps_cluster import PsCluster, pull, until
 
+from psync.client.ps_client import PsClient
 from psync.errors import GradientError, PartitionError, RemoteProtocolError
-from psync.ps_client import PsClient
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import CreateShards, Pull

@@ -13,11 +13,11 @@ from local_training import training
 from ps_cluster import OTHER, WORKER, PsCluster, assign, heard, pull, until
 
 import psync
-from psync import shard_locks
+from psync.client import shard_locks
+from psync.client.ps_client import PsClient
+from psync.client.shard_locks import LEASE_S, assign_at_once, pull_at_once
 from psync.errors import LockLost
-from psync.failpoints import FailpointError, Failpoints
-from psync.ps_client import PsClient
-from psync.shard_locks import LEASE_S, assign_at_once, pull_at_once
+from psync.net.failpoints import FailpointError, Failpoints
 from psync.specs import VariableSpec
 from psync.wire.limits import Limits
 from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from psync.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
-from psync.gradient_accumulation import GradientAccumulator
-from psync.layerwise_rules import Lamb
-from psync.shard_updates import ShardUpdate
-from psync.update_rules import SGD, Scratch, UpdateRule
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+from psync.store.gradient_accumulation import GradientAccumulator
+from psync.store.shard_updates import ShardUpdate
 
 SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
 

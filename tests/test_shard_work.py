@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from psync.blocks import BLOCK_ELEMENTS, BlockArray
-from psync.shard_work import Shard, Work, started
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray
 from psync.specs import ShardSpec, dtype_of
+from psync.store.shard import Shard, Work, started
 
 
 def shard_of(size: int) -> Shard:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.blocks import BLOCK_ELEMENTS, BlockPool
 from psync.errors import (
     BusyError,
     ConfigurationError,
@@ -14,13 +13,14 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.moment_rules import Adam
-from psync.rule_options import RuleOptions
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockPool
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import ACCUMULATOR, SGD
 from psync.schedules import Constant
-from psync.shard_work import started
-from psync.shards import Key, ShardTable
 from psync.specs import ShardSpec
-from psync.update_rules import ACCUMULATOR, SGD
+from psync.store.shard import started
+from psync.store.shards import Key, ShardTable
 
 TASK = "/job:ps/task:1"
 KEY: Key = (0, 0)

@@ -18,11 +18,11 @@ import pytest
 from local_training import strategy_of, training
 
 import psync
-from psync.checkpoint_files import Reader, is_last, remove
-from psync.chief_presence import TrainingPresence
-from psync.environment import run_over, training_presence
+from psync.checkpoints.files import Reader, is_last, remove
 from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
-from psync.sidecar_evaluator import Evaluation
+from psync.net.chief_presence import TrainingPresence
+from psync.net.environment import run_over, training_presence
+from psync.training.sidecar_evaluator import Evaluation
 
 
 def declared(shape: tuple[int, ...] = ()) -> psync.Checkpoint:
@@ -161,7 +161,7 @@ class TestRules:
     async def test_it_ends_when_training_has_and_says_what_it_waits_for(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        caplog.set_level(logging.INFO, "psync.sidecar_evaluator")
+        caplog.set_level(logging.INFO, "psync.training.sidecar_evaluator")
         network = psync.testing.MemoryNetwork()
         tasks = {"/job:ps/task:0": "ps:1"}
         training_presence.set(TrainingPresence(network, tasks, (3600.0, 600.0)))

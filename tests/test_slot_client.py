@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from psync import schedules
+from psync.client.slot_client import set_optimizer, set_slot
 from psync.errors import ConfigurationError, UsageError
-from psync.slot_client import set_optimizer, set_slot
-from psync.update_rules import SGD
+from psync.numerics.update_rule import SGD
 from tests.ps_cluster import OTHER, PsCluster, pull, push
 
 pytestmark = pytest.mark.asyncio

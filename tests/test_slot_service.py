@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psync.errors import GradientError, UnknownVariableError, UsageError
-from psync.update_rules import SGD
+from psync.numerics.update_rule import SGD
 from psync.wire.codec import Message
 from psync.wire.ps_messages import SetOptimizer, SetSlots
 from tests.ps_cluster import PsCluster, hold, pull, until

@@ -1,4 +1,4 @@
-"""psync.sparse_accumulators: rows, their divisors, and what is refused in which order."""
+"""psync.store.sparse_accumulators: rows, their divisors, and what is refused in which order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from psync.accumulators import Applied, TakeState
 from psync.errors import ConfigurationError, GradientError
-from psync.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
 from psync.specs import Outcome
+from psync.store.sparse_accumulators import SparseConditionalAccumulator, SparseGradient
 
 ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
 

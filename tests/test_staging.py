@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.staging import BUDGET_VARIABLE, Staging
-from psync.sync_config import SyncConfig
-from psync.tokens import Replica
-from psync.update_rules import SGD
+from psync.numerics.update_rule import SGD
+from psync.store.sync_config import SyncConfig
+from psync.sync.staging import BUDGET_VARIABLE, Staging
+from psync.sync.tokens import Replica
 from psync.wire.limits import Limits
 
 TASK = "/job:ps/task:1"

@@ -1,4 +1,4 @@
-"""psync.staleness_bound: fast and slow workers in a whole cluster, and what ends their waits."""
+"""psync.api.optimizers.staleness_bound: fast and slow workers in a whole cluster, and what ends their waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from memory_cluster import MemoryCluster, cluster_of, event_of
 from session_cluster import session_cluster
 
 import psync
+from psync.api.optimizers.staleness_bound import MAX_STALENESS
 from psync.errors import ConfigurationError, EndOfData
-from psync.staleness_bound import MAX_STALENESS
 
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from psync.commit_log import CommitLog
-from psync.committer import Committer, Entry
 from psync.errors import FencedError
+from psync.ps.committer import Committer, Entry
+from psync.store.commit_log import CommitLog
 from psync.wire.sync_messages import CloseStep
 from tests.ps_cluster import until
 from tests.sync_cluster import GROUP, SyncCluster

@@ -18,7 +18,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.failpoints import Failpoints
+from psync.net.failpoints import Failpoints
 from psync.specs import VariableSpec
 from psync.testing import settle
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from psync.gradient_clipping import clipped_by_norm, sum_of_squares
-from psync.layerwise_rules import Lamb
-from psync.rule_options import RuleOptions
-from psync.step_norms import GRADIENTS, UPDATES, ShardSums, StepNorms
-from psync.update_rules import SGD, UpdateRule
+from psync.numerics.clipping import clipped_by_norm, sum_of_squares
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, UpdateRule
+from psync.store.step_norms import GRADIENTS, UPDATES, ShardSums, StepNorms
 
 NOTHING, EACH, ALL = RuleOptions(), RuleOptions(clipnorm=5.0), RuleOptions(global_clipnorm=5.0)
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
-from psync.failpoints import Failpoints
-from psync.indexed_slices import IndexedSlices
-from psync.layerwise_rules import Lamb
-from psync.moment_rules import Adam
-from psync.rule_options import RuleOptions
+from psync.net.failpoints import Failpoints
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import VariableSpec
 from psync.testing import settle
-from psync.update_rules import SGD, UpdateRule
 from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
 from tests.norm_training import Training
 from tests.ps_cluster import CHIEF, heard, hold, pull, until

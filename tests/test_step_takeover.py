@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from psync.errors import RemoteProtocolError
-from psync.followed_steps import FollowedSteps, LastStep
 from psync.specs import VariableSpec
-from psync.step_rounds import ClosedStep, StepRounds
-from psync.step_takeover import go_on
-from psync.sync_groups import Close, Contribution
+from psync.sync.followed_steps import FollowedSteps, LastStep
+from psync.sync.group import Close, Contribution
+from psync.sync.step_rounds import ClosedStep, StepRounds
+from psync.sync.step_takeover import go_on
 from psync.wire.sync_messages import CloseStep
 from tests.ps_cluster import heard, pull
 from tests.sync_cluster import GROUP, SyncCluster

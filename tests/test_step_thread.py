@@ -1,4 +1,4 @@
-"""psync.step_thread: plain steps run in order, in one daemon thread."""
+"""psync.worker.step_thread: plain steps run in order, in one daemon thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from psync.step_thread import StepThread
+from psync.worker.step_thread import StepThread
 
 where: contextvars.ContextVar[str] = contextvars.ContextVar("where", default="nowhere")
 

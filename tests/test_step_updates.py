@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError, GradientError, RemoteProtocolError
-from psync.layerwise_rules import Lamb
-from psync.row_store import RowValues
-from psync.rule_options import RuleOptions
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, UpdateRule
+from psync.ps.update import ShardSet
 from psync.specs import ShardSpec
-from psync.step_norms import StepNorms
-from psync.step_updates import Part, RowsAsWhole, StepUpdate, averages_of
-from psync.store import Key, ShardStore
-from psync.update_rules import SGD, UpdateRule
-from psync.updates import ShardSet
+from psync.store.rows import RowValues
+from psync.store.step_norms import StepNorms
+from psync.store.store import Key, ShardStore
+from psync.sync.step_update import Part, RowsAsWhole, StepUpdate, averages_of
 from tests.sync_tools import GROUP, config
 
 TASK = "/job:ps/task:0"

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psync.blocks import BLOCK_BYTES, BLOCK_ELEMENTS, BlockPool
 from psync.errors import (
     BusyError,
     ConfigurationError,
@@ -15,10 +14,11 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.moment_rules import Adam
+from psync.numerics.blocks import BLOCK_BYTES, BLOCK_ELEMENTS, BlockPool
+from psync.numerics.moment_rules import Adam
+from psync.numerics.update_rule import SGD
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
-from psync.store import ShardStore, Work
-from psync.update_rules import SGD
+from psync.store.store import ShardStore, Work
 
 TASK = "/job:ps/task:1"
 

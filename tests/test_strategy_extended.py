@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import psync
-from psync.context import ClosureContext, enter_closure
-from psync.distributed_values import PerReplica
+from psync.client.context import ClosureContext, enter_closure
 from psync.errors import EndOfData, UsageError
-from psync.replica_context import in_cross_replica_context
-from psync.strategy_extended import MultiStepContext, StrategyExtended
+from psync.numerics.replica_values import PerReplica
+from psync.replicas.context import in_cross_replica_context
+from psync.replicas.strategy_extended import MultiStepContext, StrategyExtended
 
 CLUSTER = {"chief": ["a:1"], "ps": ["a:2", "a:3"], "worker": ["a:4", "a:5"]}
 

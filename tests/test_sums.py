@@ -1,4 +1,4 @@
-"""psync.sums: arithmetic of gradients, in which dtype and in which order."""
+"""psync.numerics.sums: arithmetic of gradients, in which dtype and in which order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync import sums
 from psync.errors import GradientError, UsageError
-from psync.sums import (
+from psync.numerics import sums
+from psync.numerics.sums import (
     DenseSum,
     SparseSum,
     accumulate,

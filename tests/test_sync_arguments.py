@@ -10,15 +10,15 @@ import pytest
 
 import psync
 from psync import optimizers
-from psync.errors import ConfigurationError, GradientError
-from psync.sync_arguments import (
+from psync.api.sync_arguments import (
     NOWHERE,
     check_wrapped,
     checked_config,
     checked_count,
     checked_weight,
 )
-from psync.sync_config import SyncConfig
+from psync.errors import ConfigurationError, GradientError
+from psync.store.sync_config import SyncConfig
 
 GOOD: dict[str, Any] = {
     "name": "sync", "optimizer": {"rule": "sgd"}, "replicas_to_aggregate": 2,

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import plans
+from psync.client import plans
+from psync.client.ps_client import PsClient
+from psync.client.sync_client import SyncClient
 from psync.errors import (
     ConfigurationError,
     FencedError,
@@ -18,14 +20,12 @@ from psync.errors import (
     RemoteProtocolError,
     TrainingEnded,
 )
-from psync.failpoints import FailpointError, Failpoints
-from psync.ps_client import PsClient
+from psync.net.failpoints import FailpointError, Failpoints
+from psync.net.peer import Handler, Reply
+from psync.numerics.update_rule import SGD
 from psync.ps_task import PsTask
-from psync.rpc import Handler, Reply
 from psync.specs import VariableSpec
-from psync.sync_client import SyncClient
-from psync.sync_config import SyncConfig
-from psync.update_rules import SGD
+from psync.store.sync_config import SyncConfig
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence

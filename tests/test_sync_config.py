@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sync_tools import config
 
 from psync.errors import ConfigurationError
-from psync.sync_config import MAX_TOKENS, SyncConfig
+from psync.store.sync_config import MAX_TOKENS, SyncConfig
 
 
 @pytest.mark.parametrize(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from psync.log_names import LogNames
-from psync.step_updates import Part
-from psync.sync_entries import (
+from psync.ps.update import ShardSet
+from psync.store.log_names import LogNames
+from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
+from psync.sync.group import Contribution
+from psync.sync.log_entries import (
     FROM_CLOSER,
     closing_entry,
     counted_entry,
     entries_of_image,
     staged_entry,
 )
-from psync.sync_groups import Contribution
-from psync.updates import ShardSet
-from psync.whole_sets import ShareNumbers, WholeSet
+from psync.sync.step_update import Part
 from psync.wire.recovery_messages import CountPush, SetSteps
 from psync.wire.sync_messages import CloseStep, StagePush
 

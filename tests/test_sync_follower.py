@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.followed_steps import LastStep
-from psync.replica_host import AsIfFrom
-from psync.rpc import Reply
+from psync.net.peer import Reply
+from psync.ps.backup_host import AsIfFrom
 from psync.specs import VariableSpec
-from psync.sync_follower import SyncFollower
-from psync.sync_groups import Close, Contribution
+from psync.sync.followed_steps import LastStep
+from psync.sync.group import Close, Contribution
+from psync.sync.replay import SyncFollower
 from psync.wire.codec import Message
 from psync.wire.recovery_messages import CountPush, SetSteps
 from psync.wire.sync_messages import CloseStep, StagePush

@@ -6,7 +6,7 @@ import pytest
 from sync_tools import GROUP, Steps, answers, closes, refusals, replica
 
 from psync.errors import ConfigurationError
-from psync.sync_steps import Answer, Close
+from psync.sync.steps import Answer, Close
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:

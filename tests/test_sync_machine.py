@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 from sync_tools import GROUP, config
 
-from psync.sync_config import SyncConfig
-from psync.sync_steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
+from psync.store.sync_config import SyncConfig
+from psync.sync.steps import Action, Answer, Close, Contribution, Refuse, SyncSteps
 
 WORKERS = 3
 

@@ -11,7 +11,7 @@ from psync.errors import (
     NotEnoughReplicas,
     ParameterServerLost,
 )
-from psync.sync_steps import Answer, Close, Contribution, Refuse, SyncSteps
+from psync.sync.steps import Answer, Close, Contribution, Refuse, SyncSteps
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:

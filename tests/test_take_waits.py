@@ -1,4 +1,4 @@
-"""psync.take_waits: who waits for a take, and when nobody does any more."""
+"""psync.ps.take_waits: who waits for a take, and when nobody does any more."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from psync.errors import ConnectionLost, UsageError
-from psync.hosted_accumulators import TakeName
-from psync.replica_host import AsIfFrom
-from psync.rpc import Peer, Reply
-from psync.take_waits import TakeWaits
+from psync.net.peer import Peer, Reply
+from psync.ps.backup_host import AsIfFrom
+from psync.ps.hosted_accumulators import TakeName
+from psync.ps.take_waits import TakeWaits
 from psync.wire.messages import Done
 
 A = ("/job:worker/task:0", 7)

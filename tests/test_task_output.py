@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psync import task_output
 from psync.errors import ConfigurationError
-from psync.task_output import (
+from psync.launch import task_output
+from psync.launch.task_output import (
     MAX_LINE_CHARS,
     LineForwarder,
     configure_logging,
@@ -274,7 +274,7 @@ def test_a_record_that_meets_a_full_disk_is_lost_without_a_traceback(
 def test_a_blocked_write_goes_on_to_nowhere_and_others_stay() -> None:
     code = """
 import os, signal, sys
-from psync.task_output import release_blocked_output
+from psync.launch.task_output import release_blocked_output
 signal.signal(signal.SIGALRM, release_blocked_output)
 signal.setitimer(signal.ITIMER_REAL, 0.2)
 os.write(1, b"x" * 1_000_000)
@@ -291,7 +291,7 @@ os.write(2, b"stderr has a reader\\n")
 def test_closed_descriptors_are_filled_and_open_ones_stay() -> None:
     code = """
 import os
-from psync.task_output import fill_standard_streams
+from psync.launch.task_output import fill_standard_streams
 fill_standard_streams()
 other = os.open("/dev/null", os.O_RDONLY)
 assert other > 2, other
@@ -307,7 +307,9 @@ assert os.open("/dev/null", os.O_RDONLY) == other + 1
 
 def test_a_descriptor_that_does_not_wait_loses_nothing() -> None:
     """Some parents hand on such pipes."""
-    code = "from psync.task_output import write_stdout; write_stdout('x' * 999_999 + chr(10))"
+    code = (
+        "from psync.launch.task_output import write_stdout; write_stdout('x' * 999_999 + chr(10))"
+    )
     read, write = os.pipe()
     os.set_blocking(write, False)
     with subprocess.Popen([sys.executable, "-c", code], stdout=write) as process:

@@ -10,7 +10,7 @@ import sys
 import pytest
 from process_tools import Screen, group, is_running, script, watching
 
-from psync.task_process import describe_exit
+from psync.launch.task_process import describe_exit
 
 pytestmark = pytest.mark.processes
 

@@ -1,4 +1,4 @@
-"""psync.task_reports: reports that tell all they can, and never break what they are about."""
+"""psync.net.task_reports: reports that tell all they can, and never break what they are about."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from psync import task_reports
-from psync.task_reports import add_description, described_by, report_on_signal, report_text
+from psync.net import task_reports
+from psync.net.task_reports import add_description, described_by, report_on_signal, report_text
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import pytest
 import uvloop
 
 import psync
-from psync.environment import run_over, training_over
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,
@@ -24,9 +23,10 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
-from psync.platform import Platform
+from psync.launch.tasks import SETUP_ERRORS, make_task, run, serve
+from psync.net.environment import run_over, training_over
+from psync.net.platform import Platform
 from psync.ps_task import PsTask
-from psync.tasks import SETUP_ERRORS, make_task, run, serve
 from psync.testing import MemoryNetwork
 from psync.worker_task import WorkerTask
 
@@ -348,7 +348,7 @@ async def test_serve_serves_until_it_is_cancelled() -> None:
 async def test_a_worker_whose_cluster_has_no_chief_says_every_ten_seconds_what_it_waits_for(
     job: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "psync.chief_presence")
+    caplog.set_level(logging.INFO, "psync.net.chief_presence")
     cluster = {"worker": {3: "worker-3:1"}, **({"chief": ["chief-0:1"]} if job == "chief" else {})}
     own = psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="worker", task_id=3)
     own.platform = Platform(MemoryNetwork(), threads=False)  # type: ignore[attr-defined]

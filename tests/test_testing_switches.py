@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.failpoints import Failpoints
-from psync.testing_switches import NAMES, VARIABLE, switched_off
+from psync.net.failpoints import Failpoints
+from psync.net.testing_switches import NAMES, VARIABLE, switched_off
 
 
 def test_nothing_is_off_unless_somebody_says_so(caplog: pytest.LogCaptureFixture) -> None:

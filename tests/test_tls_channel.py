@@ -14,12 +14,12 @@ from endpoints import Handlers, connected, pattern
 from tls_files import authority, tls_of
 
 from psync.errors import AuthenticationError, ConnectionLost, PsyncError
-from psync.rpc import Handler, Peer, Reply
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel
+from psync.net.tls_config import Tls
+from psync.net.tls_network import TlsNetwork
+from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
-from psync.tls_channel import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel
-from psync.tls_config import Tls
-from psync.tls_network import TlsNetwork
-from psync.transport import Network, SocketNetwork
 from psync.wire.ps_messages import Pull, Pulled
 
 KIB, MIB = 1 << 10, 1 << 20

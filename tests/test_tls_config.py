@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from tls_files import authority, variables_of
 
 from psync.errors import ConfigurationError
-from psync.tls_config import load_tls, refusal_of
+from psync.net.tls_config import load_tls, refusal_of
 
 CA, CERT, KEY, MUTUAL = (
     "PSYNC_TLS_CA_FILE",

@@ -15,12 +15,12 @@ from endpoints import PS, WORKER, Handlers, connected, done, new_endpoint
 from tls_files import authority, tls_of, variables_of, without_certificate
 
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
-from psync.rpc import Handler
-from psync.signing import Authority
+from psync.net.peer import Handler
+from psync.net.signing import Authority
+from psync.net.tls_config import Tls, load_tls
+from psync.net.tls_network import TlsNetwork
+from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
-from psync.tls_config import Tls, load_tls
-from psync.tls_network import TlsNetwork
-from psync.transport import Network, SocketNetwork
 from psync.wire.messages import AskStatistics, Done
 
 SERVED: Handlers = {AskStatistics: Handler(done)}

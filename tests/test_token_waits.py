@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from psync.errors import TrainingEnded
-from psync.rpc import Reply
-from psync.sync_groups import Answer, Refuse
-from psync.token_waits import PushKey, TokenWaits
-from psync.whole_sets import ShareNumbers, WholeSet
+from psync.net.peer import Reply
+from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
+from psync.sync.group import Answer, Refuse
+from psync.sync.token_waits import PushKey, TokenWaits
 from psync.wire.sync_messages import Contributed
 from tests.ps_cluster import hold
 from tests.sync_cluster import GROUP, SyncCluster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psync.tokens import Replica, Taker, TokenChannel
+from psync.sync.tokens import Replica, Taker, TokenChannel
 
 A, B, C = (Replica((f"/job:worker/task:{index}", 1)) for index in range(3))
 

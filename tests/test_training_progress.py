@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from psync.training_progress import Bar, Lines, Silent, progress_of
+from psync.training.progress import Bar, Lines, Silent, progress_of
 
 
 def one_epoch(show: Any) -> None:

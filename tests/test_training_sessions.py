@@ -17,10 +17,10 @@ import pytest
 from session_cluster import session_cluster
 
 import psync
-from psync.ps_link import MAX_LOSSES
-from psync.session_hooks import SessionHook
-from psync.session_members import GRACE_S
-from psync.training_sessions import MonitoredTrainingSession
+from psync.api.session_hooks import SessionHook
+from psync.api.training_sessions import MonitoredTrainingSession
+from psync.client.ps_link import MAX_LOSSES
+from psync.sync.session_members import GRACE_S
 
 Strategy = psync.ParameterServerStrategy
 ONES = np.full(4, -1, np.float32)  # a gradient: each push through SGD(1.0) adds one
@@ -602,7 +602,7 @@ async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> Non
 async def test_a_worker_that_waits_names_who_has_to_begin(
     chief: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "psync.chief_presence")
+    caplog.set_level(logging.INFO, "psync.net.chief_presence")
     program = Program(psync.optimizers.SGD(1.0), stop_at_step=3)
     async with session_cluster(1, 2, chief=chief) as cluster:
         waiting = cluster.start(program, "worker", 1)
@@ -614,6 +614,6 @@ async def test_a_worker_that_waits_names_who_has_to_begin(
         said = [
             record.getMessage()
             for record in caplog.records
-            if record.name == "psync.chief_presence"
+            if record.name == "psync.net.chief_presence"
         ]
         assert said == [f"/job:worker/task:1 waits for {leader} to let it begin"] * 2

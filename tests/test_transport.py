@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.transport import SocketNetwork, reason
+from psync.net.transport import SocketNetwork, reason
 
 
 class Peer(asyncio.BufferedProtocol):

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from psync.sums import Pieces
-from psync.turns import in_turns
+from psync.numerics.sums import Pieces
+from psync.replicas.chunks import in_turns
 
 
 async def test_others_have_their_turn_between_pieces() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from psync.cluster import ClusterSpec
 from psync.errors import ConfigurationError
-from psync.resolvers import SimpleClusterResolver, TFConfigClusterResolver
-from psync.union_resolver import UnionClusterResolver
+from psync.net.resolvers import SimpleClusterResolver, TFConfigClusterResolver
+from psync.net.union_resolver import UnionClusterResolver
 
 
 def simple(cluster: dict[str, Any], **arguments: Any) -> SimpleClusterResolver:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from psync.errors import CheckpointCorrupt
-from psync.untrusted_json import UntrustedJson
+from psync.store.untrusted_json import UntrustedJson
 
 TAKE = UntrustedJson("ckpt/file")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from psync.ledger import Fresh, Ledger
-from psync.update_gate import UpdateGate
+from psync.store.ledger import Fresh, Ledger
+from psync.store.update_gate import UpdateGate
 
 W0, W1 = ("/job:worker/task:0", 5), ("/job:worker/task:1", 5)
 CLOSER = ("/job:ps/task:0", 9)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from rule_table import RULES, Slots, gradients, run, start
 
 from psync.errors import ConfigurationError, GradientError
-from psync.moment_rules import Adam
-from psync.rule_options import RuleOptions
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, Scratch, slot_dtype
 from psync.schedules import ExponentialDecay
 from psync.specs import dtype_of
-from psync.update_rules import SGD, Scratch, slot_dtype
 
 Formula = Callable[[np.ndarray, np.ndarray, Slots, int], np.ndarray]
 

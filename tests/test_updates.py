@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from psync.errors import FencedError, GradientError, UnknownVariableError, UsageError
-from psync.layerwise_rules import Lamb
-from psync.ledger import Duplicate, Fresh, Ledger
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.update_rule import SGD
+from psync.ps.update import ShardSet, Update
 from psync.specs import ShardSpec
-from psync.store import ShardStore
-from psync.update_rules import SGD
-from psync.updates import ShardSet, Update
+from psync.store.ledger import Duplicate, Fresh, Ledger
+from psync.store.store import ShardStore
 from psync.wire.ps_messages import Assign, Push
 from psync.wire.tensors import to_bytes_view
 

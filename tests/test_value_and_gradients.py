@@ -9,8 +9,8 @@ import pytest
 from local_training import training
 
 import psync
+from psync.api.value_and_gradients import value_and_gradients
 from psync.errors import GradientError
-from psync.value_and_gradients import value_and_gradients
 
 
 async def test_the_loss_comes_with_a_gradient_for_each_variable() -> None:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psync.api.variable_copies import aggregating, repeated, spread
 from psync.errors import ReplicaValueError
+from psync.numerics.sums import at_once
 from psync.specs import VariableAggregation
-from psync.sums import at_once
-from psync.variable_copies import aggregating, repeated, spread
 
 NONE, SUM, MEAN, FIRST = (
     VariableAggregation.NONE,

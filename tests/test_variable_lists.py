@@ -7,8 +7,8 @@ import pytest
 from local_training import strategy_of, training
 
 import psync
+from psync.api.variable_lists import listed, trainable_here
 from psync.errors import GradientError, UsageError
-from psync.variable_lists import listed, trainable_here
 
 
 def test_one_variable_or_several_are_listed_and_nothing_else() -> None:

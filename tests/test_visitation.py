@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from psync.closures.shard_epochs import EpochAccount, Event, Mark, Visitation
 from psync.errors import ConfigurationError, LocalProtocolError
-from psync.visitation import EpochAccount, Event, Mark, Visitation
 
 
 def do(visitation: Visitation, *shards: int) -> None:

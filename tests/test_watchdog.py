@@ -1,4 +1,4 @@
-"""psync.watchdog: work that is stuck is told of, an idle coordinator is not."""
+"""psync.chief.watchdog: work that is stuck is told of, an idle coordinator is not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from memory_cluster import coordinating, note
 
 import psync
+from psync.chief.watchdog import watch
 from psync.errors import ConfigurationError
-from psync.watchdog import watch
 
 pytestmark = pytest.mark.virtual_time
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "psync.watchdog"]
+    return [r.getMessage() for r in caplog.records if r.name == "psync.chief.watchdog"]
 
 
 async def test_a_silence_is_told_of_once_and_again_when_it_goes_on():
@@ -221,7 +221,7 @@ async def test_a_timeout_that_is_none_is_an_error(timeout):
 
 
 async def test_the_environment_sets_the_timeout_and_an_argument_wins(monkeypatch, caplog):
-    caplog.set_level(logging.WARNING, "psync.watchdog")
+    caplog.set_level(logging.WARNING, "psync.chief.watchdog")
     monkeypatch.setenv("PSYNC_WATCHDOG_TIMEOUT", "30")
     for options, number in (({}, 1), ({"watchdog_timeout": 0}, 1)):
         async with coordinating(num_workers=1, **options) as (_, coordinator):

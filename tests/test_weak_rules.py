@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.errors import FencedError
-from psync.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
-from psync.sync_steps import SyncSteps
-from psync.weak_rules import (
+from psync.ps.weakened_rules import (
     CALLS_KEPT,
     WeakLedger,
     WeakSteps,
@@ -16,6 +14,8 @@ from psync.weak_rules import (
     weaken,
     went_back,
 )
+from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.sync.steps import SyncSteps
 
 WORKER = "/job:worker/task:0"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from psync.checkpoint_files import DataFile, Planned, Reader, checkpoints_in
-from psync.checkpoint_manifest import Place
-from psync.checkpoint_writer import Writer
-from psync.weak_writer import Expected, writer_without
+from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
+from psync.checkpoints.manifest import Place
+from psync.checkpoints.weak_writer import Expected, writer_without
+from psync.checkpoints.writer import Writer
 
 EXPECTED = Expected(3, {"w": ((6, 2), "float32"), "step": ((), "int64")}, {"progress": {"at": 5}})
 W = np.arange(1, 13, dtype=np.float32).reshape(6, 2)

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync import whole_sets
-from psync.blocks import BlockPool
 from psync.errors import (
     GradientError,
     ParameterServerLost,
@@ -19,10 +17,12 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.failpoints import Failpoints
+from psync.net.failpoints import Failpoints
+from psync.numerics.blocks import BlockPool
 from psync.specs import ShardSpec, VariableSpec
-from psync.store import ShardStore
-from psync.whole_sets import ShareNumbers, WholeSet, whole_set_of
+from psync.store.store import ShardStore
+from psync.sync import cross_ps_sets
+from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
 from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
 from psync.wire.tensors import to_bytes_view
 from tests.ps_cluster import RATE, heard, pull
@@ -63,7 +63,7 @@ class TestSets:
         assert known.joined([], {one: [a], two: [c]}) == []
 
     def test_the_same_shards_have_the_same_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(whole_sets, "MAX_NUMBERED", 2)
+        monkeypatch.setattr(cross_ps_sets, "MAX_NUMBERED", 2)
         known = numbers()
         first = known.number_of(1, [(7, 0)])
         assert known.number_of(1, [[7, 0]]) == first
@@ -107,7 +107,7 @@ class TestSets:
             WholeSet([(0, 0, 0), (1, 1, 0)], numbers()).fit(store, (4 * size, 4), PS_0)
 
     def test_a_connection_calls_them_by_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(whole_sets, "MAX_SETS", 1)
+        monkeypatch.setattr(cross_ps_sets, "MAX_SETS", 1)
         peer: Any = SimpleNamespace(state={}, task="/job:worker/task:0")
         known = whole_set_of(peer, 5, [(0, 0, 0)], numbers(), PS_0)
         assert whole_set_of(peer, 5, None, numbers(), PS_0) is known

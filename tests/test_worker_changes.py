@@ -9,7 +9,6 @@ import pytest
 from memory_cluster import MemoryCluster, coordinating, event_of
 
 import psync
-from psync.environment import added_workers
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -18,6 +17,7 @@ from psync.errors import (
     ParameterServerLost,
     WorkerLost,
 )
+from psync.net.environment import added_workers
 
 pytestmark = pytest.mark.virtual_time
 

@@ -1,4 +1,4 @@
-"""psync.worker_leave: a worker that leaves finishes what it runs, and nothing is done twice."""
+"""psync.worker.leave: a worker that leaves finishes what it runs, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
-from psync.endpoint import Endpoint
 from psync.errors import UsageError, WorkerLost
-from psync.rpc import Handler
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler
 from psync.wire.recovery_messages import EndSession, LeaveCluster
 from psync.wire.worker_messages import AttachWorker, GivenBack, RunClosures
 from psync.worker_task import WorkerTask

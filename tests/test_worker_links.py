@@ -1,4 +1,4 @@
-"""psync.worker_links: workers are lost, sent away, set aside; they come, leave and are removed."""
+"""psync.chief.worker_links: workers are lost, sent away, set aside; they come, leave and are removed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of
 from test_cluster_links import Owner
 
-from psync.cluster_links import ClusterLinks
+from psync.chief.cluster_links import ClusterLinks
+from psync.closures.flapping import FIRST_S
 from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
-from psync.flapping import FIRST_S
 from psync.wire.recovery_messages import EndSession
 from psync.worker_task import WorkerTask
 

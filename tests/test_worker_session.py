@@ -1,4 +1,4 @@
-"""psync.worker_session: one closure after the other, and each of them reported."""
+"""psync.worker.session: one closure after the other, and each of them reported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from memory_cluster import cluster_of, coordinating, event_of
 
 import psync
 from psync.errors import RemoteError
-from psync.failpoints import FailpointError
-from psync.worker_session import Session
+from psync.net.failpoints import FailpointError
+from psync.worker.session import Session
 from psync.worker_task import WorkerTask
 
 

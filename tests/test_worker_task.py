@@ -11,7 +11,6 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 
 import psync
-from psync.endpoint import Endpoint
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -19,7 +18,8 @@ from psync.errors import (
     ParameterServerLost,
     UsageError,
 )
-from psync.rpc import Peer
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Peer
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
 from psync.wire.worker_messages import AttachWorker, RunClosures
 from psync.worker_task import WorkerTask

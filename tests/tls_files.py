@@ -7,10 +7,10 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-from psync import certificates
-from psync.certificates import Certificates
-from psync.signing import Authority
-from psync.tls_config import Tls, load_tls
+from psync.net import certificates
+from psync.net.certificates import Certificates
+from psync.net.signing import Authority
+from psync.net.tls_config import Tls, load_tls
 
 HOSTS = ("localhost", "127.0.0.1", "ps0")
 DAY = datetime.timedelta(days=1)

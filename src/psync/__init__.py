@@ -21,35 +21,46 @@ if TYPE_CHECKING:
     from psync import partitioners as partitioners
     from psync import schedules as schedules
     from psync import testing as testing
-    from psync.accumulator_handles import GradientResult as GradientResult
-    from psync.checkpoint import Checkpoint as Checkpoint
-    from psync.checkpoint_manager import CheckpointManager as CheckpointManager
-    from psync.checkpoint_manager import latest_checkpoint as latest_checkpoint
-    from psync.checkpoint_objects import SavedState as SavedState
-    from psync.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
+    from psync.api.accumulators import GradientResult as GradientResult
+    from psync.api.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
+    from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from psync.api.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
+    from psync.api.conditional_accumulators import (
+        SparseConditionalAccumulator as SparseConditionalAccumulator,
+    )
+    from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
+    from psync.api.datasets import PerWorkerIterator as PerWorkerIterator
+    from psync.api.distributed_datasets import DistributedDataset as DistributedDataset
+    from psync.api.distributed_datasets import InputOptions as InputOptions
+    from psync.api.embeddings import embedding_lookup as embedding_lookup
+    from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
+    from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
+    from psync.api.global_step import get_global_step as get_global_step
+    from psync.api.global_step import get_or_create_global_step as get_or_create_global_step
+    from psync.api.modules import Module as Module
+    from psync.api.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
+    from psync.api.optimizers.staleness_bound import StalenessBound as StalenessBound
+    from psync.api.optimizers.state import PushResult as PushResult
+    from psync.api.pulls import pull as pull
+    from psync.api.reads import cache_variable_reads as cache_variable_reads
+    from psync.api.session_hooks import SessionHook as SessionHook
+    from psync.api.session_hooks import SyncReplicasHook as SyncReplicasHook
+    from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
+    from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
+    from psync.api.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
+    from psync.api.variable_creators import variable_creator_scope as variable_creator_scope
+    from psync.api.variables import ShardedVariable as ShardedVariable
+    from psync.api.variables import Variable as Variable
+    from psync.api.variables import VariableAggregation as VariableAggregation
+    from psync.api.variables import VariableSynchronization as VariableSynchronization
+    from psync.chief.events import FailoverEvent as FailoverEvent
+    from psync.chief.events import RollbackEvent as RollbackEvent
+    from psync.client.context import get_worker_index as get_worker_index
+    from psync.client.context import wait as wait
     from psync.cluster import ClusterSpec as ClusterSpec
-    from psync.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from psync.cluster_roles import id_in_cluster as id_in_cluster
     from psync.cluster_roles import is_chief as is_chief
     from psync.cluster_roles import worker_count as worker_count
-    from psync.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
-    from psync.conditional_accumulators import (
-        SparseConditionalAccumulator as SparseConditionalAccumulator,
-    )
-    from psync.context import get_worker_index as get_worker_index
-    from psync.context import wait as wait
-    from psync.dataset_functions import InputContext as InputContext
-    from psync.dataset_functions import ValueContext as ValueContext
-    from psync.datasets import PerWorkerDataset as PerWorkerDataset
-    from psync.datasets import PerWorkerIterator as PerWorkerIterator
-    from psync.distributed_datasets import DistributedDataset as DistributedDataset
-    from psync.distributed_datasets import InputOptions as InputOptions
-    from psync.distributed_values import Mirrored as Mirrored
-    from psync.distributed_values import PerReplica as PerReplica
-    from psync.element_specs import TensorSpec as TensorSpec
-    from psync.embeddings import embedding_lookup as embedding_lookup
-    from psync.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
-    from psync.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
     from psync.errors import AttachError as AttachError
     from psync.errors import AuthenticationError as AuthenticationError
     from psync.errors import BusyError as BusyError
@@ -94,59 +105,48 @@ if TYPE_CHECKING:
     from psync.errors import VariableIndexError as VariableIndexError
     from psync.errors import VersionMismatch as VersionMismatch
     from psync.errors import WorkerLost as WorkerLost
-    from psync.events import FailoverEvent as FailoverEvent
-    from psync.events import RollbackEvent as RollbackEvent
-    from psync.functions import StaleCaptureWarning as StaleCaptureWarning
-    from psync.global_step import get_global_step as get_global_step
-    from psync.global_step import get_or_create_global_step as get_or_create_global_step
-    from psync.indexed_slices import IndexedSlices as IndexedSlices
-    from psync.kubernetes_resolver import ExecutableLocation as ExecutableLocation
-    from psync.kubernetes_resolver import KubernetesClusterResolver as KubernetesClusterResolver
-    from psync.local import LocalCluster as LocalCluster
-    from psync.losses import compute_average_loss as compute_average_loss
-    from psync.losses import scale_regularization_loss as scale_regularization_loss
-    from psync.modules import Module as Module
-    from psync.moving_averages import ExponentialMovingAverage as ExponentialMovingAverage
-    from psync.optimizer_state import PushResult as PushResult
+    from psync.launch.local import LocalCluster as LocalCluster
+    from psync.launch.tasks import run as run
+    from psync.launch.tasks import serve as serve
+    from psync.net.kubernetes_resolver import ExecutableLocation as ExecutableLocation
+    from psync.net.kubernetes_resolver import KubernetesClusterResolver as KubernetesClusterResolver
+    from psync.net.resolvers import ClusterResolver as ClusterResolver
+    from psync.net.resolvers import SimpleClusterResolver as SimpleClusterResolver
+    from psync.net.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
+    from psync.net.slurm_resolver import SlurmClusterResolver as SlurmClusterResolver
+    from psync.net.union_resolver import UnionClusterResolver as UnionClusterResolver
+    from psync.numerics.indexed_slices import IndexedSlices as IndexedSlices
+    from psync.numerics.replica_sums import ReduceOp as ReduceOp
+    from psync.numerics.replica_values import Mirrored as Mirrored
+    from psync.numerics.replica_values import PerReplica as PerReplica
     from psync.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
     from psync.partitioners import MaxSizePartitioner as MaxSizePartitioner
     from psync.partitioners import MinSizePartitioner as MinSizePartitioner
     from psync.partitioners import Partitioner as Partitioner
-    from psync.pulls import pull as pull
-    from psync.reads import cache_variable_reads as cache_variable_reads
-    from psync.remote_value import RemoteValue as RemoteValue
-    from psync.remote_value import RemoteValueStatus as RemoteValueStatus
-    from psync.replica_context import ReplicaContext as ReplicaContext
-    from psync.replica_context import experimental_set_strategy as experimental_set_strategy
-    from psync.replica_context import get_replica_context as get_replica_context
-    from psync.replica_context import get_strategy as get_strategy
-    from psync.replica_context import has_strategy as has_strategy
-    from psync.replica_context import in_cross_replica_context as in_cross_replica_context
-    from psync.replica_sums import ReduceOp as ReduceOp
-    from psync.resolvers import ClusterResolver as ClusterResolver
-    from psync.resolvers import SimpleClusterResolver as SimpleClusterResolver
-    from psync.resolvers import TFConfigClusterResolver as TFConfigClusterResolver
-    from psync.session_hooks import SessionHook as SessionHook
-    from psync.session_hooks import SyncReplicasHook as SyncReplicasHook
-    from psync.sidecar_evaluator import Evaluation as Evaluation
-    from psync.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
-    from psync.slurm_resolver import SlurmClusterResolver as SlurmClusterResolver
+    from psync.replicas.context import ReplicaContext as ReplicaContext
+    from psync.replicas.context import experimental_set_strategy as experimental_set_strategy
+    from psync.replicas.context import get_replica_context as get_replica_context
+    from psync.replicas.context import get_strategy as get_strategy
+    from psync.replicas.context import has_strategy as has_strategy
+    from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
+    from psync.replicas.losses import compute_average_loss as compute_average_loss
+    from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
+    from psync.replicas.strategy_extended import StrategyExtended as StrategyExtended
+    from psync.serialization.functions import StaleCaptureWarning as StaleCaptureWarning
+    from psync.serialization.remote_value import RemoteValue as RemoteValue
+    from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
     from psync.specs import Outcome as Outcome
-    from psync.staleness_bound import StalenessBound as StalenessBound
-    from psync.strategy import ParameterServerStrategy as ParameterServerStrategy
-    from psync.strategy_extended import StrategyExtended as StrategyExtended
-    from psync.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
-    from psync.tasks import run as run
-    from psync.tasks import serve as serve
-    from psync.trainer import History as History
-    from psync.trainer import Trainer as Trainer
-    from psync.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
-    from psync.union_resolver import UnionClusterResolver as UnionClusterResolver
-    from psync.variable_creators import variable_creator_scope as variable_creator_scope
-    from psync.variables import ShardedVariable as ShardedVariable
-    from psync.variables import Variable as Variable
-    from psync.variables import VariableAggregation as VariableAggregation
-    from psync.variables import VariableSynchronization as VariableSynchronization
+    from psync.training.checkpoint import Checkpoint as Checkpoint
+    from psync.training.checkpoint_manager import CheckpointManager as CheckpointManager
+    from psync.training.checkpoint_manager import latest_checkpoint as latest_checkpoint
+    from psync.training.saved_objects import SavedState as SavedState
+    from psync.training.sidecar_evaluator import Evaluation as Evaluation
+    from psync.training.sidecar_evaluator import SidecarEvaluator as SidecarEvaluator
+    from psync.training.trainer import History as History
+    from psync.training.trainer import Trainer as Trainer
+    from psync.worker.dataset_functions import InputContext as InputContext
+    from psync.worker.dataset_functions import ValueContext as ValueContext
+    from psync.worker.element_specs import TensorSpec as TensorSpec
 
 __version__ = "0.1.0"
 
@@ -161,22 +161,22 @@ _MODULES = (
     "testing",
 )
 _HOMES = {
-    "accumulator_handles": ("GradientResult",),
-    "checkpoint": ("Checkpoint",),
-    "checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
-    "checkpoint_objects": ("SavedState",),
-    "chief_queue_runner": ("ChiefQueueRunner",),
+    "api.accumulators": ("GradientResult",),
+    "training.checkpoint": ("Checkpoint",),
+    "training.checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
+    "training.saved_objects": ("SavedState",),
+    "api.chief_queue_runner": ("ChiefQueueRunner",),
     "cluster": ("ClusterSpec",),
-    "cluster_coordinator": ("ClusterCoordinator",),
+    "api.cluster_coordinator": ("ClusterCoordinator",),
     "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
-    "conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
-    "context": ("get_worker_index", "wait"),
-    "dataset_functions": ("InputContext", "ValueContext"),
-    "datasets": ("PerWorkerDataset", "PerWorkerIterator"),
-    "distributed_datasets": ("DistributedDataset", "InputOptions"),
-    "distributed_values": ("Mirrored", "PerReplica"),
-    "element_specs": ("TensorSpec",),
-    "embeddings": (
+    "api.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
+    "client.context": ("get_worker_index", "wait"),
+    "worker.dataset_functions": ("InputContext", "ValueContext"),
+    "api.datasets": ("PerWorkerDataset", "PerWorkerIterator"),
+    "api.distributed_datasets": ("DistributedDataset", "InputOptions"),
+    "numerics.replica_values": ("Mirrored", "PerReplica"),
+    "worker.element_specs": ("TensorSpec",),
+    "api.embeddings": (
         "embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse",
     ),
     "errors": (
@@ -192,42 +192,42 @@ _HOMES = {
         "TrainingEnded", "TransportError", "UnknownVariableError",
         "UnsupportedError", "UsageError", "VariableIndexError", "VersionMismatch", "WorkerLost",
     ),
-    "events": ("FailoverEvent", "RollbackEvent"),
-    "functions": ("StaleCaptureWarning",),
-    "global_step": ("get_global_step", "get_or_create_global_step"),
-    "indexed_slices": ("IndexedSlices",),
-    "kubernetes_resolver": ("ExecutableLocation", "KubernetesClusterResolver"),
-    "local": ("LocalCluster",),
-    "losses": ("compute_average_loss", "scale_regularization_loss"),
-    "modules": ("Module",),
-    "moving_averages": ("ExponentialMovingAverage",),
-    "optimizer_state": ("PushResult",),
+    "chief.events": ("FailoverEvent", "RollbackEvent"),
+    "serialization.functions": ("StaleCaptureWarning",),
+    "api.global_step": ("get_global_step", "get_or_create_global_step"),
+    "numerics.indexed_slices": ("IndexedSlices",),
+    "net.kubernetes_resolver": ("ExecutableLocation", "KubernetesClusterResolver"),
+    "launch.local": ("LocalCluster",),
+    "replicas.losses": ("compute_average_loss", "scale_regularization_loss"),
+    "api.modules": ("Module",),
+    "api.moving_averages": ("ExponentialMovingAverage",),
+    "api.optimizers.state": ("PushResult",),
     "partitioners": (
         "FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner",
     ),
-    "pulls": ("pull",),
-    "reads": ("cache_variable_reads",),
-    "remote_value": ("RemoteValue", "RemoteValueStatus"),
-    "replica_sums": ("ReduceOp",),
-    "replica_context": (
+    "api.pulls": ("pull",),
+    "api.reads": ("cache_variable_reads",),
+    "serialization.remote_value": ("RemoteValue", "RemoteValueStatus"),
+    "numerics.replica_sums": ("ReduceOp",),
+    "replicas.context": (
         "ReplicaContext", "experimental_set_strategy", "get_replica_context", "get_strategy",
         "has_strategy", "in_cross_replica_context",
     ),
-    "resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
-    "session_hooks": ("SessionHook", "SyncReplicasHook"),
-    "sidecar_evaluator": ("Evaluation", "SidecarEvaluator"),
-    "slurm_resolver": ("SlurmClusterResolver",),
+    "net.resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
+    "api.session_hooks": ("SessionHook", "SyncReplicasHook"),
+    "training.sidecar_evaluator": ("Evaluation", "SidecarEvaluator"),
+    "net.slurm_resolver": ("SlurmClusterResolver",),
     "specs": ("Outcome",),
-    "staleness_bound": ("StalenessBound",),
-    "strategy": ("ParameterServerStrategy",),
-    "strategy_extended": ("StrategyExtended",),
-    "sync_replicas": ("SyncReplicasOptimizer",),
-    "tasks": ("run", "serve"),
-    "trainer": ("History", "Trainer"),
-    "training_sessions": ("MonitoredTrainingSession",),
-    "union_resolver": ("UnionClusterResolver",),
-    "variable_creators": ("variable_creator_scope",),
-    "variables": (
+    "api.optimizers.staleness_bound": ("StalenessBound",),
+    "api.strategy": ("ParameterServerStrategy",),
+    "replicas.strategy_extended": ("StrategyExtended",),
+    "api.sync_replicas": ("SyncReplicasOptimizer",),
+    "launch.tasks": ("run", "serve"),
+    "training.trainer": ("History", "Trainer"),
+    "api.training_sessions": ("MonitoredTrainingSession",),
+    "net.union_resolver": ("UnionClusterResolver",),
+    "api.variable_creators": ("variable_creator_scope",),
+    "api.variables": (
         "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
     ),
 }  # fmt: skip

@@ -1,10 +1,7 @@
-"""``python -m psync``: the command line without the console script.
-
-Layer: L5. Imports: cli.
-"""
+"""``python -m psync``: the command line without the console script."""
 
 import sys
 
-from psync.cli import main
+from psync.cli.main import main
 
 sys.exit(main())

@@ -1,7 +1,5 @@
 """Accumulators: gradients of several replicas become one, and stale ones are refused.
 
-Layer: L1. Imports: errors, fitting, specs, sums.
-
 An accumulator holds the gradients of one step. Whoever wants their mean *takes* it: the step goes
 up by one, nothing is left behind, and what was computed against the step before is stale from then
 on. A take waits until enough gradients are there; takes are served in the order in which they
@@ -28,9 +26,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
-from psync.fitting import overflow
+from psync.numerics.casting import overflow
+from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
 from psync.specs import Outcome, dtype_name, dtype_of
-from psync.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")

@@ -1,7 +1,5 @@
 """Callbacks of ``Trainer.fit``: what happens between the epochs.
 
-Layer: L4. Imports: errors, checkpoint_manager, pulls.
-
 They run in the program, not on workers; there are none for batches, since steps run elsewhere and
 several at once. Each method may be a coroutine function or a plain one.
 
@@ -17,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from psync.checkpoint_manager import CheckpointManager
+from psync.api.pulls import pull
 from psync.errors import ConfigurationError
-from psync.pulls import pull
+from psync.training.checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
-    from psync.trainer import Trainer
+    from psync.training.trainer import Trainer
 
 Logs = Mapping[str, float]
 

@@ -1,7 +1,5 @@
 """Which tasks a cluster has, where they listen, and what they are called.
 
-Layer: L0. Imports: errors.
-
 A cluster is described as TensorFlow describes it, so that whatever sets ``TF_CONFIG`` today can
 start psync. Two things are stricter, because the alternative is a job that hangs: an address must
 be one, and no two tasks may have the same.

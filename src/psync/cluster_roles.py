@@ -1,7 +1,4 @@
-"""What parameter-server training needs of a cluster, and who is who in it.
-
-Layer: L0. Imports: errors, cluster.
-"""
+"""What parameter-server training needs of a cluster, and who is who in it."""
 
 from __future__ import annotations
 

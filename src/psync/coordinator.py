@@ -1,11 +1,5 @@
 """The coordinator: takes closures, sends them, settles them, and knows who is there.
 
-Layer: L3. Imports: errors, closure_messages, closure_service, closure_states, closure_timeout,
-closures, cluster, cluster_links, cluster_recovery, creation, cuts, declarations, dispatching,
-events, failures, flapping, functions, gang_runner, joins, open_closures, payloads, platform,
-reattachment, remote_value, replica_context, rpc, runtime, schedule_report, schedule_reporter,
-watchdog, wire.
-
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;
 ``joins`` knows who waits for what, ``cluster_recovery`` what becomes of ps tasks that are lost.
@@ -21,19 +15,26 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync import closure_timeout, watchdog
-from psync.closure_messages import ScheduledCall, run_closures, run_replica
-from psync.closure_service import ClosureService
-from psync.closure_states import Closure
-from psync.closures import MAX_LOSSES, ClosureQueue
-from psync.closures import Action as QueueAction
+from psync.chief import closure_timeout, watchdog
+from psync.chief.closure_service import ClosureService
+from psync.chief.cluster_links import ClusterLinks
+from psync.chief.consistent_cut import Cuts
+from psync.chief.creation import Creation
+from psync.chief.declarations import Declaration
+from psync.chief.events import Events
+from psync.chief.joins import Joins, describe_waiting
+from psync.chief.reattachment import OwnOptimizers, reattach
+from psync.chief.recovery import ClusterRecovery
+from psync.chief.schedule_reporter import ScheduleReporter
+from psync.client.runtime import Runtime
+from psync.closures.closure import Closure
+from psync.closures.dispatcher import Dispatch, GiveBack
+from psync.closures.flapping import LIMIT
+from psync.closures.open import Cancel, Settle
+from psync.closures.queue import MAX_LOSSES, ClosureQueue
+from psync.closures.queue import Action as QueueAction
+from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import ClusterSpec, parse_task_name, task_name
-from psync.cluster_links import ClusterLinks
-from psync.cluster_recovery import ClusterRecovery
-from psync.creation import Creation
-from psync.cuts import Cuts
-from psync.declarations import Declaration
-from psync.dispatching import Dispatch, GiveBack
 from psync.errors import (
     ClosedError,
     DeadlineExceeded,
@@ -42,22 +43,15 @@ from psync.errors import (
     TransportError,
     UsageError,
 )
-from psync.events import Events
-from psync.failures import text_of
-from psync.flapping import LIMIT
-from psync.functions import FunctionTable
-from psync.gang_runner import GangRunner
-from psync.joins import Joins, describe_waiting
-from psync.open_closures import Cancel, Settle
-from psync.payloads import EMPTY, check_size, pack_arguments
-from psync.platform import Platform
-from psync.reattachment import OwnOptimizers, reattach
-from psync.remote_value import RemoteValue
-from psync.replica_context import forbid_in_merge
-from psync.rpc import Handler, Peer, Reply
-from psync.runtime import Runtime
-from psync.schedule_report import ScheduleReports
-from psync.schedule_reporter import ScheduleReporter
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.replicas.closure_messages import ScheduledCall, run_closures, run_replica
+from psync.replicas.context import forbid_in_merge
+from psync.replicas.gang_runner import GangRunner
+from psync.serialization.failures import text_of
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import EMPTY, check_size, pack_arguments
+from psync.serialization.remote_value import RemoteValue
 from psync.wire import worker_messages
 from psync.wire.codec import Message
 from psync.wire.messages import Done

@@ -1,7 +1,5 @@
 """Helpers for datasets: batches from arrays and from files, shards that are visited once.
 
-Layer: L4. Imports: data_sources, visitation, visits.
-
     psync.data.from_arrays((x, y), batch_size=32, shuffle_seed=7, num_epochs=None)
     psync.data.from_files(sorted(glob.glob("*.npz")), read)
 
@@ -14,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from psync.data_sources import ArrayDataset as ArrayDataset
-from psync.data_sources import FileDataset as FileDataset
-from psync.visitation import EpochAccount as EpochAccount
-from psync.visits import Visits as Visits
+from psync.api.data_shards import Visits as Visits
+from psync.closures.shard_epochs import EpochAccount as EpochAccount
+from psync.worker.data_sources import ArrayDataset as ArrayDataset
+from psync.worker.data_sources import FileDataset as FileDataset
 
 __all__ = ["ArrayDataset", "EpochAccount", "FileDataset", "Visits", "from_arrays", "from_files"]
 

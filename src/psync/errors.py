@@ -1,7 +1,5 @@
 """Every exception psync raises, in one tree.
 
-Layer: L0. Imports: nothing of psync.
-
 The class answers one question: who must act.
 
     PsyncError

@@ -1,7 +1,5 @@
 """Gradients from torch and jax, in the form that ``compute_gradients`` and ``minimize`` take.
 
-Layer: L4. Imports: errors, indexed_slices, pulls.
-
 Both libraries are imported when a gradient is first computed, by the task that computes it.
 """
 
@@ -16,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from psync.api.pulls import is_flat, leaves, mapped
 from psync.errors import ConfigurationError, GradientError
-from psync.indexed_slices import IndexedSlices
-from psync.pulls import is_flat, leaves, mapped
+from psync.numerics.indexed_slices import IndexedSlices
 
 Loss = Callable[..., Any]
 

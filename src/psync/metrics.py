@@ -1,7 +1,5 @@
 """Metrics: what steps count on their workers, and the program reads as one number.
 
-Layer: L4. Imports: context, metric_rules, variables.
-
 The sums of a metric are one ON_READ variable on a ps: each worker adds to a copy of its own, in one
 small message, and reading adds the copies up. They outlive the worker, and what a closure adds
 counts once, also when it runs again elsewhere.
@@ -26,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from psync import metric_rules
-from psync.variables import Variable, VariableAggregation, VariableSynchronization
+from psync.api.variables import Variable, VariableAggregation, VariableSynchronization
+from psync.numerics import metric_rules
 
 
 class Metric:

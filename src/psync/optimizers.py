@@ -1,8 +1,5 @@
 """Optimizers: what a step pushes gradients through. The mathematics runs on the ps tasks.
 
-Layer: L4. Imports: optimizer_handles, schedules, staleness_bound, update_rules,
-moment_rules, adaptive_rules, layerwise_rules.
-
 Each class is a handle with the arguments of one rule. Names, arguments, formulas and defaults
 are those of Keras 3. A learning rate is a number or a schedule; each ps evaluates a schedule at
 max(its own step, the step that the push carries). "The step" in a formula is the ps's count of the
@@ -14,10 +11,10 @@ from __future__ import annotations
 
 from typing import TypedDict, Unpack
 
-from psync import adaptive_rules, layerwise_rules, moment_rules, update_rules
-from psync.optimizer_handles import Optimizer as Optimizer
+from psync.api.optimizers.handles import Optimizer as Optimizer
+from psync.api.optimizers.staleness_bound import StalenessBound
+from psync.numerics import adaptive_rules, layerwise_rules, moment_rules, update_rule
 from psync.schedules import Schedule
-from psync.staleness_bound import StalenessBound
 
 
 class OtherOptions(TypedDict, total=False):
@@ -62,7 +59,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(update_rules.SGD(learning_rate, momentum, nesterov), **options)
+        super().__init__(update_rule.SGD(learning_rate, momentum, nesterov), **options)
 
 
 class Momentum(SGD):

@@ -1,7 +1,5 @@
 """Into how many shards a variable is cut, and which rows each shard has.
 
-Layer: L1. Imports: errors, specs.
-
 A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of parts
 per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
 ``div_split`` and ``shard_of_row`` are the one layout that psync has, called "div": shards of

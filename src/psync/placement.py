@@ -1,7 +1,5 @@
 """Which ps holds which shard.
 
-Layer: L1. Imports: errors, cluster.
-
 A placement is an object with ``place(nbytes) -> ps index``, asked once per shard in the
 order of declaration; all that it may use are the sizes so far, so that the same program places
 its variables in the same way every time.

@@ -1,10 +1,5 @@
 """The ps task: who is served, what is declared; and what serves the rest.
 
-Layer: L3. Imports: errors, specs, blocks, store, ledger, ps_image, weak_rules, endpoint, rpc,
-updates, long_work, accumulator_service, accumulator_image, clock_service, session_service,
-ps_locks, gate_service, ps_pulls, ps_report, chief_presence, ps_sync, ps_updates, shard_creation,
-step_closer, image_service, committer, backup_sender, backup_service, replica_host, wire.
-
 It owns a ``ShardStore`` (values, slots, optimizers) and a ``Ledger`` (identity of updates)
 and connects both to the network. It runs no user code and unpickles nothing.
 
@@ -21,53 +16,53 @@ import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from psync.accumulator_image import AccumulatorImage
-from psync.accumulator_service import AccumulatorService
-from psync.adoption_service import AdoptionService
-from psync.apply_log import ApplyLog
-from psync.backup_sender import Served
-from psync.backup_service import BackupService
-from psync.blocks import BlockPool
-from psync.chief_presence import ChiefPresence
-from psync.clock_service import ClockService
-from psync.committer import Committer
-from psync.coordinator_enquiry import ENQUIRER
-from psync.coordinator_grants import CoordinatorGrants
-from psync.endpoint import Endpoint
+from psync.chief.enquiry import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
-from psync.failpoints import Failpoints
-from psync.gate_service import GateService
-from psync.group_table import CLOSER
-from psync.image_service import (
+from psync.net.chief_presence import ChiefPresence
+from psync.net.endpoint import Endpoint
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.net.transport import Listener
+from psync.numerics.blocks import BlockPool
+from psync.ps.accumulators import AccumulatorService
+from psync.ps.adoption_service import AdoptionService
+from psync.ps.apply_log import ApplyLog
+from psync.ps.backup import BackupService
+from psync.ps.backup_accumulators import AccumulatorImage
+from psync.ps.backup_host import ReplicaHost
+from psync.ps.backup_sender import Served
+from psync.ps.committer import Committer
+from psync.ps.cooperative_work import LongWork
+from psync.ps.coordinator_grants import CoordinatorGrants
+from psync.ps.creation import ShardCreation
+from psync.ps.cut_gate import GateService
+from psync.ps.locks import PsLocks
+from psync.ps.pulls import PsPulls
+from psync.ps.report import describe_ps
+from psync.ps.row_pulls import RowPulls
+from psync.ps.snapshots import (
     ImageService,
     pack_accumulators,
     pack_answer,
     unpack_accumulators,
 )
-from psync.ledger import (
+from psync.ps.succession import ServedService
+from psync.ps.updates import PsUpdates
+from psync.ps.weakened_rules import weaken, went_back
+from psync.store.ledger import (
     Ledger,
 )
-from psync.long_work import LongWork
-from psync.platform import Platform
-from psync.ps_image import Frozen, Thawed, freeze, settling
-from psync.ps_locks import PsLocks
-from psync.ps_pulls import PsPulls
-from psync.ps_report import describe_ps
-from psync.ps_sync import PsSync
-from psync.ps_updates import PsUpdates
-from psync.replica_host import ReplicaHost
-from psync.row_pulls import RowPulls
-from psync.rpc import Handler, Peer, Reply
-from psync.served_service import ServedService
-from psync.served_tasks import Primary
-from psync.session_service import SessionService, check_shards
-from psync.shard_creation import ShardCreation
-from psync.step_closer import StepCloser
-from psync.store import ShardStore
-from psync.sync_follower import SyncFollower
-from psync.sync_image import SyncImage
-from psync.transport import Listener
-from psync.weak_rules import weaken, went_back
+from psync.store.locate_ps import Primary
+from psync.store.snapshot import Frozen, Thawed, freeze, settling
+from psync.store.store import ShardStore
+from psync.sync.groups import CLOSER
+from psync.sync.ps_sync import PsSync
+from psync.sync.replay import SyncFollower
+from psync.sync.session_service import SessionService, check_shards
+from psync.sync.staleness_service import ClockService
+from psync.sync.step_closer import StepCloser
+from psync.sync.sync_image import SyncImage
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked

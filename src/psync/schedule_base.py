@@ -1,7 +1,5 @@
 """What all learning-rate schedules have in common: a number for each step, and plain data.
 
-Layer: L1. Imports: errors.
-
 The schedules themselves are in ``schedules``.
 """
 

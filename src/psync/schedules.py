@@ -1,7 +1,5 @@
 """Learning-rate schedules as plain data.
 
-Layer: L1. Imports: errors, schedule_base.
-
 A ps evaluates the learning rate itself, because only it knows how many updates it has
 applied. It runs no user code, so a schedule is not a function that travels, but one of the
 classes below: a few numbers that go over the wire as msgpack and come back through

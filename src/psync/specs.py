@@ -1,7 +1,5 @@
 """What a variable and its shards look like: names, shapes, dtypes, offsets.
 
-Layer: L0. Imports: errors.
-
 Frozen values that travel between tasks; no behaviour beyond validation.
 """
 

@@ -1,8 +1,5 @@
 """The worker task: waits for a coordinator and runs its closures.
 
-Layer: L3. Imports: errors, blocks, chief_presence, endpoint, iterators, platform, ps_client,
-rpc, runtime, worker_leave, worker_session, wire.
-
     idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
 
 One session at a time. A worker listens and never connects to the coordinator: whoever proves
@@ -16,9 +13,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from psync.blocks import BlockPool
-from psync.chief_presence import ChiefPresence
-from psync.endpoint import Endpoint
+from psync.client.ps_client import PsClient
+from psync.client.runtime import Runtime
 from psync.errors import (
     ConnectionLost,
     FencedError,
@@ -27,12 +23,12 @@ from psync.errors import (
     UsageError,
     WorkerLost,
 )
-from psync.iterators import IteratorTable
-from psync.platform import Platform
-from psync.ps_client import PsClient
-from psync.rpc import Handler, Peer, Reply
-from psync.runtime import Runtime
-from psync.transport import Listener
+from psync.net.chief_presence import ChiefPresence
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.net.transport import Listener
+from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, LeaveCluster
@@ -45,8 +41,9 @@ from psync.wire.worker_messages import (
     RunClosures,
     RunReplica,
 )
-from psync.worker_leave import leave
-from psync.worker_session import Session
+from psync.worker.iterators import IteratorTable
+from psync.worker.leave import leave
+from psync.worker.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.bench.modes import Mode, modes_of
 from psync.optimizers import SGD
-from psync.sync_replicas import SyncReplicasOptimizer
 
 
 def test_all_modes_have_names_of_their_own() -> None:

@@ -13,7 +13,7 @@ from psync.bench import peers
 from psync.bench.checks import WrongResultError
 from psync.bench.peers import Case
 from psync.errors import ConfigurationError
-from psync.local import LocalCluster
+from psync.launch.local import LocalCluster
 
 SMALL = [
     Case(True, "small", 0.001, 3), Case(True, "small", 0.001, 3, pull_ahead=False),

@@ -1,6 +1,6 @@
 """Without a safeguard something goes wrong, and the oracles of the simulations notice it.
 
-Which safeguards have a switch: ``psync.testing_switches``. Real processes with a switch off:
+Which safeguards have a switch: ``psync.net.testing_switches``. Real processes with a switch off:
 ``tests/processes/test_chaos_command.py``; docs/testing.md has a table.
 """
 
@@ -16,8 +16,8 @@ import pytest
 from memory_cluster import cluster_of, event_of
 
 import psync
-from psync.failpoints import Failpoints
-from psync.platform import Platform
+from psync.net.failpoints import Failpoints
+from psync.net.platform import Platform
 from psync.testing import MemoryNetwork, run_virtual
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.mutants import MUTANTS

@@ -14,7 +14,7 @@ from session_cluster import session_cluster
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 import psync
-from psync.rpc import Received
+from psync.net.peer import Received
 from psync.testing import settle
 from psync.wire.sync_messages import Contributed, TickClock
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from psync.failpoints import Failpoints
+from psync.net.failpoints import Failpoints
 from psync.testing.chaos.__main__ import PS_POINTS, WORKER_POINTS, drawn_failpoints
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]

@@ -16,8 +16,8 @@ from real_training import coordinated, run
 from tasks_by_hand import plain_environ, script
 
 import psync
-from psync.checkpoint_files import Reader
-from psync.checkpoint_images import stored_images
+from psync.checkpoints.files import Reader
+from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

@@ -106,7 +106,7 @@ def test_a_task_that_logs_to_a_full_disk_serves_and_ends_well() -> None:
 
 
 def test_what_the_command_line_opens_gets_no_number_of_a_closed_descriptor() -> None:
-    code = "import os; from psync.cli import main; main(['--version']); print(os.dup(0))"
+    code = "import os; from psync.cli.main import main; main(['--version']); print(os.dup(0))"
     ended = shell(f'{sys.executable} -c "{code}" <&- 2>&-')
     assert ended.returncode == 0
     assert int(ended.stdout.splitlines()[-1]) > 2

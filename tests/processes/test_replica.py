@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.events import FailoverEvent
+from psync.chief.events import FailoverEvent
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -114,7 +114,7 @@ def test_insecure_tasks_say_what_that_means() -> None:
         line = wait_for_line(task, "running without a secret")
         address = cluster.cluster["ps"][0]
     assert line.endswith(
-        "WARNING psync.environment: running without a secret: every user of this machine can run "
+        "WARNING psync.net.environment: running without a secret: every user of this machine can run "
         f"code on this task ({address})\n"
     )
 

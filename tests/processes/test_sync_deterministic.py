@@ -9,9 +9,10 @@ import pytest
 from real_training import coordinated, run
 
 import psync
-from psync import moment_rules, optimizers, update_rules
-from psync.gradient_clipping import clipped_by_norm
-from psync.rule_options import RuleOptions
+from psync import optimizers
+from psync.numerics import moment_rules, update_rule
+from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.rule_options import RuleOptions
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ def momentum(values: np.ndarray) -> Apply:
 
 
 def adam(values: np.ndarray) -> Apply:
-    rule, scratch = moment_rules.Adam(RATE), update_rules.Scratch()
+    rule, scratch = moment_rules.Adam(RATE), update_rule.Scratch()
     slots = [np.zeros(values.size, np.float32) for _ in rule.slot_names()]
 
     def apply(values: np.ndarray, gradient: np.ndarray, step: int) -> None:

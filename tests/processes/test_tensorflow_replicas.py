@@ -17,7 +17,7 @@ from shared_tasks import SharedTasks, shared_tasks
 import psync
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
 from psync.errors import PartitionError, ReplicaValueError, UsageError
-from psync.replica_context import get_update_replica_id, in_update_context
+from psync.replicas.context import get_update_replica_id, in_update_context
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -16,8 +16,8 @@ import pytest
 from recorder import Accepting, Recorder, end, pair
 
 from psync.errors import ConfigurationError, UsageError
+from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, run_virtual, settle
-from psync.transport import SocketNetwork
 
 WHO = contextvars.ContextVar("WHO", default="nobody")
 

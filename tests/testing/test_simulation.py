@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import psync
-from psync.sync_groups import Group
+from psync.sync.group import Group
 from psync.testing.simulation.__main__ import main
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.journal import Closure, Run

@@ -1,6 +1,4 @@
 """What ``psync bench`` runs: measurements on clusters of real processes, and in virtual time.
 
-Layer: L5. Imports: nothing of psync.
-
 ``sync_async`` compares synchronous with asynchronous training; the other modules are its parts.
 """

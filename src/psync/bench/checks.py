@@ -1,7 +1,4 @@
-"""After a timed run: what the variables must be, if every push did what its answer says.
-
-Layer: L5. Imports: errors; bench.training.
-"""
+"""After a timed run: what the variables must be, if every push did what its answer says."""
 
 from __future__ import annotations
 

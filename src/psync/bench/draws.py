@@ -1,7 +1,5 @@
 """How many gradients of a step come late, and which: drawn from a model of a large cluster.
 
-Layer: L5. Imports: nothing of psync.
-
 Of the gradients of one step, beta-binomially many are slow: each is slow with the same small
 probability, and that probability differs from step to step (beta), because what makes
 machines slow hits several at once. With the parameters below 30 % of the steps of 100 workers

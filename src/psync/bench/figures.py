@@ -1,7 +1,4 @@
-"""What a run amounts to: plain figures, for tables, plots and JSON.
-
-Layer: L5. Imports: bench.draws, bench.training.
-"""
+"""What a run amounts to: plain figures, for tables, plots and JSON."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The ways to train that are compared.
 
-Layer: L5. Imports: optimizers, staleness_bound, sync_replicas.
-
 A gradient weighs the same in all of them: an asynchronous push is applied with the learning rate
 of the whole cluster divided by the number of workers, and the mean of R gradients with R times
 that. So what differs is when gradients are applied, and to which values they belong.
@@ -11,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psync.api.optimizers.staleness_bound import StalenessBound
+from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.optimizers import SGD, Optimizer
-from psync.staleness_bound import StalenessBound
-from psync.sync_replicas import SyncReplicasOptimizer
 
 BOUNDS = (2, 8)  # rounds that a worker may be ahead
 

@@ -1,8 +1,5 @@
 """Beside TensorFlow 1: every step reads all variables and pushes dense gradients of their size.
 
-Layer: L5. Imports: errors, cluster_coordinator, context, global_step, local, optimizers, pulls,
-strategy, sync_replicas, variables; bench.checks.
-
 The two take turns, repetition by repetition, so that whatever else the machine does hits both.
 TensorFlow runs in a Python that has it, as a script that prints its figures as JSON.
 """
@@ -18,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.global_step import get_or_create_global_step
+from psync.api.pulls import pull
+from psync.api.strategy import ParameterServerStrategy
+from psync.api.sync_replicas import SyncReplicasOptimizer
+from psync.api.variables import Variable
 from psync.bench.checks import WrongResultError
 from psync.bench.figures import Figures
-from psync.cluster_coordinator import ClusterCoordinator
-from psync.context import get_worker_index
+from psync.client.context import get_worker_index
 from psync.errors import ConfigurationError
-from psync.global_step import get_or_create_global_step
-from psync.local import LocalCluster
+from psync.launch.local import LocalCluster
 from psync.optimizers import SGD
-from psync.pulls import pull
-from psync.strategy import ParameterServerStrategy
-from psync.sync_replicas import SyncReplicasOptimizer
-from psync.variables import Variable
 
 NUM_PS, NUM_VARIABLES = 2, 2
 RATE = 1e-3

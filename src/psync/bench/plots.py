@@ -1,7 +1,4 @@
-"""Pictures of the figures, as PNG files.
-
-Layer: L5. Imports: errors; bench.figures.
-"""
+"""Pictures of the figures, as PNG files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Real processes on this machine, with and without one worker that is slow.
-
-Layer: L5. Imports: local; bench.modes, bench.training.
-"""
+"""Real processes on this machine, with and without one worker that is slow."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from psync.bench.checks import check
 from psync.bench.figures import Figures, figures_of
 from psync.bench.modes import BOUNDS, Mode, modes_of
 from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, train
-from psync.local import LocalCluster
+from psync.launch.local import LocalCluster
 
 NUM_PS = 2
 BATCH = 32

@@ -1,7 +1,4 @@
-"""Tables, and what they say in words.
-
-Layer: L5. Imports: bench.figures.
-"""
+"""Tables, and what they say in words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Synchronous against asynchronous training: runs the parts, prints, writes JSON and pictures.
-
-Layer: L5. Imports: errors, process_loop; bench.checks, bench.digits, bench.figures,
-bench.peers, bench.plots, bench.real_runs, bench.report, bench.virtual_runs.
-"""
+"""Synchronous against asynchronous training: runs the parts, prints, writes JSON and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ from psync.bench.checks import WrongResultError
 from psync.bench.digits import load
 from psync.bench.figures import Figures
 from psync.errors import ConfigurationError
-from psync.process_loop import loop_factory
+from psync.launch.process_loop import loop_factory
 
 PARTS = ("processes", "virtual", "peers")
 PACKAGES = ("psync", "numpy", "uvloop", "msgpack")

@@ -1,8 +1,5 @@
 """One timed run: all workers train in one mode, and every push is on record.
 
-Layer: L5. Imports: errors, cluster_coordinator, context, global_step, local, pulls, strategy,
-variables; bench.digits, bench.modes.
-
 The same code runs in real processes and in virtual time: seconds are those of the running loop.
 On one machine the loops of all processes count the same seconds.
 """
@@ -18,15 +15,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.global_step import get_or_create_global_step
+from psync.api.pulls import pull
+from psync.api.strategy import ParameterServerStrategy
+from psync.api.variables import Variable
 from psync.bench import digits
 from psync.bench.modes import Mode
-from psync.cluster_coordinator import ClusterCoordinator
-from psync.context import get_worker_index
-from psync.global_step import get_or_create_global_step
-from psync.local import LocalCluster
-from psync.pulls import pull
-from psync.strategy import ParameterServerStrategy
-from psync.variables import Variable
+from psync.client.context import get_worker_index
+from psync.launch.local import LocalCluster
 
 TARGET_LOSS = 0.5  # nats, of the test images; the untrained model has about 2.4
 QUICK_LOSS = 1.75  # of quick runs, which are over long before the other one is reached

@@ -1,7 +1,5 @@
 """100 workers in virtual time: where the best number of backup replicas lies.
 
-Layer: L5. Imports: local, testing; bench.draws, bench.modes, bench.training.
-
 The tasks are the real ones, in this process, on a network in memory. Computing takes as long as
 it is drawn to take, everything else takes no time: what is seen is the mathematics of waiting.
 """
@@ -21,7 +19,7 @@ from psync.bench.checks import check
 from psync.bench.figures import Figures, backup_figures, figures_of
 from psync.bench.modes import Mode, modes_of
 from psync.bench.training import QUICK_LOSS, TARGET_LOSS, Job, Run, train
-from psync.local import LocalCluster
+from psync.launch.local import LocalCluster
 from psync.testing import run_virtual
 
 BATCH = 16
@@ -104,7 +102,7 @@ def run_one(mode: Mode, pace: DrawnPace, target_loss: float = TARGET_LOSS) -> Ru
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep joins from saying every ten virtual seconds on whom they wait."""
-    log = logging.getLogger("psync.joins")
+    log = logging.getLogger("psync.chief.joins")
     before = log.level
     log.setLevel(logging.ERROR)
     try:

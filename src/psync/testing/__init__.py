@@ -1,7 +1,5 @@
 """What tests of psync, and of programs that use it, are made of.
 
-Layer: L4. Imports: the modules of this package.
-
 - ``VirtualClockLoop``: an event loop whose clock jumps, so that no test waits, and which
   raises ``Deadlock`` where another one would hang. ``run_virtual`` runs a coroutine on it.
 - ``MemoryNetwork``: a network in memory, with seeded delivery and the faults of a real one.

@@ -1,7 +1,5 @@
 """A TCP proxy between two tasks that delays, stalls, swallows and cuts, on command or from a seed.
 
-Layer: L4. Imports: cluster.
-
 It knows nothing of what it carries: a cut may fall after any byte. Directions are "up", from who
 connects to who listens, and "down".
 

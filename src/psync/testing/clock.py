@@ -1,7 +1,5 @@
 """An event loop whose clock is virtual: it jumps to the next timer, and a hang is an error.
 
-Layer: L4. Imports: testing.deadlock, testing.loop_base.
-
 Time is a number that moves only when nothing else can: a test of a five-minute timeout takes
 no time and always has the same outcome. When nothing is ready and no timer is set, the loop
 raises ``Deadlock`` with the place where each task waits, instead of hanging. With a seed the

@@ -1,7 +1,4 @@
-"""The report on tasks that will never go on.
-
-Layer: L4. Imports: nothing of psync.
-"""
+"""The report on tasks that will never go on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A connection in memory as a test sees it: two directions that can be made to fail.
 
-Layer: L4. Imports: testing.segments, testing.memory_transport.
-
 Bytes are handed over late and in pieces of drawn sizes, as a network may. Where they are, and
 who is told what, follows the kernel: while a receiver takes nothing, up to ``kernel_bytes`` are
 copied out of the writer's hands, and what is beyond counts in its write buffer; a side learns

@@ -1,7 +1,4 @@
-"""What an event loop does besides running things; and what a virtual clock cannot offer.
-
-Layer: L4. Imports: nothing of psync.
-"""
+"""What an event loop does besides running things; and what a virtual clock cannot offer."""
 
 from __future__ import annotations
 

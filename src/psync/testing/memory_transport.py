@@ -1,7 +1,5 @@
 """One end of a connection in memory: an asyncio transport.
 
-Layer: L4. Imports: testing.segments.
-
 As strict as the strictest loop: it takes bytes, bytearrays and memoryviews of bytes only, never
 sends at once, and asks for memory to read into piece by piece. Its protocol is called in the
 context in which the transport was made, like a protocol on a socket, and not in that of the

@@ -1,8 +1,6 @@
 """A network in memory, with the faults of a real one.
 
-Layer: L4. Imports: errors, testing.segments, testing.memory_transport, testing.link.
-
-It has the interface of the networks in ``psync.transport`` and runs on any event loop, as it
+It has the interface of the networks in ``psync.net.transport`` and runs on any event loop, as it
 uses nothing but the running loop's ``call_soon``, ``call_at`` and ``time``. On a
 ``VirtualClockLoop`` the same seed gives the same run, piece by piece.
 """

@@ -1,7 +1,5 @@
 """What a write leaves behind in a transport in memory, and the proof that nobody changed it.
 
-Layer: L4. Imports: nothing of psync.
-
 A segment refers to the writer's memory, as uvloop does until the kernel has taken it. A
 checksum from the time of the write shows whether that memory has changed since: with sockets
 a mix of two values would have gone out.

@@ -1,7 +1,4 @@
-"""Accumulators: gradients that a program collects by itself. Known by their names.
-
-Layer: L1 wire. Imports: codec.
-"""
+"""Accumulators: gradients that a program collects by itself. Known by their names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """All modules of messages, so that every task can decode whatever a peer may say.
 
-Layer: L1 wire. Imports: messages and the modules of messages.
-
 A class is known to ``codec`` once its module is imported. So what a task says of a message that it
 does not serve names the message, and does not depend on what else the process has imported.
 """

@@ -1,7 +1,5 @@
 """Messages to msgpack headers and back.
 
-Layer: L1 wire. Imports: errors.
-
 A header is the msgpack array ``[code, field, field, …]``. What comes from the wire is
 checked field by field against the class's annotations before a class is made of it: a
 peer can send a wrong value, never one of a wrong type.

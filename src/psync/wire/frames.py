@@ -1,7 +1,5 @@
 """Frames: a fixed prefix, a small header, raw segments.
 
-Layer: L1 wire. Imports: errors, limits.
-
 The decoder never copies a large segment: it asks its ``sink`` where the bytes belong as
 soon as the header is known, and from then on offers exactly that memory to the transport
 (``asyncio.BufferedProtocol``), which reads from the socket straight into it. Only what

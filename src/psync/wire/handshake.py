@@ -1,7 +1,5 @@
 """Mutual proof of the cluster's secret, before anything else is said.
 
-Layer: L1 wire. Imports: errors, codec, frames (version), messages.
-
     client                                   server
     HELLO  versions, task, nonce     →
                                      ←       CHALLENGE  version, task, nonce,

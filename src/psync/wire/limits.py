@@ -1,7 +1,5 @@
 """How much a peer may ask this task to hold.
 
-Layer: L1 wire. Imports: nothing of psync.
-
 Every size that a peer declares is compared with these before memory is taken for it.
 The figures follow what comparable systems chose: gRPC refuses messages over 4 MiB by
 default, Dask ships frames of 64 MiB and more; tensors need more, headers far less.

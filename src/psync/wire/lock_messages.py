@@ -1,7 +1,4 @@
-"""Locks on shards: one instant over all ps tasks.
-
-Layer: L1 wire. Imports: codec, ps_messages.
-"""
+"""Locks on shards: one instant over all ps tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What every task says and hears: the handshake, answers that many share, the end of a task.
 
-Layer: L1 wire. Imports: codec.
-
 Messages lie by who talks to whom, each a frozen class with a number of its own; ``catalogue``
 names the modules. Fields of tuples come back as lists: msgpack knows one kind of array.
 """

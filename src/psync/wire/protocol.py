@@ -1,7 +1,5 @@
 """One connection: handshake first, then frames. Bytes in, frames and bytes out.
 
-Layer: L1 wire. Imports: errors, catalogue, codec, frames, handshake, limits, messages.
-
 The shell's contract: ``get_buffer``, fill it, ``received`` (a frame for the shell, or
 None), ``next_frame`` until there is none; ``data_to_send`` (bytes to write) and
 ``close_expected`` after each step of the handshake.

@@ -1,7 +1,5 @@
 """What a ps is told of its variables: shards, their values and rows, optimizers, clients.
 
-Layer: L1 wire. Imports: codec.
-
 Values under a lock are in ``lock_messages``, synchronous training in ``sync_messages``.
 """
 

@@ -1,7 +1,5 @@
 """Messages about cuts, checkpoints and recovery, and about workers that leave.
 
-Layer: L1 wire. Imports: codec.
-
 A *cut* is one instant over all ps tasks: every update is wholly in it or wholly out. An *image*
 is what a ps holds at a cut: a state, as JSON, and arrays, its *items*, by their place in the
 state. See docs/design.md, sections 18 and 19.

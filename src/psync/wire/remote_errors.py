@@ -1,7 +1,5 @@
 """Exceptions to messages and back.
 
-Layer: L1 wire. Imports: errors, messages.
-
 An exception of psync arrives as itself, so that its class still says who must act. Any
 other one arrives as a RemoteError with the text of its traceback: data, never code.
 """

@@ -1,7 +1,4 @@
-"""Sessions: a chief that is no coordinator, workers that enter by themselves, the end of training.
-
-Layer: L1 wire. Imports: codec.
-"""
+"""Sessions: a chief that is no coordinator, workers that enter by themselves, the end of training."""
 
 from __future__ import annotations
 

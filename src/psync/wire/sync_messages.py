@@ -1,7 +1,5 @@
 """Synchronous training: pushes that wait for each other, the step that they make, clocks.
 
-Layer: L1 wire. Imports: codec.
-
 A *group* is one SyncReplicasOptimizer, by its number. A *push* is one call of its
 ``apply_gradients``, numbered from 1 by the client, anew for each group.
 """

@@ -1,7 +1,5 @@
 """Arrays to bytes and back: the only place where that border is crossed.
 
-Layer: L1 wire. Imports: errors, specs.
-
 The wire carries C order, little endian. ``memoryview(a).cast("B")`` fails for arrays with
 a 0 in their shape, for Fortran order and for bfloat16, so views go through ``uint8``.
 """

@@ -1,7 +1,5 @@
 """What the coordinator and its workers say to each other: closures, what they need, gangs.
 
-Layer: L1 wire. Imports: codec.
-
 That a worker leaves is in ``recovery_messages``.
 """
 

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from psync.launcher import launch
+from psync.cli.run import launch
 
 script = str(Path(__file__).with_name("task.py"))
 options = {"ps_command": [sys.executable, script, *sys.argv[2:]], **json.loads(sys.argv[1])}

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.apply_log import ApplyLog, contents, digest
+from psync.ps.apply_log import ApplyLog, contents, digest
+from psync.ps.update import Update
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.store import ShardStore
 from psync.testing.chaos.replay import check, replay, store_of
-from psync.updates import Update
 
 SPEC = ShardSpec("w", 0, 0, 0, (3,), "float32", 0)
 

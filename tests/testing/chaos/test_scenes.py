@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from psync.failpoints import Failpoints
-from psync.lost_messages import MessageLosses
+from psync.net.failpoints import Failpoints
+from psync.net.message_loss import MessageLosses
 from psync.testing.chaos import scenes
 from psync.testing.chaos.journal import Journal
 from psync.testing.chaos.program import Settings

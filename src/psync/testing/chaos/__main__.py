@@ -1,7 +1,4 @@
-"""``python -m psync.testing.chaos``: train while plugs are pulled, and say what was found.
-
-Layer: L5. Imports: testing.chaos.
-"""
+"""``python -m psync.testing.chaos``: train while plugs are pulled, and say what was found."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Who is killed or stopped when: drawn from a seed, with exponential pauses.
 
-Layer: L5. Imports: testing.chaos.journal, testing.chaos.marks, testing.chaos.victims.
-
 The rule of whom it leaves alone, because a kill would teach nothing:
 
 - a task that is not there, or a worker that has not pushed anything in its present life;

@@ -1,7 +1,5 @@
 """Which workers are in the middle of a push, as others can see it from outside.
 
-Layer: L5. Imports: none.
-
 A file that all tasks map: for each worker the id of its process and a number that is odd while a
 push is under way. Whoever kills looks at it before and after: what was odd, is the same, and
 belongs to a living process was in flight at the moment of the kill. A worker that is killed itself

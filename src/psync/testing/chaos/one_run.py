@@ -1,7 +1,4 @@
-"""One chaotic run: start it, let the killer and the network loose, compare what is left.
-
-Layer: L5. Imports: testing.chaos, testing.chaos_proxy, testing_notes.
-"""
+"""One chaotic run: start it, let the killer and the network loose, compare what is left."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from psync.net.testing_notes import notes_in
 from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
 from psync.testing.chaos.scenes import SCENES, NotPlayed, Stage
 from psync.testing.chaos.victims import Victim, victims_of
 from psync.testing.chaos_proxy import ChaosProxy
-from psync.testing_notes import notes_in
 
 START_S = 60.0
 END_S = 120.0

@@ -1,8 +1,5 @@
 """The training program of a chaotic run: it knows which of its closures are done.
 
-Layer: L5. Imports: __init__ (psync), errors, testing.chaos.journal, testing.chaos.marks,
-testing.chaos.oracle.
-
 Closure c adds 1 to row c of a table on each ps, and to a total on each ps, in one push; adds 1 to
 row c of other counters by an assign; and moves a small model with SGD, and another with Adam, by
 gradients of what it has pulled. So every state of the cluster that is a cut says of each closure
@@ -32,8 +29,8 @@ from typing import Any
 import numpy as np
 
 import psync
+from psync.chief.events import RollbackEvent
 from psync.errors import AttachError, PsyncError
-from psync.events import RollbackEvent
 from psync.testing.chaos import oracle
 from psync.testing.chaos.journal import Journal, read_journal
 from psync.testing.chaos.marks import marks_at

@@ -1,8 +1,6 @@
 """What the ps tasks have written down, done again in one process: the same bits must come out.
 
-Layer: L5. Imports: apply_log, specs, store.
-
-A log is the calls that changed a store (``psync.apply_log``). The model is small: all of them are
+A log is the calls that changed a store (``psync.ps.apply_log``). The model is small: all of them are
 made again, one after the other. Looked at on the way:
 
 - a store that is frozen for a cut is what its log makes of it;
@@ -22,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from psync.apply_log import digest, read_log
+from psync.ps.apply_log import digest, read_log
 from psync.specs import ShardSpec
-from psync.store import ShardStore
+from psync.store.store import ShardStore
 
 Applied = tuple[int, int]  # closure, ordinal
 

@@ -1,8 +1,5 @@
 """What is done to a run by a script, instead of the killer: a fault that chance rarely brings.
 
-Layer: L5. Imports: lost_messages, testing_notes, testing.chaos.journal, testing.chaos.killer,
-testing.chaos.marks, testing.chaos.victims.
-
     scene  what happens                                           without which the oracle finds it
     torn   the chief dies when a ps has written its file of a     commit_marker
            checkpoint, and goes on from the newest that there is
@@ -30,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psync.lost_messages import LATE
+from psync.net.message_loss import LATE
+from psync.net.testing_notes import notes_in
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import LOOK_EVERY_S, Kill
 from psync.testing.chaos.marks import PushMarks
 from psync.testing.chaos.victims import victims_of
-from psync.testing_notes import notes_in
 
 PATIENCE_S = 60.0
 BATCH_S = 6.0

@@ -1,14 +1,11 @@
-"""What a chaotic run has done and found, as a table.
-
-Layer: L5. Imports: lost_messages, testing.chaos.one_run.
-"""
+"""What a chaotic run has done and found, as a table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-from psync.lost_messages import FORMS
+from psync.net.message_loss import FORMS
 from psync.testing.chaos.one_run import Result
 
 SHOWN = 12  # faults

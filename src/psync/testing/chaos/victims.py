@@ -1,7 +1,4 @@
-"""The processes of a run that was started with ``psync run``: who is there, and as which task.
-
-Layer: L5. Imports: none. Reads /proc, so it is for Linux.
-"""
+"""The processes of a run that was started with ``psync run``: who is there, and as which task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The simulator: a whole cluster in one process, faults from a seed, and an oracle.
 
-Layer: L5. Imports: none.
-
 Chief, ps and worker tasks are the real ones, with their coordinator, links, checkpoints and
 recovery. Network, clock, randomness, disk and the deaths of processes are simulated, so a seed has
 the same history each time, and a fault that is found once is found again.

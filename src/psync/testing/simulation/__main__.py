@@ -1,14 +1,10 @@
 """Command line of the simulator: many seeds, one seed again, one plan made smaller.
 
-Layer: L5. Imports: testing.simulation.drawing, testing.simulation.marks,
-testing.simulation.mutants, testing.simulation.plan, testing.simulation.run,
-testing.simulation.shrink, testing.simulation.sweep, testing_switches.
-
-    python -m psync.testing.simulation --seeds 300 --seed 1     # what CI does
-    python -m psync.testing.simulation --replay 17              # one seed, and all that happened
-    python -m psync.testing.simulation --replay 17 --shrink out/17.json
-    python -m psync.testing.simulation --plan out/17.json       # what shrinking has left
-    python -m psync.testing.simulation --mutants                # what finds what is wrong?
+python -m psync.testing.simulation --seeds 300 --seed 1     # what CI does
+python -m psync.testing.simulation --replay 17              # one seed, and all that happened
+python -m psync.testing.simulation --replay 17 --shrink out/17.json
+python -m psync.testing.simulation --plan out/17.json       # what shrinking has left
+python -m psync.testing.simulation --mutants                # what finds what is wrong?
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from psync.net.testing_switches import NAMES
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.marks import MARKS, MUST_BE_REACHED_BY
 from psync.testing.simulation.mutants import MUTANTS
@@ -40,7 +37,6 @@ from psync.testing.simulation.sweep import (
     serve,
     told,
 )
-from psync.testing_switches import NAMES
 
 NOISE = ("bytes", "message", "place")
 """Entries of a trace that are shown only if they are asked for."""

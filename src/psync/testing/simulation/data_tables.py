@@ -1,8 +1,4 @@
-"""What a simulated program trains from: data shards that are visited once, and workers' own data.
-
-Layer: L5. Imports: __init__ (psync), context, errors, testing.simulation.journal,
-testing.simulation.plan, testing.simulation.tables.
-"""
+"""What a simulated program trains from: data shards that are visited once, and workers' own data."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.context import current_closure
+from psync.client.context import current_closure
 from psync.errors import ClosureCancelled
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan

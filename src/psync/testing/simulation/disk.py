@@ -1,7 +1,5 @@
 """A disk that fails, and that forgets what was not synced when a machine dies.
 
-Layer: L5. Imports: disk, testing.simulation.processes.
-
 The files lie in a real directory, which all hosts share. Each operation asks the world first: its
 process may die before it, or the disk may be full. A dead process does nothing any more.
 """
@@ -20,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from psync.disk import Disk
+from psync.checkpoints.disk import Disk
 from psync.testing.simulation.processes import current_process
 
 WRITTEN_BACK_S = 30.0

@@ -1,7 +1,4 @@
-"""The plan of a seed, drawn: cluster, program and faults.
-
-Layer: L5. Imports: testing.simulation.faults, testing.simulation.plan, testing.simulation.tight.
-"""
+"""The plan of a seed, drawn: cluster, program and faults."""
 
 from __future__ import annotations
 

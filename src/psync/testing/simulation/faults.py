@@ -1,7 +1,4 @@
-"""The faults of a plan, drawn: which kinds there are in this run, when, to whom, for how long.
-
-Layer: L5. Imports: testing.simulation.plan.
-"""
+"""The faults of a plan, drawn: which kinds there are in this run, when, to whom, for how long."""
 
 from __future__ import annotations
 

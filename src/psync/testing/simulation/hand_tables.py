@@ -1,8 +1,4 @@
-"""Tables that a simulated program changes by other means than optimizers.
-
-Layer: L5. Imports: __init__ (psync), errors, events, testing.simulation.journal,
-testing.simulation.plan, testing.simulation.tables.
-"""
+"""Tables that a simulated program changes by other means than optimizers."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import psync
+from psync.chief.events import RollbackEvent
 from psync.errors import ClosureCancelled, ParameterServerLost, WorkerLost
-from psync.events import RollbackEvent
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.tables import COUNTED, Fault, Handles, Look, Table

@@ -1,8 +1,4 @@
-"""The faults of a plan as they happen: who waits for what, and what each kind does.
-
-Layer: L5. Imports: connection, errors, failpoints, lost_messages, testing, testing.simulation.plan,
-testing.simulation.processes, worker_task.
-"""
+"""The faults of a plan as they happen: who waits for what, and what each kind does."""
 
 from __future__ import annotations
 
@@ -15,10 +11,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from psync.connection import KEEPALIVE_IDLE_S
 from psync.errors import ConnectFailed, PsyncError
-from psync.failpoints import Failpoints
-from psync.lost_messages import MessageLosses
+from psync.net.connection import KEEPALIVE_IDLE_S
+from psync.net.failpoints import Failpoints
+from psync.net.message_loss import MessageLosses
 from psync.testing.link import Direction, Link
 from psync.testing.memory_transport import reset_error
 from psync.testing.simulation.plan import Fault, Trigger

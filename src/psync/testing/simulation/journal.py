@@ -1,8 +1,5 @@
 """The journal of a simulated run: what the program did, what it and its steps were told.
 
-Layer: L5. Imports: context, events, testing.simulation.oracle, testing.simulation.plan,
-testing.simulation.processes, testing.simulation.rounds, testing.simulation.tables.
-
 The journal lives outside of the simulated processes, so no death takes anything back. What a dead
 process would still say is not heard.
 """
@@ -17,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psync.context import current_closure
-from psync.events import FailoverEvent, RollbackEvent
+from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.client.context import current_closure
 from psync.testing.simulation import oracle
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
 from psync.testing.simulation.processes import current_process

@@ -1,7 +1,5 @@
 """Situations that matter. Each run counts how often it was in each of them, see ``watch``.
 
-Layer: L5. Imports: nothing of psync.
-
 A mark that no seed reaches any more says that the simulator has gone blind, whatever else passes.
 """
 

@@ -1,11 +1,5 @@
 """Rules that are wrong on purpose, to see that an oracle notices.
 
-Layer: L5. Imports: accumulators, checkpoint_files, clock_service, closures, cluster_links,
-commit_log, coordinator, errors, followed_steps, gang_merges, global_steps, ledger, ledger_image,
-lock_table, ps_image, ps_task, replica_host, replica_recovery, rollback_rules, runtime, shards,
-staging, step_takeover, step_updates, sync_groups, sync_steps, testing.simulation.tight,
-update_gate, visitation, visits, wire.
-
 A mutant takes the place of one function for the length of a run, so the code that trains knows
 nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
 
@@ -23,38 +17,34 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from psync import (
-    checkpoint_files,
-    cluster_links,
-    gang_merges,
-    ledger_image,
-    ps_image,
-    step_takeover,
-    step_updates,
-)
 from psync.accumulators import Accumulator, ArrayAccumulator
-from psync.clock_service import ClockService
-from psync.closures import ClosureQueue
-from psync.commit_log import CommitLog, LogState
+from psync.api.data_shards import Visits
+from psync.checkpoints import files
+from psync.chief import cluster_links
+from psync.chief.failover import ReplicaRecovery
+from psync.client.runtime import Runtime
+from psync.closures.queue import ClosureQueue
+from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
-from psync.followed_steps import FollowedSteps
-from psync.global_steps import GlobalSteps
-from psync.ledger import AlreadyApplied, Fresh, Ledger
-from psync.lock_table import LockTable
+from psync.ps.backup_host import _Backup
 from psync.ps_task import PsTask
-from psync.replica_host import _Backup
-from psync.replica_recovery import ReplicaRecovery
-from psync.rollback_rules import EndedClosures
-from psync.runtime import Runtime
-from psync.shards import ShardTable
-from psync.staging import Staging
-from psync.sync_groups import Group
-from psync.sync_steps import SyncSteps
+from psync.replicas import gang_merges
+from psync.store.commit_log import CommitLog, LogState
+from psync.store.ledger import AlreadyApplied, Fresh, Ledger
+from psync.store.locks import LockTable
+from psync.store.rollback import EndedClosures
+from psync.store.shards import ShardTable
+from psync.store.store import ledger_snapshot, snapshot
+from psync.store.update_gate import UpdateGate
+from psync.sync import step_takeover, step_update
+from psync.sync.followed_steps import FollowedSteps
+from psync.sync.global_steps import GlobalSteps
+from psync.sync.group import Group
+from psync.sync.staging import Staging
+from psync.sync.staleness_service import ClockService
+from psync.sync.steps import SyncSteps
 from psync.testing.simulation.tight import replaced
-from psync.update_gate import UpdateGate
-from psync.visitation import Visitation
-from psync.visits import Visits
 from psync.wire.codec import decode, encode
 from psync.wire.ps_messages import FinalBelow
 
@@ -298,14 +288,14 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy_drops_calls": Mutant(
         "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
-        ((ledger_image, "ledger_of", _drops_calls),),
+        ((ledger_snapshot, "ledger_of", _drops_calls),),
     ),
     "rollback_without_one": Mutant(
         "all ps tasks go back", ("checkpoint",), ((PsTask, "take", _one_forgets_to_take),)
     ),
     "checkpoint_without_slots": Mutant(
         "a checkpoint has the slots of optimizers", ("checkpoint",),
-        ((ps_image, "_arrays_of", lambda original: _only_values),),
+        ((snapshot, "_arrays_of", lambda original: _only_values),),
     ),
     "weight_ignored": Mutant(
         "a push counts with its weight", ("sync",), ((Group, "close", _all_weigh_one),)
@@ -394,7 +384,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "average_of_one_shard": Mutant(
         "each step moves the averages of all shards", ("sync",),
-        ((step_updates, "averages_of", _without_the_last),),
+        ((step_update, "averages_of", _without_the_last),),
     ),
     "backup_forgets_nothing": Mutant(
         "a backup does each entry, also those that nobody waits for", ("replica",),
@@ -422,8 +412,8 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "files_stay": Mutant(
         "of a checkpoint that is removed no file is left", ("checkpoint",),
-        ((checkpoint_files, "remove", _only_renames),
-         (checkpoint_files, "remove_leftovers", _does_nothing(None))),
+        ((files, "remove", _only_renames),
+         (files, "remove_leftovers", _does_nothing(None))),
     ),
 }  # fmt: skip
 """By name."""

@@ -1,7 +1,5 @@
 """The oracle of a simulated run: what must hold of values, by what the program was told.
 
-Layer: L5. Imports: checkpoint_files, checkpoint_images, errors, testing.simulation.tables.
-
 Each function yields (oracle, message) for each fault. What must hold of one kind of table is said
 by its class.
 """
@@ -15,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from psync.checkpoint_files import Reader, checkpoints_in
-from psync.checkpoint_images import check_places, stored_images
+from psync.checkpoints.files import Reader, checkpoints_in
+from psync.checkpoints.stored_snapshots import check_places, stored_images
 from psync.errors import PsyncError
 from psync.testing.simulation.tables import COUNTED, Fault, Look, Seen, Values
 

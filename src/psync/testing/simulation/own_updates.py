@@ -1,7 +1,4 @@
-"""What a simulated program changes itself, outside of closures.
-
-Layer: L5. Imports: __init__ (psync), testing.simulation.journal, testing.simulation.tables.
-"""
+"""What a simulated program changes itself, outside of closures."""
 
 from __future__ import annotations
 

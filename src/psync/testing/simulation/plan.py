@@ -1,7 +1,5 @@
 """What one seed does: a cluster, a program and a list of faults, as plain data.
 
-Layer: L5. Imports: none.
-
 All of it is drawn before anything runs, so a plan can be printed, replayed and made smaller.
 """
 

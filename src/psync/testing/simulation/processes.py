@@ -1,7 +1,5 @@
 """Simulated processes: groups of callbacks on one event loop that die, stop and go on together.
 
-Layer: L5. Imports: testing.clock.
-
 A process is a mark in the context of everything that runs for it: asyncio copies the context into
 each task, timer and callback, so the loop knows whose turn it is. A killed process has no turn any
 more, at whatever ``await`` it was: no ``finally`` runs, no last word is sent. A stopped one has its

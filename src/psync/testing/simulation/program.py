@@ -1,9 +1,5 @@
 """The program of a simulated chief: it trains by a plan, and knows what it was told.
 
-Layer: L5. Imports: __init__ (psync), errors, optimizer_registry, scopes,
-testing.simulation.journal, testing.simulation.oracle, testing.simulation.own_updates,
-testing.simulation.plan, testing.simulation.ps_oracle, testing.simulation.tables.
-
 What it is told goes into the journal, which is kept across the lives of the chief.
 """
 
@@ -16,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import psync
-from psync import scopes
+from psync.api.optimizers.registry import optimizers_here
+from psync.client import scopes
 from psync.errors import (
     AttachError,
     CheckpointError,
@@ -26,7 +23,6 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
-from psync.optimizer_registry import optimizers_here
 from psync.testing.simulation import oracle
 from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
 from psync.testing.simulation.own_updates import OwnUpdates

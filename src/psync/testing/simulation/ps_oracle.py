@@ -1,7 +1,5 @@
 """What must hold of ps tasks, which are looked at in their processes.
 
-Layer: L5. Imports: cluster, commit_log, errors, ps_task, testing.simulation.tables.
-
 A primary and its backup are equal at one position of the log. Not compared: counters; who waits;
 what the primary alone decides of steps that are open (docs/design.md, section 20).
 """
@@ -13,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from psync.cluster import parse_task_name
-from psync.commit_log import LogState
 from psync.errors import BusyError
 from psync.ps_task import PsTask
+from psync.store.commit_log import LogState
 from psync.testing.simulation.tables import Fault
 
 

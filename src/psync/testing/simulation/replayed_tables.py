@@ -1,8 +1,4 @@
-"""Tables of which each value is what one process makes of so many updates.
-
-Layer: L5. Imports: __init__ (psync), means, update_rules, testing.simulation.journal,
-testing.simulation.plan, testing.simulation.tables.
-"""
+"""Tables of which each value is what one process makes of so many updates."""
 
 from __future__ import annotations
 
@@ -12,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.means import move_average
+from psync.numerics.means import move_average
+from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call
 from psync.testing.simulation.tables import Added, Dense, Fault, Handles, Look, Table, optimizer_of
-from psync.update_rules import Scratch, UpdateRule
 
 
 class Moved(Dense):

@@ -1,7 +1,5 @@
 """Who is how far in a simulated run: no worker is ahead by more than a bound of staleness.
 
-Layer: L5. Imports: testing.simulation.plan, testing.simulation.tables.
-
 Looked at where each clock is certain: in the first batch, which all workers begin at one clock, as
 long as all closures are about one table and nothing has gone wrong.
 """

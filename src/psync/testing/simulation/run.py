@@ -1,9 +1,4 @@
-"""One seed from its plan to its verdict.
-
-Layer: L5. Imports: process_state, failures, scopes, testing.deadlock, testing.simulation.journal,
-testing.simulation.mutants, testing.simulation.plan, testing.simulation.processes,
-testing.simulation.tight, testing.simulation.watch, testing.simulation.world.
-"""
+"""One seed from its plan to its verdict."""
 
 from __future__ import annotations
 
@@ -24,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psync import failures, scopes
-from psync.process_state import fresh_process
+from psync.client import scopes
+from psync.net.process_state import fresh_process
+from psync.serialization import failures
 from psync.testing.deadlock import Deadlock, describe_tasks
 from psync.testing.simulation.journal import Journal, Violation
 from psync.testing.simulation.mutants import MUTANTS, mutated

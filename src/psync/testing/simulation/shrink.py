@@ -1,7 +1,5 @@
 """A plan that fails, made smaller: what is left is what it takes.
 
-Layer: L5. Imports: testing.simulation.plan, testing.simulation.run.
-
 Faults, batches, closures, calls, processes and options are taken away, halves first and then one
 by one, as long as the same oracle fails. A changed seed would be another run; a plan with
 something taken out is nearly the same one.

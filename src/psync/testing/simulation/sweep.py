@@ -1,8 +1,5 @@
 """Many seeds at once, each in a process that was started fresh; and one seed twice.
 
-Layer: L5. Imports: testing.simulation.drawing, testing.simulation.mutants,
-testing.simulation.plan, testing.simulation.run.
-
 A child reads jobs from its standard input, a line of JSON each, and answers each with a report.
 Answers are used in the order of the jobs, so that what is printed does not depend on who was
 faster. A child that says nothing for too long is ended: that seed hangs, which is a violation.

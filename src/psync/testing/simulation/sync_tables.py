@@ -1,8 +1,5 @@
 """Tables of synchronous groups, and what must hold of their steps.
 
-Layer: L5. Imports: __init__ (psync), context, gradient_clipping, layerwise_rules, means,
-update_rules, testing.simulation.plan, testing.simulation.tables.
-
 All columns that were counted in one step have the same value, in other steps others: so values
 say which pushes made a step. Where the rule is plain descent of sums, the value is the number of
 the step, s + 1 at step s. Whatever the rule, one process that is told who was counted in which
@@ -18,14 +15,14 @@ from typing import Any
 import numpy as np
 
 import psync
-from psync.context import current_closure
-from psync.gradient_clipping import clipped_by_norm
-from psync.layerwise_rules import LayerwiseRule
-from psync.means import growing_decay, move_average
+from psync.client.context import current_closure
+from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.layerwise_rules import LayerwiseRule
+from psync.numerics.means import growing_decay, move_average
+from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.testing.simulation.journal import Closure, Note, Run
 from psync.testing.simulation.plan import Call, Plan
 from psync.testing.simulation.tables import Fault, Handles, Look, Table, optimizer_of
-from psync.update_rules import Scratch, UpdateRule
 
 MAX_STEPS = 1 << 12
 FOR_EVER_S = 10_000.0

@@ -1,9 +1,4 @@
-"""The kinds of tables of a simulated program, and which of them a plan has.
-
-Layer: L5. Imports: testing.simulation.data_tables, testing.simulation.hand_tables,
-testing.simulation.plan,
-testing.simulation.replayed_tables, testing.simulation.sync_tables, testing.simulation.tables.
-"""
+"""The kinds of tables of a simulated program, and which of them a plan has."""
 
 from __future__ import annotations
 

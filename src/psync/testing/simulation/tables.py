@@ -1,7 +1,5 @@
 """Tables of a simulated program: variables that closures change so that each call leaves a mark.
 
-Layer: L5. Imports: __init__ (psync), testing.simulation.plan.
-
 A table has a row for each shard and a column for each call of a step. What its variables and
 optimizer are, how a call changes them, how marks are read from values, and what must hold of them,
 is said by one class for each kind.

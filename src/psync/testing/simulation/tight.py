@@ -1,8 +1,5 @@
 """Sizes and times that are others than usual in a run: legal ones, with which tasks behave badly.
 
-Layer: L5. Imports: accumulator_image, backup_sender, blocks, closure_messages, cluster_links,
-committer, creation, cuts, dispatching, long_work, ps_link, ps_recovery, replica_host, wire.
-
 Nothing depends on these sizes but speed. So small ones let a small cluster do what else a large
 one does: work in pieces with others between them, messages in parts, queues that are full. Nobody
 may count on an acknowledgement's coming at once, so some come late.
@@ -19,22 +16,14 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from psync import (
-    accumulator_image,
-    backup_sender,
-    blocks,
-    closure_messages,
-    committer,
-    creation,
-    cuts,
-    dispatching,
-    long_work,
-    ps_recovery,
-    replica_host,
-)
-from psync.cluster_links import ClusterLinks
-from psync.ps_link import PsLink
-from psync.replica_host import ReplicaHost
+from psync.chief import consistent_cut, creation, rollback
+from psync.chief.cluster_links import ClusterLinks
+from psync.client.ps_link import PsLink
+from psync.closures.queue import dispatcher
+from psync.numerics import blocks
+from psync.ps import backup_accumulators, backup_host, backup_sender, committer, cooperative_work
+from psync.ps.backup_host import ReplicaHost
+from psync.replicas import closure_messages
 from psync.wire import frames
 
 LATE_S = (0.003, 0.05, 0.5)
@@ -68,19 +57,19 @@ class Size(NamedTuple):
 
 SIZES: Mapping[str, Size] = {
     "blocks": Size(((blocks, "BLOCK_BYTES"),), (8, 64, 128)),
-    "turns": Size(((long_work, "INLINE_BYTES"),), (0, 40_000)),
+    "turns": Size(((cooperative_work, "INLINE_BYTES"),), (0, 40_000)),
     "whole pushes": Size(((frames, "SMALL_BODY_BYTES"),), (0, 100)),
     "creation": Size(((creation, "MESSAGE_BYTES"),), (1,)),
-    "closures ahead": Size(((dispatching, "MAX_AHEAD"),), (1,)),
+    "closures ahead": Size(((dispatcher, "MAX_AHEAD"),), (1,)),
     "values in results": Size(((closure_messages, "INLINE_BYTES"),), (0,)),
     "entries at once": Size(((committer, "AT_ONCE"),), (1, 2)),
     "entries shipped": Size(
         ((backup_sender, "MAX_ENTRIES"), (backup_sender, "MAX_UNDER_WAY")), (1,)
     ),
-    "entries pending": Size(((replica_host, "MAX_PENDING_BYTES"),), (1,)),
-    "copies": Size(((backup_sender, "PIECE_BYTES"), (accumulator_image, "PIECE_BYTES")), (8, 64)),
-    "answers in copies": Size(((accumulator_image, "MAX_LISTED"),), (1,)),
-    "images": Size(((cuts, "PIECE_BYTES"), (ps_recovery, "PIECE_BYTES")), (8, 64)),
+    "entries pending": Size(((backup_host, "MAX_PENDING_BYTES"),), (1,)),
+    "copies": Size(((backup_sender, "PIECE_BYTES"), (backup_accumulators, "PIECE_BYTES")), (8, 64)),
+    "answers in copies": Size(((backup_accumulators, "MAX_LISTED"),), (1,)),
+    "images": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((ReplicaHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((PsLink, "answered"),), LATE_S, _done_late),
     "final closures": Size(((ClusterLinks, "final_below"),), LATE_S, _done_late),

@@ -1,7 +1,5 @@
 """In which of the situations that matter a run has been.
 
-Layer: L5. Imports: testing.simulation.marks.
-
 They are read from the trace of a run, after it: starts and deaths, places that were reached,
 requests that were served, what the program was told, what tasks have logged.
 """

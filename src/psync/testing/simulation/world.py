@@ -1,10 +1,5 @@
 """The simulated world: hosts, a network, a launcher, and what goes wrong there.
 
-Layer: L5. Imports: __init__ (psync), access, disk, errors, platform, ps_task, wire.limits,
-worker_task, testing, testing.simulation.disk, testing.simulation.injection,
-testing.simulation.journal, testing.simulation.oracle, testing.simulation.plan,
-testing.simulation.processes, testing.simulation.program, testing.simulation.table_kinds.
-
 The tasks are the real ones. What they reach for is given to them: a network in memory, a clock
 that jumps, drawn random bytes, and failpoints and losses that ask the plan.
 """
@@ -24,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import psync
-from psync.access import Secret
-from psync.disk import current_disk
+from psync.checkpoints.disk import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
-from psync.platform import Platform, entropy
+from psync.net.platform import Platform, entropy
+from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
 from psync.testing.simulation import oracle, program

@@ -1,0 +1,230 @@
+"""Handles of accumulators: what both kinds share, and how they are declared.
+
+A handle holds no gradient: it travels to workers, and stands for one accumulator on one ps
+everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from psync.client.accumulator_client import Place
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.runtime import Runtime
+from psync.client.scopes import Scope, current_scope, runtime_here
+from psync.cluster import device_name
+from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
+from psync.net.peer import Received
+from psync.net.process_state import PerProcess
+from psync.numerics.blocks import bytes_of
+from psync.ps.hosted_accumulators import other_parameters, rule_of
+from psync.specs import Outcome, dtype_of
+from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
+from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule
+from psync.wire.accumulator_messages import DefineAccumulator, GradientApplied, GradientTaken
+from psync.wire.tensors import to_bytes_view
+
+
+@dataclass(frozen=True, slots=True)
+class GradientResult:
+    """What became of a gradient."""
+
+    outcome: Outcome  # STALE: not added. DUPLICATE: another run of the closure has added it
+    count: int  # gradients that the accumulator holds now: 0 if this one completed a take
+    step: int  # of the accumulator now
+
+
+class AccumulatorHandle:
+    """What both kinds share."""
+
+    origin: str
+    place: Place
+    _rule: DenseRule | SparseRule  # holds nothing: it knows what fits
+    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (intern, (type(self), self.origin, self.place))
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} dtype={self.dtype} "
+            f"on ps {self.place.ps}>"
+        )
+
+    @property
+    def name(self) -> str:
+        """Name, unique among the accumulators of the strategy; ``shared_name`` if one was given."""
+        return self.place.definition.name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of gradients and results."""
+        return dtype_of(self.place.definition.dtype)
+
+    @property
+    def shape(self) -> tuple[int | None, ...] | None:
+        """As it was declared: None where a dimension, or all of it, is not known."""
+        shape = self.place.definition.shape
+        return None if shape is None else tuple(shape)
+
+    @property
+    def device(self) -> str:
+        """The ps that holds it, in TensorFlow's long form."""
+        return device_name("ps", self.place.ps)
+
+    async def num_accumulated(self) -> int:
+        """Return the number of gradients that the next take would get.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: Its ps is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = self._runtime("num_accumulated")
+        return (await runtime.accumulators.state(self.place)).count
+
+    async def step(self) -> int:
+        """Return the step: the takes so far, unless ``set_global_step`` said otherwise.
+
+        Raises and cancellation as ``num_accumulated``.
+        """
+        runtime = self._runtime("step")
+        return (await runtime.accumulators.state(self.place)).step
+
+    async def set_global_step(self, new_global_step: int) -> None:
+        """Set the step, to a smaller one too; gradients held and takes that wait stay.
+
+        Args:
+            new_global_step: Gradients of earlier local steps are stale from now on.
+
+        Raises:
+            ConfigurationError: It is no integer.
+            UsageError, ParameterServerLost: As ``num_accumulated``.
+
+        Cancellation: Once begun, it ends in the background.
+
+        Source: ``tf.compat.v1.ConditionalAccumulatorBase.set_global_step``.
+        """
+        step = self._rule.as_step(new_global_step)
+        runtime = self._runtime("set_global_step")
+        closure, ordinal = runtime.begin_update(self._named("set_global_step"))
+        await runtime.accumulators.set_step(self.place, step, closure=closure, ordinal=ordinal)
+
+    async def _apply(
+        self,
+        arrays: Sequence[np.ndarray],
+        dense_shape: Sequence[int] | None,
+        local_step: object,
+        weight: object,
+    ) -> GradientResult:
+        """Send a gradient: values, or indices and values."""
+        step, factor = self._rule.as_call(local_step, weight)
+        runtime = self._runtime("apply_grad")
+        closure, ordinal = runtime.begin_update(self._named("apply_grad"))
+        answer: GradientApplied = await runtime.accumulators.apply(
+            self.place, [to_bytes_view(array) for array in arrays], arrays[-1].shape, dense_shape,
+            local_step=step, weight=factor, closure=closure, ordinal=ordinal,
+        )  # fmt: skip
+        return GradientResult(Outcome(answer.outcome), answer.count, answer.step)
+
+    async def _take(self, num_required: object) -> tuple[GradientTaken, list[np.ndarray]]:
+        """Return what was taken, its last array as values."""
+        required = self._rule.as_required(num_required)
+        runtime = self._runtime("take_grad")
+        runtime.check_open(self._named("take_grad"))
+        return self._arrays(await runtime.accumulators.take(self.place, required))
+
+    def _arrays(self, received: Received) -> tuple[GradientTaken, list[np.ndarray]]:
+        message = cast(GradientTaken, received.message)
+        dtypes = [self.dtype] if message.dense_shape is None else [dtype_of("int64"), self.dtype]
+        segments: Sequence[Any] = received.segments or [b""] * len(dtypes)
+        try:
+            arrays = [
+                bytes_of(segment).view(dtype)
+                for segment, dtype in zip(segments, dtypes, strict=True)
+            ]
+            arrays[-1] = arrays[-1].reshape(message.shape)
+        except ValueError as exc:
+            raise RemoteProtocolError(f"ps {self.place.ps} sent no gradient: {exc}") from exc
+        return message, arrays
+
+    def _runtime(self, method: str) -> Runtime:
+        operation = self._named(method)
+        runtime = runtime_here(operation, None if self._scope is None else self._scope())
+        if runtime.origin != self.origin:
+            raise UsageError(
+                f"{operation}: the accumulator belongs to another program or strategy",
+                hint="declare it in main(), on the coordinator, and let the step capture it",
+            )
+        return runtime
+
+    def _named(self, method: str) -> str:
+        return f'{method} of accumulator "{self.name}"'
+
+
+_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str], AccumulatorHandle]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+
+
+def intern(cls: type[AccumulatorHandle], origin: str, place: Place) -> AccumulatorHandle:
+    """Return this process's handle of an accumulator: one object, however often it arrives."""
+    key = (origin, place.definition.name)
+    handle = _interned().get(key)
+    if handle is None:
+        handle = object.__new__(cls)
+        handle.origin, handle.place = origin, place
+        handle._rule = cast(DenseRule | SparseRule, rule_of(place.definition))
+        handle._scope = None
+        _interned()[key] = handle
+    return handle
+
+
+def open_scope(cls: type[AccumulatorHandle], shared_name: object, name: object) -> Scope:
+    """Return where an accumulator is being declared."""
+    for argument, given in (("shared_name", shared_name), ("name", name)):
+        if not (isinstance(given, str) and given) and (argument == "name" or given is not None):
+            raise ConfigurationError(
+                f"{cls.__name__}: expected a text as {argument}, got {given!r}"
+            )
+    operation = f'declaring accumulator "{shared_name or name}"'
+    forbid_in_step(
+        operation,
+        instead="declare it in `with strategy.scope():` on the coordinator, and use it in the step",
+    )
+    forbid_in_dataset(operation)
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(
+            f"{operation} outside a strategy's scope",
+            hint="declare it in `with strategy.scope():`",
+        )
+    return scope
+
+
+def unique_name(scope: Scope, name: str) -> str:
+    """Return a name that is not taken."""
+    names = itertools.chain([name], (f"{name}_{count}" for count in itertools.count(1)))
+    return next(each for each in names if each not in scope.accumulators)
+
+
+def declared(
+    cls: type[AccumulatorHandle], scope: Scope, definition: DefineAccumulator
+) -> AccumulatorHandle:
+    """Return the handle of an accumulator, which is the first of its name or equal to that."""
+    known: AccumulatorHandle | None = scope.accumulators.get(definition.name)
+    if known is not None:
+        if known.place.definition != definition:
+            raise other_parameters(known.place.definition, definition)
+        return known
+    place = Place(definition, scope.accumulator_placement.place(0))
+    handle = scope.accumulators[definition.name] = intern(cls, scope.origin, place)
+    handle._scope = weakref.ref(scope)
+    return handle

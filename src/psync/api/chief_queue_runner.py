@@ -1,0 +1,27 @@
+"""What a TensorFlow program starts on the chief to close steps."""
+
+from __future__ import annotations
+
+from psync.api.variables import Variable, runtime_of
+
+
+class ChiefQueueRunner:
+    """What a TensorFlow program starts on the chief to close steps. Here ps 0 does that.
+
+    Args:
+        global_step: Of the training.
+    """
+
+    def __init__(self, global_step: Variable) -> None:
+        self._global_step = global_step
+
+    async def run(self) -> None:
+        """Return when training has ended, or this task's connections are closed.
+
+        Raises:
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = await runtime_of("the chief's queue runner", self._global_step)
+        await runtime.sync.wait_ended()

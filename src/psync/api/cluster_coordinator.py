@@ -1,0 +1,516 @@
+"""ClusterCoordinator: what a training program schedules its steps with."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from psync.api.coordinator_options import checked_options
+from psync.api.data_shards import Visits
+from psync.api.datasets import PerWorkerDataset
+from psync.api.optimizers.registry import optimizers_here
+from psync.api.strategy import ParameterServerStrategy
+from psync.api.worker_changes import add_worker, remove_worker
+from psync.api.worker_iterators import WorkerIterators
+from psync.chief.events import Event
+from psync.chief.reattachment import OwnOptimizers
+from psync.client.context import forbid_in_step
+from psync.closures.flapping import LIMIT
+from psync.closures.queue import MAX_LOSSES
+from psync.coordinator import Coordinator
+from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageError
+from psync.net.environment import note_training_began, platform_of, script_is_shared
+from psync.net.process_state import PerProcess
+from psync.net.task_reports import add_description
+from psync.serialization.remote_value import RemoteValue
+
+_of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+"""The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
+
+
+class ClusterCoordinator:
+    """Schedules step functions onto the workers of a strategy's cluster.
+
+    An async context manager: entering it connects to the cluster, leaving it cancels what is
+    not done and closes the connections. There is one coordinator for a strategy.
+
+    Args:
+        strategy: A ParameterServerStrategy.
+        min_workers: How many workers must be there before work begins; default: all of the
+            cluster. The others may come later.
+        connect_timeout: Seconds to wait for them, and for all ps tasks.
+        ps_timeout: Seconds after which a ps that cannot be reached is lost.
+        closure_timeout: Seconds after which a worker that still runs the same closure is given
+            up: the closure runs again elsewhere. None: a step may take as long as it likes.
+        max_losses: A closure that was lost with its worker this often seems to be the cause, and
+            is reported instead of killing further workers (Dask's rule and number). A worker that
+            leaves in order, or whose session the coordinator ends, is no loss.
+        max_flaps: A worker that is lost more often than this within a minute is not connected to
+            again for 30 s, then for twice as long, up to 5 minutes. None: it always is.
+        watchdog_timeout: Seconds after which the log says what runs where and on whom everybody
+            waits, and shows the stacks of this process, if there is work and no closure has ended
+            meanwhile; again after as long a silence. None: the environment variable
+            ``PSYNC_WATCHDOG_TIMEOUT`` says it, or there is no watchdog; 0: none.
+        on_stall: Called with the text of each such report, on the loop.
+        insecure: Whether it may run without a secret.
+        attach: Whether the program goes on with the values that the ps tasks hold, if an earlier
+            one has left any: it has died, and they live. It must declare the same variables and
+            make the same optimizers, before it schedules anything; what it has not declared then
+            is dropped. Slots, steps and learning rates go on, too. Closures are new. Where nothing
+            is left anywhere, this is a normal start.
+
+    Raises:
+        ConfigurationError: If an option is out of range, or the strategy is no
+            ParameterServerStrategy.
+
+    Source: ``tf.distribute.coordinator.ClusterCoordinator``; there, calls block.
+    """
+
+    __psync_capture_error__ = "the coordinator lives on the chief; steps cannot schedule"
+
+    def __new__(cls, strategy: ParameterServerStrategy, **options: Any) -> Self:
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ConfigurationError(
+                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
+            )
+        known = _of_origin().get(strategy.origin)
+        if known is not None:
+            return known  # type: ignore[return-value]  # a subclass would be made first
+        made = super().__new__(cls)
+        _of_origin()[strategy.origin] = made
+        return made
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        *,
+        min_workers: int | None = None,
+        connect_timeout: float = 60.0,
+        ps_timeout: float = 15.0,
+        closure_timeout: float | None = None,
+        max_losses: int = MAX_LOSSES,
+        max_flaps: int | None = LIMIT,
+        watchdog_timeout: float | None = None,
+        on_stall: Callable[[str], object] | None = None,
+        insecure: bool = False,
+        attach: bool = False,
+    ) -> None:
+        if hasattr(self, "strategy"):
+            return  # made before for this strategy
+        forbid_in_step("making a ClusterCoordinator")
+        if strategy.task[0] == "evaluator":  # it would take training away from the chief
+            raise ConfigurationError(
+                "this process is the evaluator, which takes no part in training",
+                hint="psync.SidecarEvaluator evaluates the checkpoints that the chief saves",
+            )
+        self._options = checked_options(
+            strategy.cluster.num_tasks("worker"),
+            min_workers=min_workers,
+            connect_timeout=connect_timeout,
+            ps_timeout=ps_timeout,
+            closure_timeout=closure_timeout,
+            max_losses=max_losses,
+            max_flaps=max_flaps,
+            watchdog_timeout=watchdog_timeout,
+            on_stall=on_stall,
+            insecure=insecure,
+            attach=attach,
+        )
+        self.strategy = strategy
+        self._undescribe: Callable[[], None] = lambda: None
+        self._coordinator: Coordinator | None = None  # None before start and after close
+        self._starting = False
+
+    def __repr__(self) -> str:
+        state = "not running" if self._coordinator is None else "running"
+        return f"<ClusterCoordinator of {self.strategy!r}, {state}>"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is None and self._coordinator is not None:
+            self._coordinator.warn_of_leftovers()
+        await self.close()
+
+    async def start(self) -> None:
+        """Connect to every ps and to the workers.
+
+        Raises:
+            AttachError: With ``attach=True``: a ps that was started again has lost its part of the
+                variables, or they are others than those declared so far. What is declared later is
+                compared when something first needs it.
+            ConnectFailed: They are not there in time; names who is missing, and where.
+            AuthenticationError: A task holds another secret.
+            ProtocolError: Something else answers at a task's address.
+            ConfigurationError: There is no secret.
+            ClosedError: The coordinator was started before.
+
+        Cancellation: Everything is closed again.
+        """
+        if self._starting or self._coordinator is not None:
+            raise UsageError("the coordinator of this strategy is running already")
+        if self.strategy.created:
+            raise ClosedError(
+                "the coordinator of this strategy was closed, its variables are gone",
+                hint="make a new strategy",
+            )
+        options = self._options
+        platform = platform_of(
+            self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
+        )
+        coordinator = Coordinator(
+            platform,
+            self.strategy.cluster,
+            self.strategy.declared,
+            origin=self.strategy.origin,
+            program=optimizers_here().process,
+            main_by_name=script_is_shared.get(),
+            ps_timeout_s=options.ps_timeout_s,
+            closure_timeout_s=options.closure_timeout_s,
+            watchdog_timeout_s=options.watchdog_timeout_s,
+            on_stall=options.on_stall,
+            max_losses=options.max_losses,
+            max_flaps=options.max_flaps,
+            replicate=self.strategy.ps_recovery == "replica",
+            attach=OwnOptimizers(
+                optimizers_here().of_the_program, optimizers_here().note_learning_rate
+            )
+            if options.attach
+            else None,
+        )
+        self._starting = True
+        try:
+            await coordinator.start(options.min_workers, options.connect_timeout_s)
+        except BaseException:
+            await coordinator.close()
+            raise
+        finally:
+            self._starting = False
+        note_training_began()
+        self._coordinator = coordinator
+        self._undescribe = add_description(coordinator.describe)
+        self.strategy.runtime = coordinator.runtime
+        self.strategy.gangs = coordinator.gangs
+        self.strategy.created = True
+
+    @property
+    def attached(self) -> bool:
+        """Whether the program goes on with values that an earlier one has left on the ps tasks.
+
+        False without ``attach=True``, and where nothing was left: then restore a checkpoint.
+        """
+        return self._coordinator is not None and self._coordinator.attached
+
+    async def close(self) -> None:
+        """Cancel what is not done, and close all connections; tasks go on waiting for a chief.
+
+        Updates of the program that were begun are waited for, for as long as a ps may be out of
+        reach before it is lost.
+
+        Cancellation: Connections may still be closing.
+        """
+        coordinator, self._coordinator = self._coordinator, None
+        self._undescribe()
+        self.strategy.runtime = self.strategy.gangs = None
+        if coordinator is not None:
+            await coordinator.close()
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Queue ``fn(*args, **kwargs)`` to be run on some worker; never blocks.
+
+        It runs at least once: again, elsewhere, if its worker is lost. Its pushes are applied
+        at most once. After an error, and until ``join`` has raised it, what is scheduled is
+        cancelled at once.
+
+        A call takes some microseconds, and a queued closure half a KiB, beside its arguments, until
+        it has ended. Whoever schedules hundreds of thousands in one loop should ``await
+        asyncio.sleep(0)`` now and then: nothing is sent, and no result comes in, meanwhile.
+
+        Args:
+            fn: A coroutine function, which runs on the worker's event loop, or a plain one,
+                which runs in a thread there. It is pickled when it is first scheduled: what it
+                captured then is what workers see.
+            args: Arguments, captured by value now. A RemoteValue among them, at any depth, is
+                replaced by its value on the worker, and waited for. A per-worker iterator is
+                the worker's own.
+            kwargs: Likewise.
+
+        Returns:
+            The handle to its result.
+
+        Raises:
+            CaptureError: ``fn`` is not callable, or something cannot be sent to a worker; names it.
+            ClosedError: The coordinator is not running.
+        """
+        if isinstance(args, RemoteValue) or not isinstance(args, tuple | list):
+            raise CaptureError(
+                f"args: expected a tuple, got {type(args).__name__}",
+                hint="schedule(step, args=(value,))",
+            )
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
+        return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
+
+    async def add_worker(
+        self, address: str, *, index: int | None = None, timeout: float | None = 60.0
+    ) -> str:
+        """Take a worker into the cluster that was not there at the start; return its task name.
+
+        It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
+        more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
+        "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
+        when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
+        ``psync.run``. Datasets and variables keep the number of workers that they were made for:
+        it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
+        that one's copy of a variable that is synchronized on read.
+
+        Args:
+            address: Where it listens.
+            index: Its task index; None: the lowest that no worker of the cluster has.
+            timeout: Seconds to wait for it; it may still be starting. None: for ever.
+
+        Raises:
+            ConnectFailed: It is not there in time, and is forgotten.
+            ConfigurationError: The address is none, or another task's; or the index is.
+            ProtocolError: Another task answers there, such as a worker of another index.
+            AuthenticationError: It holds another secret.
+            ClosedError: The coordinator is not running.
+
+        Cancellation: It is forgotten.
+        """
+        coordinator = self._running("add_worker")
+        workers = coordinator.links.workers
+        try:
+            return await add_worker(workers, self.strategy.cluster, address, index, timeout)
+        finally:
+            coordinator.worker_given_up()  # it may have been the last hope
+
+    async def remove_worker(self, task: str, timeout: float | None = None) -> None:
+        """Ask a worker to leave, and wait until it has; its process exits with code 0.
+
+        It gives back what it has not begun and finishes the closure that it runs. One that cannot
+        be reached is forgotten at once. Its index may be given to another one. Nobody reads its
+        share of per-worker datasets any more.
+
+        Args:
+            task: As in ``/job:worker/task:3``.
+            timeout: Seconds to wait; None: as long as its closure takes.
+
+        Raises:
+            ConfigurationError: The cluster has no such worker.
+            DeadlineExceeded: It has not left in time; it will when its closure has ended.
+            ClosedError: The coordinator is not running.
+
+        Cancellation: It leaves all the same.
+        """
+        coordinator = self._running("remove_worker")
+        await remove_worker(coordinator.links.workers, task, timeout)
+        coordinator.worker_given_up()
+
+    async def join(self, timeout: float | None = None) -> None:
+        """Wait for everything that was scheduled before this call.
+
+        Gradients that were accepted in a synchronous step are applied when it returns: if nothing
+        is left to do, in a partial step, however few workers live.
+
+        Args:
+            timeout: Seconds, or None: for ever. Every ten seconds without news the log says
+                on whom it waits.
+
+        Raises:
+            Exception: The first error of a step, with its own type where it can be imported
+                here; its cause is a RemoteError with the remote traceback, its notes name the
+                further errors. When it is raised, nothing is running any more and nothing is
+                queued; the next closures run normally.
+            EndOfData: A step met the end of its worker's data, all others are done and none
+                failed.
+            DeadlineExceeded: After ``timeout`` seconds; says what is running where.
+            ParameterServerLost: A ps is gone.
+            WorkerLost: A ``LocalCluster`` has given up its last worker; names them all.
+            FencedError: A newer coordinator has taken the cluster over.
+
+        Cancellation: Safe; what was scheduled goes on.
+
+        Source: ``ClusterCoordinator.join``; there, further errors are lost.
+        """
+        await self._running("join").join(timeout, finish_steps=optimizers_here().any_synchronous())
+
+    def done(self) -> bool:
+        """Return whether nothing is queued or running; never blocks, never raises an error
+        of a step."""
+        return self._running("done").done()
+
+    async def fetch(self, structure: Any) -> Any:
+        """Return ``structure`` with each RemoteValue replaced by its value.
+
+        If one has failed, this collects the error as ``join`` does: it is raised when nothing is
+        running any more and nothing is queued, and the next closures run normally.
+
+        Args:
+            structure: A RemoteValue, or any nesting of dicts, lists and tuples.
+
+        Raises:
+            Exception: As ``RemoteValue.fetch``, of the first in the structure that failed; its
+                cause or a note names the first error of all, if that is another one.
+
+        Cancellation: Safe.
+        """
+        try:
+            return await _fetched(structure)
+        except Exception as exc:
+            if self._coordinator is not None:
+                await self._coordinator.collect_into(exc)
+            raise
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """Return a dataset of which every worker reads its own.
+
+        A worker that is lost and comes back starts its iterators from the beginning.
+
+        Args:
+            dataset_fn: A function that each worker calls, in a thread, with no argument or with an
+                ``InputContext`` (which pipeline of how many this worker is), and that returns
+                an iterable of batches; it must not call psync. Or an iterable that can be iterated
+                over more than once, captured by value now: each worker reads the whole of it.
+                Or a distributed dataset: each worker reads its share. Batches are loaded ahead.
+
+        Raises:
+            UsageError: It is none of these; says what to give instead.
+            ConfigurationError: It makes a variable; also a ValueError.
+            CaptureError: It captures or holds something that cannot be sent.
+            ClosedError: The coordinator is not running.
+
+        Source: ``ClusterCoordinator.create_per_worker_dataset``.
+        """
+        itself = weakref.ref(self)
+
+        def present() -> Coordinator | None:
+            known = itself()
+            return None if known is None else known._coordinator
+
+        return WorkerIterators(self._running, present).dataset(dataset_fn)
+
+    def distribute_once(
+        self,
+        shards: Sequence[Any],
+        num_epochs: int = 1,
+        *,
+        shuffle_seed: int | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> Visits:
+        """Return visits of data shards, of which each is done exactly once in each epoch.
+
+        Args:
+            shards: What names the data: file names, ranges, anything that can be sent.
+            num_epochs: How often every shard is to be done.
+            shuffle_seed: Orders the shards of each epoch anew; None: as they are given.
+            state: What ``Visits.state`` returned, in this program or an earlier one.
+
+        Raises:
+            UsageError: The shards are no list, or none are given.
+            ConfigurationError: A number is out of range, or the state is of other shards.
+            CaptureError: A shard cannot be sent to a worker.
+            ClosedError: The coordinator is not running.
+        """
+        self._running("distribute_once")
+        return Visits(self, shards, num_epochs, shuffle_seed, state)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
+        return self._running("statistics").statistics()
+
+    async def backed_up(self) -> None:
+        """Wait until every ps has a complete backup; at once without ``ps_recovery="replica"``.
+
+        It is so when ``start`` returns, and again some time after a ps was lost, if that is started
+        again or another process has room for its share. Where the program goes on with what
+        another one has left (``attach=True``), backups are made when it has declared all that it
+        wants of that: at the latest now.
+
+        Raises:
+            AttachError: As for ``start``.
+            ClosedError: The coordinator is not running.
+
+        Cancellation: Safe.
+        """
+        await self._running("backed_up").recovery.backed_up()
+
+    def events(self) -> AsyncIterator[Event]:
+        """Return the events of this coordinator, from the first on, as they come.
+
+        Yields:
+            ``RollbackEvent``, when a ps was lost and all went back to a checkpoint;
+            ``FailoverEvent``, when backups took over. It ends when the coordinator is closed.
+
+        Raises:
+            ClosedError: The coordinator is not running.
+
+        Example:
+            async for event in coordinator.events():
+                print(f"{len(event.closures)} closures were undone")
+        """
+        return self._running("events").events.stream()
+
+    async def ps_statistics(self) -> list[dict[str, Any]]:
+        """Return each ps task's counters. Raises ParameterServerLost. Cancellation: safe."""
+        return await self._running("ps_statistics").links.ps_statistics()
+
+    def _own_address(self) -> str:
+        cluster = self.strategy.cluster
+        if "chief" in cluster.jobs:
+            return cluster.task_address("chief", cluster.task_indices("chief")[0])
+        return "127.0.0.1:1"  # not in the cluster: it listens nowhere
+
+    def _running(self, operation: str) -> Coordinator:
+        if self._coordinator is None:
+            raise ClosedError(
+                f"{operation}: the coordinator is not running",
+                hint="use it inside `async with ClusterCoordinator(strategy) as coordinator:`",
+            )
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError as exc:
+            raise UsageError(
+                f"{operation} outside the event loop on which the coordinator runs"
+            ) from exc
+        return self._coordinator
+
+
+def coordinator_of(origin: str) -> Coordinator | None:
+    """Return what serves a strategy, if its coordinator is running here.
+
+    Args:
+        origin: Token of the strategy.
+    """
+    known = _of_origin().get(origin)
+    return None if known is None else known._coordinator
+
+
+async def _fetched(structure: Any) -> Any:
+    """Return ``structure`` with each RemoteValue replaced by its value."""
+    if isinstance(structure, RemoteValue):
+        return await structure.fetch()
+    if isinstance(structure, dict):
+        return {key: await _fetched(item) for key, item in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*[await _fetched(item) for item in structure])
+    if isinstance(structure, list | tuple):
+        return type(structure)([await _fetched(item) for item in structure])
+    return structure

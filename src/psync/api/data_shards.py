@@ -1,0 +1,262 @@
+"""Data shards that are handed to workers, each done exactly once in each epoch.
+
+``Visitation`` decides; this schedules a closure for each shard and reads off, whenever somebody
+asks, what became of them. A shard is an argument of its closure. So if its worker is lost it is
+run again elsewhere like any other closure, and its updates are applied once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from psync.closures.closure import State
+from psync.closures.shard_epochs import EpochAccount, Visitation
+from psync.errors import ClosureError, ConfigurationError, UsageError
+from psync.serialization.captures import type_name
+from psync.serialization.payloads import pack
+from psync.serialization.remote_value import RemoteValue
+
+MAX_SHARDS = 1 << 20
+"""In one epoch; their closures are queued all at once, at about 1 KiB each."""
+
+
+class Scheduler(Protocol):
+    """What visits need of a ClusterCoordinator."""
+
+    def schedule(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    ) -> RemoteValue:
+        """See ``ClusterCoordinator``."""
+
+    async def join(self, timeout: float | None = None) -> None:
+        """See ``ClusterCoordinator``."""
+
+
+class Visits:
+    """The shards of one list, and which of them are done in which epoch.
+
+    Made by ``ClusterCoordinator.distribute_once``. Either all at once, ``await visits.run(step)``,
+    or epoch by epoch:
+
+        for epoch in visits:
+            values = visits.schedule(step, args=(…))   # step(shard, …), for each shard
+            await coordinator.join()
+
+    An epoch ends when every shard of it is done: only then does the next one begin. A shard whose
+    step raised is not done, and is handed out again with the next ``schedule``.
+
+    Attributes:
+        shards: As they were given; everything else calls them by their index.
+    """
+
+    __psync_capture_error__ = "it lives on the coordinator; its shards are arguments of steps"
+
+    def __init__(
+        self,
+        coordinator: Scheduler,
+        shards: Sequence[Any],
+        num_epochs: int,
+        shuffle_seed: int | None,
+        state: Mapping[str, Any] | None,
+    ) -> None:
+        self.shards = _checked(shards)
+        self._coordinator = coordinator
+        self._digest = _digest(self.shards)
+        self._num_epochs, self._shuffle_seed = num_epochs, shuffle_seed
+        self._visitation = self._from(state)
+        self._running: dict[int, RemoteValue] = {}  # of the shards that are handed out
+        self._losses: dict[int, int] = {}  # of them, those that are noted
+        self._num_scheduled = 0
+
+    def __repr__(self) -> str:
+        self._look()
+        return f"<visits{repr(self._visitation).removeprefix('<visitation')}"
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield each epoch that is not complete, from the present one on.
+
+        Raises:
+            UsageError: At the end of the loop's body shards are still running, or nothing was
+                scheduled.
+        """
+        self._look()
+        while not self._visitation.is_over:
+            epoch, scheduled = self._visitation.epoch, self._num_scheduled
+            yield epoch
+            self._look()
+            if self._visitation.epoch > epoch:
+                continue
+            if self._running:
+                raise UsageError(
+                    f"epoch {epoch}: {len(self._running)} shards are not done yet",
+                    hint="await coordinator.join() at the end of the loop's body",
+                )
+            if self._num_scheduled == scheduled:
+                raise UsageError(
+                    f"epoch {epoch}: nothing was scheduled",
+                    hint="call visits.schedule(step) in the loop's body",
+                )
+            # The program has caught an error of join: the rest of the epoch comes again.
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[RemoteValue]:
+        """Schedule ``fn(shard, *args, **kwargs)`` for each shard that is to be done; never blocks.
+
+        Returns:
+            The handles, in the order in which the shards are handed out. Empty if all that is left
+            of this epoch is running, or all epochs are done.
+
+        Raises:
+            CaptureError, ClosedError: As ``ClusterCoordinator.schedule``; what was scheduled before
+                goes on.
+        """
+        self._look()
+        values = []
+        for shard in self._visitation.pending():
+            value = self._coordinator.schedule(fn, (self.shards[shard], *args), kwargs)
+            self._visitation.hand_out(shard)
+            self._running[shard] = value
+            self._num_scheduled += 1
+            values.append(value)
+        return values
+
+    async def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run ``fn(shard, *args, **kwargs)`` for all shards of all epochs that are not done.
+
+        Raises:
+            Exception: As ``ClusterCoordinator.join``. What is done stays so: called again, it
+                goes on with the rest.
+
+        Cancellation: Safe; what was scheduled goes on.
+        """
+        for _ in self:
+            self.schedule(fn, args, kwargs)
+            await self._coordinator.join()
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch, from 0; the number of epochs when all are done."""
+        self._look()
+        return self._visitation.epoch
+
+    def done(self) -> bool:
+        """Return whether every shard of every epoch is done."""
+        self._look()
+        return self._visitation.is_over
+
+    def account(self) -> list[EpochAccount]:
+        """Return, for each epoch that has begun, what became of its shards.
+
+        ``restarted`` names those that took more than one run, and how many at most: batches of
+        them may have been seen more than once. A worker that is lost may have held a shard
+        without having begun with it; that counts as a run.
+        """
+        self._look()
+        return self._visitation.account()
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data, for a checkpoint: ``distribute_once(…, state=…)`` goes on from it.
+
+        Shards that are running now will be done again there.
+        """
+        self._look()
+        return {**self._visitation.state(), "digest": self._digest}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return ``state``: a ``Checkpoint`` may hold visits."""
+        return self.state()
+
+    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Go on from a state, as ``distribute_once(…, state=…)`` does.
+
+        Raises:
+            UsageError: Shards are running.
+            ConfigurationError: The state is none, or of other shards.
+        """
+        self._look()
+        if self._running:
+            raise UsageError(
+                f"visits: {len(self._running)} shards are running, and would be done again",
+                hint="await coordinator.join() before a checkpoint is restored",
+            )
+        self._visitation = self._from(state)
+
+    def _from(self, state: Mapping[str, Any] | None) -> Visitation:
+        """Return the visitation that goes on from a state; None: from the beginning."""
+        visitation = Visitation(
+            len(self.shards), self._num_epochs, shuffle_seed=self._shuffle_seed, state=state
+        )
+        if state is not None and state.get("digest") not in (None, self._digest):
+            raise ConfigurationError(
+                "state: it is of other shards than are given now, or of another order",
+                hint="give the same shards in the same order as before, or begin without the state",
+            )
+        return visitation
+
+    def _look(self) -> None:
+        """Note what became of the shards that are running."""
+        for shard, value in list(self._running.items()):
+            closure = value.closure
+            for _ in range(closure.times_back - self._losses.get(shard, 0)):
+                self._visitation.lose(shard)
+            self._losses[shard] = closure.times_back
+            if not value.done():
+                continue
+            del self._running[shard], self._losses[shard]
+            if closure.state is State.FINISHED:
+                self._visitation.finish(shard)
+            else:
+                # Its last run was lost, and is counted, if the queue has given it up.
+                given_up = type(closure.error) is ClosureError
+                begun = closure.worker != "" and not given_up
+                self._visitation.put_back(shard, begun=begun)
+
+
+def _checked(shards: Any) -> tuple[Any, ...]:
+    """Return the shards; their order is the same in every program that is given the same."""
+    if isinstance(shards, str | bytes) or not (
+        isinstance(shards, Sequence) or (isinstance(shards, np.ndarray) and shards.ndim)
+    ):
+        raise UsageError(
+            f"shards: expected a list, got {type_name(shards)}",
+            hint="sorted(glob.glob(pattern)) is the same list on every start",
+        )
+    if not len(shards):
+        raise UsageError("shards: expected at least one, got an empty list")
+    if len(shards) > MAX_SHARDS:
+        raise UsageError(
+            f"shards: expected at most {MAX_SHARDS}, got {len(shards)}: each is a closure",
+            hint="let each name more data: a range of rows instead of a row",
+        )
+    checked = tuple(shards)
+    pack(checked, subject="the list of shards")
+    return checked
+
+
+def _digest(shards: tuple[Any, ...]) -> str | None:
+    """Return what tells these shards from others; None if that cannot be read off them."""
+    if not all(map(_is_plain, shards)):
+        return None
+    return hashlib.blake2b(repr(shards).encode(), digest_size=16).hexdigest()
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the repr of a value is the value, in every process."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    plain = str | bytes | int | float | range | slice | pathlib.PurePath | None
+    return isinstance(value, plain)

@@ -1,0 +1,239 @@
+"""Embedding lookups: rows by their ids, in any shape, and rows of several ids made one.
+
+Ids that are asked for many times travel once, in one request to each ps that holds some of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.errors import GradientError, IndexTypeError, PartitionError, UsageError
+from psync.numerics.embedding import (
+    SparseIds,
+    check_combiner,
+    check_sizes,
+    check_strategy,
+    shared_out,
+    with_max_norm,
+)
+from psync.numerics.indexing import row_numbers
+
+
+async def embedding_lookup(
+    params: Any, ids: Any, partition_strategy: str = "div", max_norm: float | None = None
+) -> np.ndarray:
+    """Return the rows of the given ids.
+
+    Args:
+        params: A variable, sharded or not, or a list of variables over which the ids are spread.
+        ids: Integers of any shape, from 0 to the number of rows minus 1.
+        partition_strategy: For a list of n variables: "div" gives each one consecutive ids, the
+            first ones one more if they do not come out even; "mod" gives id i to variable
+            i mod n. The variables must have as many rows as that. How a sharded variable is cut
+            has nothing to do with it.
+        max_norm: Rows with a larger Euclidean norm are scaled down to it.
+
+    Returns:
+        Shape ``ids.shape`` + the shape of a row; the caller's own. To push a gradient for these
+        rows: ``IndexedSlices(gradient.reshape(ids.size, …), ids.reshape(-1), v.shape)``.
+
+    Raises:
+        VariableIndexError: An id is out of range, or no row of its variable.
+        IndexTypeError: The ids are no integers.
+        UsageError: Neither in a step nor within a running coordinator, an unknown strategy, or
+            params are no variables.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+
+    Source: ``tf.nn.embedding_lookup``, and ``tf.compat.v1.nn.embedding_lookup`` for lists, whose
+    default is "mod".
+    """
+    table = _Table("embedding_lookup", params, partition_strategy)
+    numbers = table.checked(ids)
+    rows = await table.rows(numbers.reshape(-1))
+    if max_norm is not None:
+        rows = with_max_norm(rows, max_norm, table.what)
+    return rows.reshape(numbers.shape + rows.shape[1:])
+
+
+async def embedding_lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any = None,
+    combiner: str | None = None,
+    max_norm: float | None = None,
+    partition_strategy: str = "div",
+) -> np.ndarray:
+    """Return a row for each row of a sparse matrix of ids: its ids' rows, combined.
+
+    Args:
+        params: As for ``embedding_lookup``.
+        sp_ids: A triple (indices, values, dense_shape), or an object with these attributes, such
+            as ``tf.SparseTensor``: ``indices`` of shape (n, 2), in any order, and an id in
+            ``values`` for each. Every row has one at least.
+        sp_weights: The like with a weight for each id, at the same indices; None: 1 each.
+        combiner: "sum" of rows times weights; "mean", the default: that divided by the sum of the
+            weights; "sqrtn": divided by the root of the sum of their squares.
+        max_norm: As for ``embedding_lookup``, before rows are combined.
+        partition_strategy: As for ``embedding_lookup``.
+
+    Returns:
+        Shape (``dense_shape[0]``,) + the shape of a row.
+
+    Raises:
+        GradientError: Indices, values and weights do not fit each other, or a row has no id.
+        UsageError, VariableIndexError, ParameterServerLost: As ``embedding_lookup``; or an
+            unknown combiner.
+
+    Cancellation: Safe.
+
+    Source: ``tf.nn.embedding_lookup_sparse``.
+    """
+    combiner = "mean" if combiner is None else combiner
+    table = _Table("embedding_lookup_sparse", params, partition_strategy)
+    sparse = SparseIds.of(sp_ids, sp_weights, table.what)
+    empty = sparse.empty_rows()
+    if len(empty):
+        raise GradientError(
+            f"{table.what}: row {empty[0]} of sp_ids has no id, expected one at least in each of "
+            f"the {sparse.num_rows} rows",
+            hint="safe_embedding_lookup_sparse gives zeros for such rows",
+        )
+    return await _combined(table, sparse, combiner, max_norm)
+
+
+async def safe_embedding_lookup_sparse(
+    params: Any,
+    sp_ids: Any,
+    sp_weights: Any = None,
+    combiner: str = "mean",
+    default_id: int | None = None,
+    max_norm: float | None = None,
+    partition_strategy: str = "div",
+) -> np.ndarray:
+    """As ``embedding_lookup_sparse``, for a matrix whose rows may have no ids, or invalid ones.
+
+    Ids below 0 are left out, as are those whose weight is not above 0. A row of which nothing is
+    left becomes zeros, or the row of ``default_id``.
+
+    Args:
+        params: As for ``embedding_lookup``.
+        sp_ids: As for ``embedding_lookup_sparse``; ``dense_shape`` says how many rows there are.
+        sp_weights: Likewise.
+        combiner: Likewise.
+        default_id: Whose row empty rows get; None: zeros.
+        max_norm: Likewise.
+        partition_strategy: Likewise.
+
+    Returns:
+        Shape (``dense_shape[0]``,) + the shape of a row.
+
+    Raises:
+        GradientError, UsageError, VariableIndexError, ParameterServerLost: As
+            ``embedding_lookup_sparse``.
+
+    Cancellation: Safe.
+
+    Source: ``tf.nn.safe_embedding_lookup_sparse``, as it is documented; its code keeps weights
+    below 0 if the combiner is "sum".
+    """
+    table = _Table("safe_embedding_lookup_sparse", params, partition_strategy)
+    sparse = SparseIds.of(sp_ids, sp_weights, table.what).pruned()
+    if default_id is not None:
+        sparse = sparse.filled(table.default(default_id))
+    return await _combined(table, sparse, combiner, max_norm)
+
+
+async def _combined(
+    table: _Table, sparse: SparseIds, combiner: str, max_norm: float | None
+) -> np.ndarray:
+    check_combiner(combiner, table.what)
+    each, which = np.unique(table.checked(sparse.ids), return_inverse=True)
+    rows = await table.rows(each)
+    if max_norm is not None:
+        rows = with_max_norm(rows, max_norm, table.what)
+    return sparse.combined(rows, which.reshape(-1), combiner, table.what)
+
+
+class _Table:
+    """The rows of one variable, or of several that stand for one.
+
+    Args:
+        what: For messages.
+        params: As for ``embedding_lookup``.
+        strategy: Likewise.
+    """
+
+    def __init__(self, what: str, params: Any, strategy: str) -> None:
+        variables = list(params) if isinstance(params, list | tuple) else [params]
+        for variable in variables:
+            if not isinstance(variable, Handle):
+                raise UsageError(
+                    f"{what}: expected a variable or a list of variables as params, got "
+                    f"{type(variable).__name__}"
+                )
+            if isinstance(variable, OnReadVariable):
+                raise UsageError(
+                    f'{what}: variable "{variable.name}" is synchronized on read',
+                    hint="await variable.sparse_read(ids) returns rows of a copy",
+                )
+        if not variables:
+            raise PartitionError(f"{what}: params is an empty list")
+        check_strategy(strategy, what)
+        names = ", ".join(f'"{variable.name}"' for variable in variables)
+        self.what = f"{what} of {names}"
+        self._variables = variables
+        self._strategy = strategy
+        self._check_alike()
+        self._sizes = [variable.shape[0] for variable in variables]
+        if len(variables) > 1:
+            check_sizes(self._sizes, [variable.name for variable in variables], what)
+
+    def _check_alike(self) -> None:
+        first = self._variables[0]
+        for variable in self._variables:
+            if not variable.shape:
+                raise PartitionError(f'{self.what}: "{variable.name}" is a scalar, it has no rows')
+            if (variable.shape[1:], variable.dtype) != (first.shape[1:], first.dtype):
+                raise PartitionError(
+                    f"{self.what}: expected rows of shape {first.shape[1:]} {first.dtype}, as "
+                    f'"{first.name}" has, got {variable.shape[1:]} {variable.dtype} in '
+                    f'"{variable.name}"'
+                )
+
+    def checked(self, ids: Any) -> np.ndarray:
+        """Return ids as numbers of rows."""
+        return row_numbers(ids, sum(self._sizes), self.what)
+
+    def default(self, default_id: Any) -> int:
+        """Return the id that rows without one get, which is a number of a row."""
+        number = self.checked(default_id)
+        if number.ndim:
+            raise IndexTypeError(
+                f"{self.what}: expected an integer as default_id, got shape {number.shape}"
+            )
+        return int(number)
+
+    async def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of ids, which are a list of int64, in their order."""
+        runtime = await runtime_of(self.what, *self._variables)
+        runtime.check_open(self.what)
+        if len(self._variables) == 1:
+            return await runtime.ps.read_rows(self._variables[0].spec, ids, seen=runtime.pulled)
+        owners, local = shared_out(ids, self._sizes, self._strategy)
+        first = self._variables[0]
+        result: np.ndarray = np.empty((len(ids), *first.shape[1:]), first.dtype)
+        wanted = [np.flatnonzero(owners == number) for number in range(len(self._variables))]
+        parts = await runtime.ps.together(
+            [
+                runtime.ps.read_rows(variable.spec, local[at], seen=runtime.pulled)
+                for variable, at in zip(self._variables, wanted, strict=True)
+            ]
+        )
+        for at, part in zip(wanted, parts, strict=True):
+            result[at] = part
+        return result

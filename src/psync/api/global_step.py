@@ -1,0 +1,104 @@
+"""The global step: how many updates the model has had, as a variable that all tasks share.
+
+It is known by its name. It lies on ps 0, which closes synchronous steps, and takes no turn
+in the round of the other variables: a program places them alike with and without it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from psync.api.variables import OnReadVariable, Variable, declared_in
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.scopes import Scope, current_scope, place_of
+from psync.errors import UsageError
+from psync.placement import Pinned
+
+NAME = "global_step"
+
+_IN_A_STEP = "get it on the coordinator, in `with strategy.scope():`, and use it in the step"
+
+
+def get_or_create_global_step() -> Variable:
+    """Return the global step of the strategy whose scope is open; declare it if there is none.
+
+    It is a scalar int64 variable called "global_step", 0 at first, not trainable, on ps 0.
+    Optimizers raise it if it is given to them: ``apply_gradients(…, global_step=step)``.
+
+    Raises:
+        UsageError: Outside a scope, inside a step, or a variable of that name is no integer
+            scalar.
+        ClosedError: The strategy's coordinator was closed.
+
+    Source: ``tf.compat.v1.train.get_or_create_global_step``.
+    """
+    scope = _scope("get_or_create_global_step")
+    known = global_step_of(scope)
+    if known is not None:
+        return known
+    where = place_of(sys._getframe(1))
+    spec = scope.declare(
+        np.zeros((), np.int64), NAME, None, None, False, where, placement=Pinned(0)
+    )  # fmt: skip
+    step: Variable = declared_in(scope, spec)
+    return step
+
+
+def get_global_step() -> Variable | None:
+    """Return the global step of the strategy whose scope is open, or None if there is none.
+
+    Raises:
+        UsageError: Outside a scope, inside a step, or a variable called "global_step" is no
+            integer scalar.
+
+    Source: ``tf.compat.v1.train.get_global_step``.
+    """
+    return global_step_of(_scope("get_global_step"))
+
+
+def global_step_of(scope: Scope) -> Variable | None:
+    """Return the variable called "global_step" of a strategy, whoever declared it, or None.
+
+    Raises:
+        UsageError: It is no integer scalar.
+    """
+    for variable in scope.variables:
+        if variable.name == NAME:
+            check_step(variable, "the global step")
+            step: Variable = variable
+            return step
+    return None
+
+
+def check_step(variable: object, purpose: str) -> None:
+    """Refuse what cannot count steps.
+
+    Raises:
+        UsageError: It is no variable, or no integer scalar.
+    """
+    if not isinstance(variable, Variable):
+        raise UsageError(f"{purpose}: expected a variable, got {type(variable).__name__}")
+    if isinstance(variable, OnReadVariable):
+        raise UsageError(
+            f'{purpose}: variable "{variable.name}" is synchronized on read: each worker has '
+            "another value"
+        )
+    if variable.shape != () or variable.dtype.kind not in "iu":
+        raise UsageError(
+            f'{purpose}: expected an integer scalar, variable "{variable.name}" declared at '
+            f"{variable.spec.declared_at} has shape {variable.shape} {variable.spec.dtype}",
+            hint="psync.get_or_create_global_step() makes one",
+        )
+
+
+def _scope(operation: str) -> Scope:
+    forbid_in_step(operation, instead=_IN_A_STEP)
+    forbid_in_dataset(operation)
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(
+            f"{operation} outside a strategy's scope", hint="call it in `with strategy.scope():`"
+        )
+    return scope

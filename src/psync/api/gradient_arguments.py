@@ -1,0 +1,141 @@
+"""Gradients as users give them, checked before anything is pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from psync.api.variables import OnReadVariable, ShardedVariable, Variable
+from psync.errors import GradientError
+from psync.numerics.casting import fitting
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.update_rule import slot_dtype
+from psync.specs import VariableSpec, dtype_of
+
+AnyVariable = Variable | ShardedVariable
+GradsAndVars = Iterable[tuple[Any, AnyVariable]]
+Gradient = np.ndarray | IndexedSlices
+Pairs = list[tuple[Gradient, AnyVariable]]
+
+
+def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
+    """Return pairs of gradient, as an array or rows that fit, and variable; None is passed over.
+
+    Args:
+        grads_and_vars: As for ``apply_gradients``.
+        finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
+
+    Raises:
+        GradientError: No gradient at all, no pairs, a variable twice, one that is not floating, a
+            wrong shape or dtype, a row that the variable does not have, or what the optimizer
+            forbids.
+    """
+    pairs: Pairs = []
+    without: list[str] = []  # names of variables whose gradient is None
+    seen: dict[int, set[int]] = {}  # of each variable, the shards
+    if not isinstance(grads_and_vars, Iterable):
+        raise _no_pairs(grads_and_vars)
+    for pair in grads_and_vars:
+        gradient, variable = _pair(pair)
+        if gradient is None:
+            without.append(variable.name)
+            continue
+        if isinstance(variable, OnReadVariable):
+            raise GradientError(
+                f'apply_gradients: variable "{variable.name}" is synchronized on read: each worker '
+                "has another value, which no optimizer trains"
+            )
+        spec = variable.spec
+        shards = seen.setdefault(spec.variable_id, set())
+        for shard in spec.shards:
+            if shard.index in shards:
+                raise GradientError(f'apply_gradients: variable "{spec.name}" occurs twice')
+            shards.add(shard.index)
+        pairs.append((_checked(gradient, spec, finite), variable))
+    if not pairs:
+        raise GradientError(
+            f"apply_gradients: all gradients are None ({', '.join(without)})"
+            if without
+            else "apply_gradients: no gradients given"
+        )
+    return pairs
+
+
+def _checked(gradient: Any, spec: VariableSpec, finite: str | None) -> Gradient:
+    checked: Gradient
+    try:  # here, before the ps tasks of other variables have theirs
+        slot_dtype(dtype_of(spec.dtype))
+    except GradientError as exc:
+        raise GradientError(f'gradient for "{spec.name}": {exc.message}', hint=exc.hint) from None
+    if _has_rows(gradient):
+        checked = _checked_rows(gradient, spec)
+        array = checked.values
+    else:
+        checked = array = fitting(gradient, spec, f'gradient for "{spec.name}"', casting="no")
+    if finite is not None:
+        bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+        if bad:
+            raise GradientError(
+                f'gradient for "{spec.name}": {bad} of {array.size} elements are NaN or infinite',
+                hint=f"{finite} was made with forbid_nonfinite=True",
+            )
+    return checked
+
+
+def _has_rows(gradient: Any) -> bool:
+    """Return whether a gradient is of some rows: IndexedSlices, TensorFlow's or of our own."""
+    if isinstance(gradient, np.ndarray):
+        return False
+    indices = getattr(gradient, "indices", None)
+    return indices is not None and hasattr(gradient, "values") and not callable(indices)
+
+
+def _checked_rows(gradient: Any, spec: VariableSpec) -> IndexedSlices:
+    what = f'gradient for "{spec.name}"'
+    if not spec.shape:
+        raise GradientError(f"{what}: a scalar has no rows, got IndexedSlices")
+    try:
+        slices = IndexedSlices(
+            gradient.values, gradient.indices, getattr(gradient, "dense_shape", None)
+        )
+    except GradientError as exc:
+        raise GradientError(f"{what}: {exc.message}", hint=exc.hint) from None
+    if slices.dense_shape is not None and slices.dense_shape != spec.shape:
+        raise GradientError(
+            f"{what}: expected rows of an array of shape {spec.shape}, got dense_shape "
+            f"{slices.dense_shape}"
+        )
+    indices, count = slices.indices, spec.shape[0]
+    if len(indices):
+        lowest, highest = int(indices.min()), int(indices.max())  # uint64 may not fit into int64
+        if lowest < 0 or highest >= count:
+            raise GradientError(
+                f"{what}: row {lowest if lowest < 0 else highest} does not exist, the variable "
+                f"has {count}"
+            )
+    shape = len(indices), *spec.shape[1:]
+    values = fitting(slices.values, spec, what, casting="no", shape=shape)
+    return IndexedSlices(values, indices.astype(np.int64, copy=False), slices.dense_shape)
+
+
+def _pair(pair: Any) -> tuple[Any, AnyVariable]:
+    """Return (gradient, variable)."""
+    try:
+        gradient, variable = pair
+    except (TypeError, ValueError):
+        raise _no_pairs(pair) from None
+    if not isinstance(variable, (Variable, ShardedVariable)):  # a union is made at each call
+        raise GradientError(
+            "apply_gradients: expected (gradient, variable) pairs, got "
+            f"{type(variable).__name__} for the variable"
+        )
+    return gradient, variable
+
+
+def _no_pairs(given: object) -> GradientError:
+    return GradientError(
+        f"apply_gradients: expected (gradient, variable) pairs, got {type(given).__name__}",
+        hint="apply_gradients(zip(gradients, variables))",
+    )

@@ -1,0 +1,107 @@
+"""Module: an object whose attributes hold variables, which it finds by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from psync.api.variables import ShardedVariable, Variable
+from psync.errors import UsageError
+
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # before one in CamelCase
+
+
+class Module:
+    """Base of objects that hold variables: layers, models.
+
+    Its variables are those that its attributes hold, in lists, tuples, dicts and other modules
+    too, at any depth; in the order of the attributes' names, those of other modules last. Each is
+    there once; a sharded one is there as its shards. An attribute that is set later counts.
+
+    A module goes to workers as any object does: it is pickled with what it holds, and its
+    variables are handles there. ``__init__`` of a subclass need not call this one's.
+
+    Args:
+        name: A Python identifier. Default: the name of the class, as in ``my_layer``.
+
+    Raises:
+        UsageError: The name is no identifier.
+
+    Example:
+        class Dense(psync.Module):
+            def __init__(self, rows, columns):
+                self.w = psync.Variable(np.zeros((rows, columns), np.float32), name="w")
+                self.b = psync.Variable(np.zeros(columns, np.float32), name="b")
+
+            async def __call__(self, x):
+                w, b = await psync.pull((self.w, self.b))
+                return x @ w + b
+
+    Source: ``tf.Module``. Without ``name_scope``: names of variables are made unique.
+    """
+
+    _name: str | None = None  # None: after the class
+
+    def __init__(self, name: str | None = None) -> None:
+        if name is not None and not (isinstance(name, str) and name.isidentifier()):
+            raise UsageError(f"name of a module: expected a Python identifier, got {name!r}")
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """What it was called, or the name of its class in lower case."""
+        return self._name or _WORD.sub("_", type(self).__name__).lower()
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """All variables that it holds; of sharded ones, the shards."""
+        found: dict[int, Variable] = {}  # by id: variables have no other equality
+        for module in (self, *self.submodules):
+            for leaf in _leaves(vars(module), set()):
+                if isinstance(leaf, ShardedVariable):
+                    found.update((id(part), part) for part in leaf.variables)
+                elif isinstance(leaf, Variable):
+                    found[id(leaf)] = leaf
+        return tuple(found.values())
+
+    @property
+    def trainable_variables(self) -> tuple[Variable, ...]:
+        """Those of ``variables`` that were declared trainable."""
+        return tuple(variable for variable in self.variables if variable.trainable)
+
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """All modules that it holds, and that these hold, each before those that it holds."""
+        found: dict[int, Module] = {id(self): self}
+        _add_submodules(self, found)
+        return tuple(found.values())[1:]
+
+
+def _add_submodules(module: Module, found: dict[int, Module]) -> None:
+    held = {id(leaf): leaf for leaf in _leaves(vars(module), set()) if isinstance(leaf, Module)}
+    for key, submodule in held.items():
+        if key not in found:
+            found[key] = submodule
+            _add_submodules(submodule, found)
+
+
+def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what lists, tuples and mappings hold at any depth, mappings in the order of their keys.
+
+    Keys that cannot be compared stay in the order in which they were added.
+    """
+    if isinstance(value, Mapping):
+        try:
+            inner = [value[key] for key in sorted(value)]
+        except TypeError:
+            inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = list(value)
+    else:
+        yield value
+        return
+    if id(value) not in seen:  # one that holds itself would have no end
+        seen.add(id(value))
+        for item in inner:
+            yield from _leaves(item, seen)

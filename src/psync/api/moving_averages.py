@@ -1,0 +1,341 @@
+"""Moving averages of variables, kept on the ps tasks beside the variables themselves.
+
+An averaged model is often the better one to evaluate. Each average is a variable (the
+*shadow*) that lies beside its original, shard by shard, and begins with its value there; so
+neither creating nor updating one moves values over the network.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.api.global_step import check_step, global_step_of
+from psync.api.pulls import mapped
+from psync.api.variables import (
+    Handle,
+    OnReadVariable,
+    ShardedVariable,
+    Variable,
+    declared_in,
+    runtime_of,
+    scope_of,
+)
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.scopes import Scope, current_scope, place_of
+from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.numerics.means import growing_decay
+
+AnyVariable = Variable | ShardedVariable
+
+FLOATS = ("float16", "float32", "float64", "bfloat16")
+
+
+class ExponentialMovingAverage:
+    """Averages in which the influence of a value fades: ``s -= (1 - decay) * (s - v)``.
+
+    In synchronous training it is given to ``SyncReplicasOptimizer(variable_averages=…)``, and
+    the ps tasks update the averages with each step. In asynchronous training a step, or the
+    program, says when: ``await ema.update()``.
+
+    Args:
+        decay: In [0, 1), close to 1: 0.999 averages about the last thousand values.
+        num_updates: True, or the global step (an integer variable): the decay begins low and
+            grows with the step n, min(decay, (1 + n) / (10 + n)), so that first values fade
+            fast. True means the global step of the strategy or of the synchronous optimizer.
+        zero_debias: Has no effect, as in TensorFlow for averages of variables: they begin with
+            the variable's value, so there is no zero in them whose influence could be taken out.
+        name: Part of the shadows' names: "w/ExponentialMovingAverage".
+
+    Raises:
+        ConfigurationError: A decay, num_updates or name that is none.
+        UsageError: ``num_updates`` is a variable but no integer scalar.
+
+    Source: ``tf.train.ExponentialMovingAverage``; Polyak and Juditsky 1992. There ``apply``
+        returns what updates the averages; here it declares them, and ``update`` is apart.
+
+    Example:
+        ema = psync.ExponentialMovingAverage(0.999)
+        ema.apply([w, b])
+        ...
+        weights, bias = await psync.pull(ema.averages((w, b)))
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        num_updates: bool | Variable | None = None,
+        zero_debias: bool = False,
+        name: str = "ExponentialMovingAverage",
+    ) -> None:
+        if not isinstance(decay, int | float | np.floating) or not 0 <= decay < 1:
+            raise ConfigurationError(
+                f"moving average: expected decay in [0, 1), got {decay!r}",
+                hint="0.999 averages about the last thousand values",
+            )
+        if isinstance(num_updates, Handle):
+            check_step(num_updates, "num_updates of a moving average")
+        elif num_updates is not None and not isinstance(num_updates, bool):
+            raise ConfigurationError(
+                "moving average: expected num_updates to be True or the global step, got "
+                f"{num_updates!r}",
+                hint="a number n that stays the same is the decay min(decay, (1 + n) / (10 + n))",
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"moving average: expected a name, got {name!r}")
+        self._decay = float(decay)
+        self._num_updates: Variable | bool = False if num_updates is None else num_updates
+        self._zero_debias = zero_debias
+        self._name = name
+        self._shadows: dict[AnyVariable, AnyVariable] = {}
+
+    def __repr__(self) -> str:
+        return f"<ExponentialMovingAverage decay={self._decay:g} of {len(self._shadows)} variables>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # On a worker there is no strategy in which the global step could be looked up.
+        step = self._step_variable()
+        num_updates = self._num_updates if step is None else step
+        arguments = (self._decay, num_updates, self._zero_debias, self._name)
+        return (_arrived, (arguments, tuple(self._shadows.items())))
+
+    @property
+    def name(self) -> str:
+        """Part of the shadows' names."""
+        return self._name
+
+    @property
+    def decay(self) -> float:
+        """The decay; with ``num_updates`` its limit."""
+        return self._decay
+
+    @property
+    def num_updates(self) -> Variable | bool:
+        """True or a variable: the decay follows the step; False: it does not."""
+        return self._num_updates
+
+    def decay_at(self, step: int) -> float:
+        """Return the decay at a step: of the update after which the global step is ``step``."""
+        follows = self._num_updates is not False
+        return growing_decay(self._decay, step) if follows else self._decay
+
+    def apply(self, var_list: Iterable[AnyVariable] | None = None) -> None:
+        """Declare the averages of variables; those that have one already keep it.
+
+        They begin with the variables' values: the initial ones before training, else those of
+        the moment at which they are created. They are not trainable.
+
+        Args:
+            var_list: Variables of a float dtype. Default: the trainable variables of the
+                strategy whose scope is open.
+
+        Raises:
+            GradientError: A variable is of another dtype. Nothing was declared.
+            UsageError: Inside a step; no variable, or one shard of one; no ``var_list`` outside
+                a scope.
+            ClosedError: The strategy's coordinator was closed.
+        """
+        forbid_in_step(
+            "declaring moving averages",
+            instead="call apply in main(), on the coordinator, before the step is scheduled",
+        )
+        forbid_in_dataset("declaring moving averages")
+        if var_list is None:
+            var_list = _open_scope("apply without var_list").trainable_variables
+        elif isinstance(var_list, Handle):
+            raise UsageError(
+                f'moving average: expected a list of variables, got variable "{var_list.name}"',
+                hint="apply([variable])",
+            )
+        scopes = {variable: _checked_scope(variable) for variable in var_list}
+        where = place_of(sys._getframe(1))
+        for variable, scope in scopes.items():
+            if variable not in self._shadows:
+                spec = scope.declare_copy(variable.spec, f"{variable.name}/{self._name}", where)
+                self._shadows[variable] = declared_in(scope, spec)
+
+    async def update(self) -> None:
+        """Move all averages towards the present values of their variables.
+
+        Each ps does it for its shards, block by block; no value travels. Called in a step that
+        runs again after a worker's loss, it happens once. Averages of different shards follow
+        different versions, as in a pull.
+
+        In synchronous training the ps tasks do it after each step, and nobody calls this.
+
+        Raises:
+            UsageError: Nothing is averaged; ``num_updates=True`` and the strategy has no global
+                step; or neither in a step nor within a running coordinator.
+            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        operation = "update of moving averages"
+        if not self._shadows:
+            raise UsageError(
+                f"{operation}: nothing is averaged",
+                hint="ema.apply([w, b]) on the coordinator, before the step is scheduled",
+            )
+        step, shadows = self._followed(operation), self._shadows.values()
+        runtime = await runtime_of(operation, *shadows, *step)
+        ps, decay = runtime.ps, self._decay
+        if step:
+            runtime.check_open(operation)
+            (count,) = await ps.pull(ps.plan((step[0].spec,)))
+            decay = self.decay_at(int(count))
+        closure, ordinal = runtime.begin_update(operation)
+        originals = {shadow: original for original, shadow in self.pairs()}
+        plan = ps.plan(tuple(shadow.spec for shadow in shadows))
+        await ps.average(plan, originals, decay=decay, closure=closure, ordinal=ordinal)
+
+    def average(self, var: AnyVariable) -> AnyVariable | None:
+        """Return the variable that holds the average of ``var``, or None if it has none."""
+        return self._shadows.get(var)
+
+    def averages(self, tree: Any) -> Any:
+        """Return ``tree`` with the average of each variable in its place.
+
+        Args:
+            tree: A variable, or any nesting of variables as ``psync.pull`` takes it.
+
+        Raises:
+            UsageError: A variable has no average.
+        """
+        return mapped(tree, self._shadow)
+
+    def items(self) -> list[tuple[AnyVariable, AnyVariable]]:
+        """Return (variable, variable that holds its average), in the order of ``apply``."""
+        return list(self._shadows.items())
+
+    def average_name(self, var: AnyVariable) -> str:
+        """Return the name of the average of ``var``: the one it would have, if it has none."""
+        shadow = self._shadows.get(var)
+        return f"{var.name}/{self._name}" if shadow is None else shadow.name
+
+    def variables_to_restore(
+        self, moving_avg_variables: Iterable[AnyVariable] | None = None
+    ) -> dict[str, AnyVariable]:
+        """Return what to restore each variable from, to evaluate the averaged model.
+
+        Args:
+            moving_avg_variables: Those to restore from their averages. Default: the trainable
+                variables of the strategy, and all that have an average.
+
+        Returns:
+            By name in a checkpoint: the variables. Those that have no average, and are none,
+            stand under their own names.
+
+        Raises:
+            UsageError: Outside a scope, before anything is averaged.
+
+        Source: ``tf.train.ExponentialMovingAverage.variables_to_restore``.
+        """
+        scope = current_scope() or self._scope()
+        if scope is None:
+            scope = _open_scope("variables_to_restore")  # raises
+        if moving_avg_variables is None:
+            moving_avg_variables = (*scope.trainable_variables, *self._shadows)
+        averaged = dict.fromkeys(moving_avg_variables)
+        names = {self.average_name(variable): variable for variable in averaged}
+        for variable in scope.variables:
+            if variable not in averaged:
+                names.setdefault(variable.name, variable)
+        return names
+
+    def pairs(self, variables: Iterable[AnyVariable] | None = None) -> tuple[tuple[int, int], ...]:
+        """Return (variable id, id of its average) of variables; default: of all averaged ones.
+
+        Raises:
+            UsageError: A variable has no average.
+        """
+        chosen = self._shadows if variables is None else variables
+        return tuple(
+            (variable.spec.variable_id, self._shadow(variable).spec.variable_id)
+            for variable in chosen
+        )
+
+    def _shadow(self, variable: Handle) -> Any:
+        shadow = self._shadows.get(variable)  # type: ignore[call-overload]  # handles are one of two
+        if shadow is None:
+            raise UsageError(
+                f'variable "{variable.name}" has no moving average',
+                hint="ema.apply([variable]) on the coordinator, before the step is scheduled",
+            )
+        return shadow
+
+    def _scope(self) -> Scope | None:
+        """Return the strategy of the averaged variables, where it is known."""
+        for variable in self._shadows:
+            return scope_of(variable)
+        return None
+
+    def _step_variable(self) -> Variable | None:
+        """Return the variable whose value the decay follows, if it is known here."""
+        if isinstance(self._num_updates, Variable):
+            return self._num_updates
+        scope = self._scope() if self._num_updates else None
+        return None if scope is None else global_step_of(scope)
+
+    def _followed(self, operation: str) -> tuple[Variable, ...]:
+        """Return the step that the decay follows, or nothing."""
+        if self._num_updates is False:
+            return ()
+        step = self._step_variable()
+        if step is None:
+            raise UsageError(
+                f"{operation}: num_updates=True, but there is no global step",
+                hint="psync.get_or_create_global_step() in the strategy's scope, before the step "
+                "is scheduled; something has to raise it: apply_gradients(…, global_step=step)",
+            )
+        return (step,)
+
+
+def _checked_scope(variable: Any) -> Scope:
+    """Return the strategy of a variable that can be averaged."""
+    if not isinstance(variable, Variable | ShardedVariable):
+        raise UsageError(f"moving average: expected a variable, got {type(variable).__name__}")
+    spec = variable.spec
+    if isinstance(variable, OnReadVariable):
+        raise UsageError(
+            f'moving average of "{spec.name}": it is synchronized on read: each worker has another '
+            "value"
+        )
+    if spec.dtype not in FLOATS:
+        raise GradientError(
+            f'moving average of "{spec.name}": expected a float variable, got {spec.dtype}'
+        )
+    whole = spec.shards[0].variable
+    if whole != spec.name:
+        raise UsageError(
+            f'moving average of "{spec.name}": it is a shard of "{whole}"',
+            hint="average the whole variable",
+        )
+    scope = scope_of(variable)
+    if scope is None:
+        raise UsageError(
+            f'moving average of "{spec.name}": its strategy is not here',
+            hint="declare averages in the program that declares the variables",
+        )
+    return scope
+
+
+def _open_scope(operation: str) -> Scope:
+    scope = current_scope()
+    if scope is None:
+        raise UsageError(
+            f"moving average: {operation} outside a strategy's scope",
+            hint="call it in `with strategy.scope():`, or after apply([w, b])",
+        )
+    return scope
+
+
+def _arrived(
+    arguments: tuple[Any, ...], shadows: Sequence[tuple[AnyVariable, AnyVariable]]
+) -> ExponentialMovingAverage:
+    ema = ExponentialMovingAverage(*arguments)
+    ema._shadows.update(shadows)
+    return ema

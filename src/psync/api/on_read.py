@@ -1,0 +1,285 @@
+"""Variables that are synchronized when they are read: a copy for each worker.
+
+The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its index,
+and one for the program. So what a worker has added outlives it. In a step a variable is the
+worker's own copy; elsewhere it is what the aggregation makes of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from typing import Any, NoReturn, Self
+
+import numpy as np
+
+from psync.api.rows import RowAccess
+from psync.api.variable_copies import aggregating, repeated, spread
+from psync.chief.declarations import as_array, describe, takes_shard
+from psync.client.context import current_closure
+from psync.client.runtime import Runtime
+from psync.client.scopes import Scope
+from psync.errors import (
+    GradientError,
+    PartitionError,
+    ReplicaValueError,
+    UnsupportedError,
+    UsageError,
+)
+from psync.numerics.casting import checked_target, fitting
+from psync.numerics.indexing import select
+from psync.replicas.chunks import in_turns
+from psync.replicas.context import get_replica_context, in_cross_replica_context
+from psync.serialization.await_first import AwaitFirst
+from psync.serialization.remote_value import RemoteValue
+from psync.specs import VariableAggregation, VariableSpec
+
+SUM = VariableAggregation.SUM
+
+
+class CopyAccess(RowAccess):
+    """Reads and writes of a variable with copies: a base of ``OnReadVariable``."""
+
+    aggregation: VariableAggregation
+
+    @property
+    def value_spec(self) -> VariableSpec:
+        """Describes one copy, which is what users read and write; ``spec`` describes all."""
+        return dataclasses.replace(self.spec, shape=self.spec.shape[1:])
+
+    async def read(
+        self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
+    ) -> np.ndarray:
+        """Return the value: in a step the worker's own copy, else the aggregate of all.
+
+        SUM adds the copies of all workers, and what the program has added; MEAN is that of the
+        workers' copies, in float64 for integers; ONLY_FIRST_REPLICA is that of the first worker.
+
+        Args:
+            copy: Whether the caller may change the array.
+            out: A writable C-contiguous array of the variable's shape and dtype, which is filled
+                and returned.
+            consistent: Changes nothing: all copies are of one instant anyway.
+
+        Raises:
+            ReplicaValueError: Not in a step, and the aggregation is NONE.
+            GradientError: ``out`` does not fit.
+            UsageError: Neither in a step nor within a running coordinator.
+            ParameterServerLost: A ps is gone.
+            ClosureCancelled: In a step that was cancelled.
+
+        Cancellation: Safe.
+        """
+        target = None if out is None else checked_target(out, self.value_spec)
+        operation = f'read of "{self.spec.name}"'
+        runtime = await self.runtime_for(operation)
+        runtime.check_open(operation)
+        row = self._own_row(runtime)
+        if row is None:
+            value = await self._aggregate(runtime, operation)
+        else:
+            rows = await runtime.ps.read_rows(self.spec, np.array([row]), seen=runtime.pulled)
+            value = rows.reshape(self.shape)
+        if target is None:
+            value.setflags(write=copy)
+            return value
+        if value.dtype != target.dtype:
+            raise GradientError(
+                f"{operation}: the mean of {target.dtype} is {value.dtype}",
+                hint="read it without out",
+            )
+        np.copyto(target, value)
+        return target
+
+    async def checkpoint_value(self) -> np.ndarray:
+        """Return what a checkpoint keeps: the aggregate of all copies.
+
+        Raises:
+            ReplicaValueError: The aggregation is NONE.
+            UsageError, ParameterServerLost: As ``read``.
+
+        Cancellation: Safe.
+
+        Source: ``SyncOnReadVariable`` in TensorFlow's ``distribute/values.py``.
+        """
+        operation = f'checkpoint of "{self.spec.name}"'
+        runtime = await self.runtime_for(operation)
+        (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+        return await self.checkpoint_value_of(copies)
+
+    async def checkpoint_value_of(self, copies: np.ndarray) -> np.ndarray:
+        """Return what a checkpoint keeps of all copies: their aggregate, in the variable's dtype.
+
+        A mean of integers is rounded: what is restored are integers.
+
+        Args:
+            copies: One for each worker, and the program's.
+
+        Raises:
+            ReplicaValueError: The aggregation is NONE.
+
+        Cancellation: Safe.
+        """
+        operation = f'checkpoint of "{self.spec.name}"'
+        value = await in_turns(aggregating(copies, self.aggregation, operation))
+        rounded: np.ndarray = np.rint(value) if value.dtype != copies.dtype else value
+        return rounded.astype(copies.dtype, copy=False)
+
+    async def restore_value(self, value: Any) -> None:
+        """Set all copies so that ``checkpoint_value`` is ``value``, whatever the number of workers.
+
+        Raises:
+            GradientError: Shape or dtype do not fit.
+            UsageError, ParameterServerLost: As ``read``.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        operation = f'restoring of "{self.spec.name}"'
+        array = fitting(value, self.value_spec, operation, casting="same_kind")
+        await self._write_all(await self.runtime_for(operation), "assign", array, operation)
+
+    async def sparse_read(self, indices: Any) -> np.ndarray:
+        """Return rows of ``read``; else as ``Variable.sparse_read``."""
+        rows = self._row_numbers(indices, f'sparse_read of "{self.spec.name}"')
+        part: np.ndarray = (await self.read())[rows]
+        return part
+
+    def __getitem__(self, index: Any) -> CopyRead:  # type: ignore[override]  # awaitable as well
+        """Return what is to be awaited for ``value[index]``; the whole copy travels."""
+        select(index, self.shape, self.spec.name, (AwaitFirst, RemoteValue))  # or say what is wrong
+        return CopyRead(self, index)
+
+    async def _scatter(self, method: str, op: str, sparse_delta: Any) -> NoReturn:
+        raise UnsupportedError(
+            f'{method} to "{self.spec.name}": rows of a variable that is synchronized on read '
+            "cannot be scattered to",
+            hint="in a step: read it, change the rows, assign it; or declare it with "
+            "synchronization=psync.VariableSynchronization.ON_WRITE",
+        )
+
+    async def _assign(self, method: str, op: str, value: Any) -> Self:
+        operation = f'{method} to "{self.spec.name}"'
+        array = fitting(value, self.value_spec, operation, casting="same_kind")
+        runtime = await self.runtime_for(operation)
+        row = self._own_row(runtime)
+        if row is None and op != "assign" and self.aggregation is SUM:
+            row = self._row_of_program(operation)
+        if row is None:
+            await self._write_all(runtime, op, array, operation)
+            return self
+        closure, ordinal = runtime.begin_update(operation)
+        await runtime.ps.scatter(
+            self.spec, np.array([row]), array[np.newaxis], op=op, closure=closure, ordinal=ordinal
+        )
+        return self
+
+    async def _write_all(
+        self, runtime: Runtime, op: str, array: np.ndarray, operation: str
+    ) -> None:
+        copies_of = spread if op == "assign" else repeated
+        copies = copies_of(array, self._num_workers, self.aggregation)
+        closure, ordinal = runtime.begin_update(operation)
+        plan = runtime.ps.plan((self.spec,))
+        await runtime.ps.assign(plan, [copies], op=op, closure=closure, ordinal=ordinal)
+
+    async def _aggregate(self, runtime: Runtime, operation: str) -> np.ndarray:
+        (copies,) = await runtime.ps.pull(runtime.ps.plan((self.spec,)))
+        return await in_turns(aggregating(copies, self.aggregation, operation))
+
+    @property
+    def _num_workers(self) -> int:
+        return self.spec.shape[0] - 1  # one more is the program's
+
+    def _own_row(self, runtime: Runtime) -> int | None:
+        """Return which copy code here reads and writes; None: all of them."""
+        if get_replica_context() is None:
+            return None
+        closure = current_closure()
+        if closure is not None:
+            # A worker that was added later shares a copy; what it adds is part of the sum.
+            return closure.worker_index % self._num_workers
+        return self._row_in_session() if runtime.in_session else None
+
+    def _row_in_session(self) -> int:
+        """Return the copy of a program that trains by itself: a worker's, or the chief's."""
+        scope = self.scope_here()
+        worker = None if scope is None else scope.worker_index
+        return self._num_workers if worker is None else worker
+
+    def _row_of_program(self, operation: str) -> int:
+        """Return the copy to which the program adds, of a variable that is summed."""
+        if in_cross_replica_context():
+            raise ReplicaValueError(
+                f"{operation} in cross-replica context: it is the sum of a copy of each worker, "
+                "and which of them is meant is not clear",
+                hint="add in a step; or outside of `with strategy.scope():`, to what the program "
+                "has added; or assign the sum",
+            )
+        return self._num_workers
+
+    def scope_here(self) -> Scope | None:
+        """Return the strategy that declared it, if that is in this process."""
+        raise NotImplementedError
+
+
+class CopyRead(AwaitFirst):
+    """Part of a variable with copies that can be awaited; each time it is read anew."""
+
+    __slots__ = ("_index", "_variable")
+
+    def __init__(self, variable: CopyAccess, index: Any) -> None:
+        self._variable = variable
+        self._index = index
+
+    def __repr__(self) -> str:
+        return f'<part of "{self._variable.spec.name}", to be awaited>'
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._read().__await__()
+
+    def what_it_is(self) -> tuple[str, str]:
+        """Return how messages call it, and what is to be awaited instead."""
+        return f'part of variable "{self._variable.spec.name}"', "`part = await v[…]`"
+
+    async def _read(self) -> Any:
+        return (await self._variable.read())[self._index]
+
+
+def declare_copies(
+    scope: Scope,
+    initial_value: Any,
+    name: str,
+    dtype: object,
+    shape: tuple[int, ...] | None,
+    trainable: bool,
+    where: str,
+    aggregation: VariableAggregation,
+) -> VariableSpec:
+    """Declare the hidden variable of all copies, each of which begins with ``initial_value``.
+
+    Raises:
+        UsageError: Sums of bools.
+        PartitionError: The initial value, dtype or shape do not fit.
+    """
+    initial, extents, kind = describe(initial_value, name, dtype, shape, where)
+    subject = f'variable "{name}" declared at {where}'
+    if aggregation is SUM and kind == "bool":
+        raise UsageError(
+            f"{subject}: bools cannot be summed", hint="declare it with an integer dtype"
+        )
+    num_workers = scope.cluster.num_tasks("worker")
+
+    def copies() -> np.ndarray:
+        value = initial
+        if callable(initial):
+            made = initial(extents, (0,) * len(extents)) if takes_shard(initial) else initial()
+            value = as_array(made, kind, subject)
+            if value.shape != extents:
+                raise PartitionError(
+                    f"{subject}: expected shape {extents}, its initial_value returned {value.shape}"
+                )
+        return repeated(value, num_workers, aggregation)
+
+    return scope.declare(
+        copies, name, kind, (num_workers + 1, *extents), trainable, where, partitioned=False
+    )

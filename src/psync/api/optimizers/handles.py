@@ -1,0 +1,442 @@
+"""The handle that all optimizers share: slots, pushes, and what comes back of them.
+
+An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
+first push on a connection, keeps the slots beside their shards, and applies each push at
+once (asynchronous training). The classes that users make are in ``optimizers``; the averaged,
+synchronous form is ``SyncReplicasOptimizer``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from psync.api.gradient_arguments import (
+    AnyVariable,
+    Gradient,
+    GradsAndVars,
+    Pairs,
+    checked_pairs,
+)
+from psync.api.optimizers.pushes import push_gradients
+from psync.api.optimizers.registry import optimizers_here
+from psync.api.optimizers.staleness_bound import StalenessBound
+from psync.api.optimizers.state import Iterations, PushResult
+from psync.api.optimizers.state import Slot as Slot
+from psync.api.value_and_gradients import ValueAndGrad, value_and_gradients
+from psync.api.variable_lists import listed, trainable_here
+from psync.api.variables import runtime_of
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.runtime import Runtime
+from psync.client.scopes import running_scopes
+from psync.client.slot_client import set_optimizer
+from psync.errors import ConfigurationError, UsageError
+from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import UpdateRule
+from psync.replicas import gang_updates
+from psync.replicas.context import current_gang
+from psync.schedules import Constant, Schedule, as_schedule
+from psync.specs import Outcome
+
+
+class Optimizer:
+    """Base of all optimizers.
+
+    ``synchronous``: whether its pushes are counted in steps, which somebody has to complete.
+
+    Args:
+        rule: What is applied to each shard.
+        name: For messages; default: the class's name.
+        forbid_nonfinite: Whether a gradient with NaN or infinity is an error.
+        staleness_bound: How far a worker may run ahead of the others; None: as far as it likes.
+        weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled"),
+            where a push of some rows decays these only. See ``exclude_from_weight_decay``.
+        clipnorm: Longest gradient of a variable: a longer one is shortened to it before it is
+            pushed. The arrays that were given stay as they are.
+        global_clipnorm: The same for all gradients of a push, taken as one vector.
+        clipvalue: Largest absolute value of an element; with accumulation, of the mean. At most one
+            of these three.
+        gradient_accumulation_steps: At least 2: that many pushes to a variable, or to a shard that
+            is pushed alone, make one update, with their mean. Until then they are summed on the
+            ps, in the slot "gradient_accumulator". Schedules count pushes, all else updates.
+            Norms are clipped of each push.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or there are two ways to clip; also ValueError.
+
+    Source: ``keras.optimizers.Optimizer`` of Keras 3, whose names and defaults these are. There
+        norms of accumulated gradients are clipped after the mean.
+    """
+
+    synchronous: ClassVar[bool] = False
+    number: int  # with ``origin``, what it is known by
+    origin: str  # the process that made it
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        *,
+        name: str | None = None,
+        forbid_nonfinite: bool = False,
+        staleness_bound: StalenessBound | None = None,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        global_clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+    ) -> None:
+        forbid_in_step(
+            f"making an optimizer ({type(self).__name__})",
+            instead="make it once in main(), on the coordinator; the step may capture it. "
+            "Its slots live as long as it does",
+        )
+        forbid_in_dataset("making an optimizer")
+        if not isinstance(staleness_bound, StalenessBound | None):
+            raise ConfigurationError(
+                f"expected a StalenessBound or None as staleness_bound, got {staleness_bound!r}",
+                hint="staleness_bound=psync.StalenessBound(2)",
+            )
+        options = RuleOptions(
+            weight_decay, clipnorm, global_clipnorm, clipvalue, gradient_accumulation_steps
+        )
+        self._set_rule(rule if options == RuleOptions() else rule.with_options(options))
+        self._name = name or type(self).__name__
+        self._forbid_nonfinite = forbid_nonfinite
+        self._staleness_bound = staleness_bound
+        self._arrived: tuple[AnyVariable, ...] = ()
+        self._also_trained: set[tuple[str, int]] = set()  # not trainable, and pushed from here
+        self._in_use = False  # from then on the ps tasks know the configuration, or soon will
+        optimizers_here().add_new(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._in_use = True
+        variables = [v for scope in running_scopes() for v in scope.trainable_variables]
+        return (
+            _restore,
+            (
+                type(self),
+                self.origin,
+                self.number,
+                self._state(),
+                tuple(variables or self._arrived),
+            ),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this handle is made from in another process."""
+        return {
+            "config": self._config, "name": self._name, "forbid_nonfinite": self._forbid_nonfinite,
+            "staleness_bound": self._staleness_bound,
+        }  # fmt: skip
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        self._set_rule(rule_from_config(state["config"]))
+        self._name = state["name"]
+        self._forbid_nonfinite = state["forbid_nonfinite"]
+        self._staleness_bound = state["staleness_bound"]
+
+    def _set_rule(self, rule: UpdateRule) -> None:
+        self._rule = rule
+        self._config = rule.to_config()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name!r} {self._config}>"
+
+    def get_name(self) -> str:
+        """Return the name."""
+        return self._name
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of the slots."""
+        return list(self._rule.slot_names())
+
+    def get_slot(self, var: AnyVariable, name: str) -> Slot | None:
+        """Return the slot ``name`` of ``var``, or None if there is none.
+
+        A trainable variable of a float dtype has all slots of this optimizer from its declaration
+        on: until gradients are pushed for it they have their first values. Other variables have
+        none, unless this process has pushed gradients for them.
+
+        Source: ``tf.compat.v1.train.Optimizer.get_slot``; there a slot is made with the first
+            gradients, of whatever variable.
+        """
+        if name not in self._rule.slot_names() or not self._trains(var):
+            return None
+        return Slot(var, self, name)
+
+    def _trains(self, variable: AnyVariable) -> bool:
+        spec = variable.spec
+        if (variable.origin, spec.variable_id) in self._also_trained:
+            return True
+        return spec.trainable and "float" in spec.dtype
+
+    def variables(self) -> list[Slot]:
+        """Return its slots of all trainable variables that can be optimized (of a float dtype).
+
+        Raises:
+            UsageError: It has slots, and it is not known here of which variables; see
+                ``compute_gradients``.
+
+        Source: ``tf.compat.v1.train.Optimizer.variables``.
+        """
+        names = self._rule.slot_names()
+        if not names:
+            return []
+        variables = self._trainable_variables("variables")
+        return [
+            Slot(variable, self, name)
+            for variable in variables
+            if self._trains(variable)
+            for name in names
+        ]
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as plain data."""
+        return dict(self._config)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Iterable[AnyVariable] | None = None,
+        var_names: Iterable[str] | None = None,
+    ) -> None:
+        """Let some variables not decay; replaces what an earlier call said.
+
+        Args:
+            var_list: These variables; a shard stands for the whole of its variable.
+            var_names: Those in whose name one of these words occurs, such as "bias".
+
+        Raises:
+            UsageError: The optimizer is in use already: it was pushed through, or a step has
+                captured it.
+            ConfigurationError: A word is none; also a ValueError.
+
+        Source: ``keras.optimizers.Optimizer.exclude_from_weight_decay``.
+        """
+        if self._in_use:
+            raise UsageError(
+                f"exclude_from_weight_decay: {self._name} is in use already",
+                hint="call it right after the optimizer was made",
+            )
+        options = dataclasses.replace(
+            self._rule.options,
+            excluded_names=tuple(variable.spec.shards[0].variable for variable in var_list or ()),
+            excluded_words=tuple(var_names or ()),
+        )
+        self._set_rule(self._rule.with_options(options))
+
+    @property
+    def learning_rate(self) -> float | Schedule:
+        """The learning rate: a number, or the schedule that the ps tasks evaluate."""
+        rate = self._rule.learning_rate
+        return rate.value if isinstance(rate, Constant) else rate
+
+    async def set_learning_rate(self, learning_rate: float | Schedule) -> None:
+        """Let the ps tasks go on with another learning rate, for all who push.
+
+        Only this handle's ``learning_rate`` tells of it: workers do not need to know.
+
+        Args:
+            learning_rate: A number or a schedule.
+
+        Raises:
+            ConfigurationError: It is neither.
+            UsageError: Inside a step, or outside of a running coordinator.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some ps tasks may go on with the old one.
+        """
+        forbid_in_step("set_learning_rate", instead="call it in main(), or use a schedule")
+        rate = as_schedule(learning_rate)
+        runtime = await self._runtime("set_learning_rate")
+        await set_optimizer(runtime.ps, self.number, self._config, learning_rate=rate.to_config())
+        self._rule.learning_rate = rate
+
+    @property
+    def iterations(self) -> Iterations:
+        """How many updates it has made: ``await optimizer.iterations.read()``.
+
+        Source: ``keras.optimizers.Optimizer.iterations``.
+        """
+        return Iterations(self)
+
+    async def apply_gradients(
+        self, grads_and_vars: GradsAndVars, global_step: AnyVariable | None = None
+    ) -> PushResult:
+        """Push gradients; each ps applies them to its shards at once.
+
+        In a replica of ``strategy.run`` the gradients of all replicas are summed and pushed once.
+
+        With a ``staleness_bound`` a step then waits until the others are not too far behind.
+
+        Args:
+            grads_and_vars: Pairs of gradient and variable. A gradient is an array (or anything
+                that numpy makes one of without a copy, such as a torch or jax array on the
+                CPU) of the variable's shape and dtype; None is passed over. It is not copied:
+                do not change it before this returns. Of some rows only: ``psync.IndexedSlices``,
+                or TensorFlow's; rows that occur more than once are summed, and rows that do not
+                occur are not touched, nor what this optimizer keeps beside them.
+            global_step: A variable that is raised by one once all are applied.
+
+        Returns:
+            The outcome, the optimizer's step, and the staleness.
+
+        Raises:
+            GradientError: No gradient at all, a variable twice, one that is not floating, a wrong
+                shape or dtype, a row that the variable does not have, rows where this optimizer
+                needs all of them, or NaN or infinity where it forbids them. Nothing was pushed.
+            UsageError: Outside a step without a running coordinator, or after the step ended.
+            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: A push once begun ends in the background; gradients must not change
+            until then.
+
+        Source: ``tf.compat.v1.train.Optimizer.apply_gradients``. Unlike there, gradients that
+            are pushed again after a worker's loss are applied at most once on each shard.
+        """
+        forbid_in_dataset("apply_gradients")
+        pairs = self._checked(grads_and_vars)
+        member = current_gang()
+        if member is not None:
+            merged: PushResult = await gang_updates.apply_gradients(
+                member, self, pairs, global_step
+            )
+            return merged
+        gradients = self._clipped(pairs)
+        runtime = await runtime_of("apply_gradients", *(variable for _, variable in pairs))
+        self._check_origin(runtime)
+        closure, ordinal = runtime.begin_update("push")
+        result = await push_gradients(
+            runtime,
+            [variable.spec for _, variable in pairs],
+            gradients,
+            optimizer=self.number,
+            config=self._config,
+            rule=self._rule,
+            closure=closure,
+            ordinal=ordinal,
+        )
+        if global_step is not None:
+            await global_step.assign_add(1)
+        bound = self._staleness_bound
+        if bound is not None and result.outcome is Outcome.ACCEPTED:
+            if closure >= 0 or runtime.in_session:  # else the program itself, which has no clock
+                await bound.end_round(runtime, self.number)
+        return result
+
+    async def compute_gradients(
+        self, value_and_grad: ValueAndGrad, var_list: Any = None
+    ) -> list[tuple[Any, AnyVariable]]:
+        """Pull the variables and return pairs of gradient and variable.
+
+        Args:
+            value_and_grad: Called with the values, one argument each; returns the loss and the
+                gradients in the same order. Of variables that are nested otherwise than in a list
+                it gets the values as one argument, nested alike, and so it returns the gradients.
+                Predictions may follow them, as for ``Trainer``, and are not used.
+            var_list: The variables: one, several, or any nesting of them as ``pull`` takes it.
+                Default: all trainable variables of the strategy. Where steps run in other
+                processes than the program, those that were declared before the step was first
+                scheduled.
+
+        Raises:
+            GradientError: If the function returns something else, another number of gradients, or
+                nested otherwise; or something in ``var_list`` is no variable.
+            UsageError: Without ``var_list``: there is no trainable variable; or, outside a step,
+                two strategies are running.
+
+        Cancellation: Safe.
+        """
+        _, grads = await self._value_and_gradients(value_and_grad, var_list)
+        return grads
+
+    async def minimize(
+        self,
+        value_and_grad: ValueAndGrad,
+        var_list: Any = None,
+        global_step: AnyVariable | None = None,
+    ) -> Any:
+        """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
+
+        Returns:
+            The loss.
+
+        Raises:
+            PsyncError: As these two.
+
+        Cancellation: As ``apply_gradients``.
+        """
+        loss, grads = await self._value_and_gradients(value_and_grad, var_list)
+        await self.apply_gradients(grads, global_step)
+        return loss
+
+    async def _value_and_gradients(
+        self, value_and_grad: ValueAndGrad, var_list: Any
+    ) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
+        variables = (
+            self._trainable_variables("compute_gradients without var_list")
+            if var_list is None
+            else listed(var_list)
+        )
+        return await value_and_gradients(value_and_grad, variables)
+
+    def _trainable_variables(self, operation: str) -> list[AnyVariable]:
+        return trainable_here(operation, self._arrived)
+
+    def _checked(self, grads_and_vars: GradsAndVars) -> Pairs:
+        pairs = checked_pairs(grads_and_vars, self._name if self._forbid_nonfinite else None)
+        for gradient, variable in pairs:
+            if not variable.spec.trainable:
+                self._also_trained.add((variable.origin, variable.spec.variable_id))
+            if isinstance(gradient, IndexedSlices):  # a ps would refuse, others would not
+                self._rule.check_rows(f'gradient for "{variable.name}"')
+        return pairs
+
+    def _clipped(self, pairs: Pairs) -> list[Gradient]:
+        """Return the gradients of checked pairs, their norms limited if that is asked for."""
+        gradients = [gradient for gradient, _ in pairs]
+        ids = [variable.spec.variable_id for _, variable in pairs]
+        return clipped_by_norm(gradients, ids, self._rule.options)
+
+    async def _runtime(self, operation: str) -> Runtime:
+        """Return the way to the ps tasks of the strategy that is served here."""
+        runtime = await runtime_of(operation, self._trainable_variables(operation)[0])
+        self._check_origin(runtime)
+        return runtime
+
+    def _check_origin(self, runtime: Runtime) -> None:
+        self._in_use = True
+        if runtime.program and runtime.program != self.origin:
+            raise UsageError(
+                f"optimizer {self._name!r} was made on this worker, where nobody shares its slots",
+                hint="make it in main(), on the coordinator, and let the step capture it",
+            )
+
+    async def _define(self, runtime: Runtime) -> None:
+        self._check_origin(runtime)
+        await runtime.ps.define_optimizer(self.number, self._config)
+
+
+def _restore(
+    cls: type[Optimizer],
+    origin: str,
+    number: int,
+    state: dict[str, Any],
+    variables: tuple[AnyVariable, ...],
+) -> Optimizer:
+    """Return this process's handle of an optimizer: one object, however often it arrives."""
+    optimizer = optimizers_here().get(origin, number)
+    if optimizer is None:
+        optimizer = cls.__new__(cls)
+        optimizer.number, optimizer.origin = number, origin
+        optimizer._arrived, optimizer._in_use = (), True
+        optimizer._also_trained = set()
+        optimizer._set_state(state)
+        optimizers_here().add(optimizer)
+    if len(variables) > len(optimizer._arrived):  # more may have been declared since
+        optimizer._arrived = variables
+    return optimizer

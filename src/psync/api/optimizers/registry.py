@@ -1,0 +1,71 @@
+"""The optimizers of this process, each one object however often it arrives.
+
+An optimizer is known by the process that made it and its number there. Who refers to it no more,
+forgets it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from psync.net.platform import random_hex
+from psync.net.process_state import PerProcess
+from psync.schedules import from_config as schedule_from_config
+from psync.store.reattach import NewOptimizer
+
+if TYPE_CHECKING:
+    from psync.api.optimizers.handles import Optimizer
+
+
+class OptimizerRegistry:
+    """Optimizers by their origin and number."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakValueDictionary[tuple[str, int], Optimizer] = (
+            weakref.WeakValueDictionary()
+        )
+        self.begin_process()
+
+    def begin_process(self) -> None:
+        """Number the optimizers that are made from now on as those of a process of their own."""
+        self.process = random_hex(8)  # the origin of those that are made here
+        self._numbers = itertools.count(1)
+
+    def add_new(self, optimizer: Optimizer) -> None:
+        """Number an optimizer that is made here."""
+        optimizer.number, optimizer.origin = next(self._numbers), self.process
+        self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Take an optimizer that has its origin and number."""
+        self._known[optimizer.origin, optimizer.number] = optimizer
+
+    def get(self, origin: str, number: int) -> Optimizer | None:
+        """Return this process's handle of an optimizer, if there is one."""
+        return self._known.get((origin, number))
+
+    def of_the_program(self) -> list[NewOptimizer]:
+        """Return the optimizers of this program through which it may push, by their numbers."""
+        own = [optimizer for optimizer in self._known.values() if optimizer.origin == self.process]
+        wrapped = {id(getattr(optimizer, "_opt", None)) for optimizer in own}
+        return [
+            NewOptimizer(optimizer.number, optimizer._name, optimizer._config)
+            for optimizer in sorted(own, key=lambda optimizer: optimizer.number)
+            if id(optimizer) not in wrapped
+        ]
+
+    def note_learning_rate(self, number: int, config: Mapping[str, Any]) -> None:
+        """The ps tasks go on with a learning rate that another program has set."""
+        optimizer = self.get(self.process, number)
+        if optimizer is not None:
+            optimizer._rule.learning_rate = schedule_from_config(config)
+
+    def any_synchronous(self) -> bool:
+        """Return whether this process has an optimizer whose pushes are counted in steps."""
+        return any(optimizer.synchronous for optimizer in self._known.values())
+
+
+optimizers_here = PerProcess(OptimizerRegistry)

@@ -1,0 +1,191 @@
+"""What an optimizer keeps on the ps tasks, and what a push says of it, as its user sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from psync.api.variables import ShardedVariable, Variable, runtime_of
+from psync.client.runtime import Runtime
+from psync.client.slot_client import optimizer_step, set_optimizer, set_slot
+from psync.errors import UsageError
+from psync.numerics.casting import fitting
+from psync.numerics.update_rule import slot_dtype
+from psync.schedules import Config, from_config
+from psync.specs import Outcome, VariableSpec
+
+if TYPE_CHECKING:
+    from psync.api.optimizers.handles import Optimizer
+
+MAX_ITERATIONS = 1 << 32
+"""Of an optimizer whose number is set: times the most gradients that make an update it travels."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """What became of a push.
+
+    Attributes:
+        outcome: ACCEPTED, or DUPLICATE where another run of the closure was first. Synchronous
+            ones also STALE: older than the step, and so not applied.
+        step: Of the optimizer, after the push: the highest that a ps named. Synchronous: the
+            token, which is the step at which the replica may go on.
+        staleness: Updates of others since this task's last push: at most so old were the values.
+            Synchronous: steps that were closed since the values were pulled.
+        partial: Synchronous: whether its step was closed with fewer pushes than the target.
+        count: Synchronous: pushes in its step. 0: it counts in none, or in one that was not
+            closed yet when the token was there.
+    """
+
+    outcome: Outcome
+    step: int
+    staleness: int
+    partial: bool = False
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An optimizer's companion array of a variable, such as a momentum."""
+
+    variable: Variable | ShardedVariable
+    optimizer: Optimizer
+    name: str
+
+    @property
+    def dtype(self) -> str:
+        """Name of its dtype: the variable's, or float32 if that is of half precision."""
+        return slot_dtype(self.variable.dtype).name
+
+    @property
+    def first_element(self) -> float:
+        """What all its elements are before the first push."""
+        return self.optimizer._rule.initial_slot(self.name)
+
+    async def read(self) -> np.ndarray:
+        """Return the slot's value; it is of the variable's shape.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            GradientError: The variable's dtype cannot be optimized.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = await self._runtime("read")
+        await self.optimizer._define(runtime)
+        plan = runtime.ps.plan((self._spec(),))
+        arrays = await runtime.ps.pull(plan, optimizer=self.optimizer.number, slot=self.name)
+        return arrays[0]
+
+    async def assign(self, value: Any) -> Self:
+        """Set the slot's value, as when it comes from a checkpoint.
+
+        Not while steps push to the variable: what comes last holds.
+
+        Args:
+            value: An array of the variable's shape, or what numpy makes one of. Not copied.
+
+        Raises:
+            UsageError: Neither in a step nor within a running coordinator.
+            GradientError: Shape or dtype do not fit.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some shards are set, others are not.
+        """
+        spec = self._spec()
+        operation = f'assign to slot "{self.name}" of "{spec.name}"'
+        array = fitting(value, spec, operation, casting="same_kind")
+        runtime = await self._runtime("assign")
+        self.optimizer._check_origin(runtime)
+        await set_slot(
+            runtime.ps, spec, array, optimizer=self.optimizer.number,
+            config=self.optimizer._config, slot=self.name,
+        )  # fmt: skip
+        return self
+
+    async def _runtime(self, verb: str) -> Runtime:
+        operation = f'{verb} of slot "{self.name}" of "{self.variable.name}"'
+        runtime = await runtime_of(operation, self.variable)
+        runtime.check_open(operation)
+        return runtime
+
+    def _spec(self) -> VariableSpec:
+        """Return what the variable would be if it were the slot."""
+        spec, dtype = self.variable.spec, self.dtype
+        if dtype == spec.dtype:
+            return spec
+        shards = tuple(dataclasses.replace(shard, dtype=dtype) for shard in spec.shards)
+        return dataclasses.replace(spec, dtype=dtype, shards=shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """How many updates an optimizer has made: what a program resumes its epoch from.
+
+    An update is a push, or as many of them as ``gradient_accumulation_steps`` says. Each ps counts
+    the optimizer's pushes; the highest of these numbers is the step with which schedules go on.
+    """
+
+    optimizer: Optimizer
+
+    async def read(self) -> int:
+        """Return the number.
+
+        Raises:
+            UsageError: Outside a step and a running coordinator, or there is no variable.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = await self.optimizer._runtime("read of iterations")
+        optimizer = self.optimizer
+        step = await optimizer_step(runtime.ps, optimizer.number, optimizer._config)
+        return optimizer._rule.iteration(step)
+
+    async def assign(self, step: int) -> None:
+        """Set the number on all ps tasks, as when it comes from a checkpoint.
+
+        Raises:
+            UsageError: As ``read``; or it is no number of updates.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some ps tasks have heard of it, others have not.
+        """
+        if (
+            isinstance(step, bool)
+            or not isinstance(step, int | np.integer)
+            or not 0 <= step <= MAX_ITERATIONS
+        ):
+            raise UsageError(
+                f"iterations: expected a whole number from 0 to {MAX_ITERATIONS}, got {step!r}"
+            )
+        runtime = await self.optimizer._runtime("assign to iterations")
+        optimizer = self.optimizer
+        pushes = int(step) * (optimizer._rule.options.gradient_accumulation_steps or 1)
+        await set_optimizer(runtime.ps, optimizer.number, optimizer._config, step=pushes)
+
+
+def updates_of(optimizer: Optimizer, pushes: int) -> int:
+    """Return how many updates an optimizer makes of so many pushes."""
+    return optimizer._rule.iteration(pushes)
+
+
+async def restore_learning_rate(optimizer: Optimizer, config: Config | None) -> None:
+    """Let an optimizer go on with a learning rate of a checkpoint.
+
+    Args:
+        optimizer: Whose it is.
+        config: Of the rate that it had been given; None: it had the one it was made with.
+
+    Raises:
+        ConfigurationError: That is none.
+        UsageError, ParameterServerLost: As ``Optimizer.set_learning_rate``.
+
+    Cancellation: Some ps tasks may go on with the old one.
+    """
+    made_with = optimizer._config["learning_rate"]
+    await optimizer.set_learning_rate(from_config(made_with if config is None else config))

@@ -1,0 +1,154 @@
+"""Pulling many variables at once, in whatever nesting they are kept."""
+
+from __future__ import annotations
+
+import copy as copying
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from psync.api.reads import values_of
+from psync.api.variables import Handle, OnReadVariable, runtime_of
+from psync.errors import GradientError
+from psync.numerics.casting import checked_target
+
+
+async def pull(tree: Any, *, copy: bool = False, out: Any = None, consistent: bool = False) -> Any:
+    """Return the values of all variables in ``tree``, in one round trip to each ps.
+
+    Args:
+        tree: A variable, or any nesting of dicts, lists and tuples (named ones too) of
+            variables. Anything else in it is returned as it is.
+        copy: Whether the arrays may be changed by the caller. Otherwise they are read-only.
+        out: A nesting like ``tree`` of writable C-contiguous arrays of the variables' shapes
+            and dtypes, which are filled and returned.
+        consistent: Whether all values are of one instant, over all shards and ps tasks. An
+            ``assign(…, atomic=True)`` is then seen whole or not at all; of what another task
+            pushes, or assigns otherwise, one ps may have its part already and another not yet. It
+            costs two more messages to each ps, and updates of these variables wait meanwhile.
+
+    Returns:
+        The same nesting with a numpy array for each variable, the same one wherever a variable
+        stands. Each shard is one version of itself, never a torn one; different shards may be
+        of different versions. A variable that is synchronized on read is read by itself, as its
+        ``read`` does. Where a ``SyncReplicasOptimizer`` trains they may have come with the token:
+        see its ``pull_ahead``.
+
+    Raises:
+        UsageError: Neither in a step nor within a running coordinator, or variables of two
+            strategies.
+        ClosedError: The coordinator was closed.
+        GradientError: An array in ``out`` does not fit, or stands for a variable that has another
+            array already.
+        ParameterServerLost: A ps is gone.
+        LockLost: ``consistent``, and connections were lost again and again, or this task's loop
+            was blocked for longer than 10 s.
+        ClosureCancelled: In a step that was cancelled.
+
+    Cancellation: Safe; arrays in ``out`` then hold anything.
+
+    Example:
+        weights, bias = await psync.pull((w, b))
+        params = await psync.pull({"dense": {"w": w, "b": b}})
+    """
+    variables = list(dict.fromkeys(leaves(tree)))
+    if not variables:
+        return tree
+    targets = None if out is None else _targets(tree, out)
+    runtime = await runtime_of("pull", *variables)
+    runtime.check_open("pull")
+    copied = [variable for variable in variables if isinstance(variable, OnReadVariable)]
+    stored = [variable for variable in variables if variable not in copied] if copied else variables
+    values = {}
+    if stored:
+        arrays = await values_of(
+            runtime,
+            stored,
+            copy=copy,
+            out=None if targets is None else [targets[variable] for variable in stored],
+            consistent=consistent,
+        )
+        values = dict(zip(stored, arrays, strict=True))
+    for variable in copied:
+        target = None if targets is None else targets[variable]
+        values[variable] = await variable.read(copy=copy, out=target)
+    return mapped(tree, values.__getitem__)
+
+
+def leaves(tree: Any, kind: Any = Handle) -> Iterator[Any]:
+    """Yield each variable, or thing of another kind, in ``tree``, as often as it stands there."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item, kind)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from leaves(item, kind)
+
+
+def mapped(tree: Any, value_of: Callable[[Any], Any], kind: Any = Handle) -> Any:
+    """Return ``tree`` with its variables replaced; containers keep their type.
+
+    Args:
+        tree: As ``pull`` takes it.
+        value_of: A variable → what stands in its place.
+        kind: Of what is replaced, if it is no variables.
+    """
+    if isinstance(tree, kind):
+        return value_of(tree)
+    if isinstance(tree, dict):
+        made = copying.copy(tree)  # keeps what a subclass has, such as a default factory
+        for key, item in tree.items():
+            made[key] = mapped(item, value_of, kind)
+        return made
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(item, value_of, kind) for item in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(mapped(item, value_of, kind) for item in tree)
+    return tree
+
+
+def is_flat(tree: Any, kind: Any = Handle) -> bool:
+    """Return whether ``tree`` is a list or tuple of variables, or things of a kind, and no more.
+
+    A function of such values gets an argument for each; of any other nesting, the nesting.
+    """
+    return isinstance(tree, list | tuple) and all(isinstance(item, kind) for item in tree)
+
+
+def _targets(tree: Any, out: Any) -> dict[Handle, np.ndarray]:
+    """Return the array in ``out`` for each variable."""
+    targets: dict[Handle, np.ndarray] = {}
+    for variable, array in pairs(tree, out, "out"):
+        if targets.setdefault(variable, checked_target(array, variable.value_spec)) is not array:
+            raise GradientError(f'out has two arrays for variable "{variable.name}"')
+    return targets
+
+
+def pairs(tree: Any, other: Any, what: str) -> Iterator[tuple[Any, Any]]:
+    """Yield each variable in ``tree`` with what stands in its place in ``other``.
+
+    Args:
+        tree: As ``pull`` takes it.
+        other: Nested alike.
+        what: It is, for messages.
+
+    Raises:
+        GradientError: They are not nested alike.
+    """
+    if isinstance(tree, Handle):
+        yield tree, other
+    elif isinstance(tree, dict):
+        if not isinstance(other, dict) or other.keys() != tree.keys():
+            raise GradientError(f"{what}: expected a dict with the keys of the variables")
+        for key, item in tree.items():
+            yield from pairs(item, other[key], what)
+    elif isinstance(tree, list | tuple):
+        if not isinstance(other, list | tuple) or len(other) != len(tree):
+            raise GradientError(
+                f"{what}: expected {len(tree)} items in a list or tuple, as the variables"
+            )
+        for item, part in zip(tree, other, strict=True):
+            yield from pairs(item, part, what)

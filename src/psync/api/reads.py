@@ -1,0 +1,133 @@
+"""How values of variables are read: anew, as they were kept, or all at one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import numpy as np
+
+from psync.client.context import ClosureContext, current_closure
+from psync.client.runtime import Runtime
+from psync.client.shard_locks import pull_at_once
+from psync.errors import ContextError
+from psync.specs import VariableSpec
+
+
+class Readable(Protocol):
+    """What is read: a variable's handle."""
+
+    spec: VariableSpec
+
+
+class _Kept:
+    """The values of one open scope."""
+
+    def __init__(self, closure: ClosureContext | None) -> None:
+        self.closure = closure  # the step that opened it; None: the program
+        self.values: dict[Readable, np.ndarray] = {}
+
+
+_open: ContextVar[_Kept | None] = ContextVar("psync_kept_reads", default=None)
+
+
+@contextmanager
+def cache_variable_reads() -> Generator[None, None, None]:
+    """Return a context manager in which the first read of each variable is kept.
+
+    Inside, ``read`` and ``pull`` of a variable that was read before in the same scope return the
+    value of then, even after an assign, and nothing travels. Rows (``v[…]``, ``sparse_read``,
+    ``embedding_lookup``) and reads with ``consistent=True`` are not kept, and not answered from
+    what is kept. The scope is that of the step, or task of the program, in which it is opened, and
+    of the tasks that this starts inside. Steps that are scheduled inside do not run in it: open
+    one in the step.
+
+    Raises:
+        ContextError: Inside another such scope.
+
+    Example:
+        with psync.cache_variable_reads():
+            loss = await forward(batch)        # many layers read the same variables
+            penalty = await regularization()   # these are not pulled again
+
+    Source: TensorFlow's ``cache_variable_reads`` of parameter-server variables; there, a scope
+    that is open where a function is first traced becomes part of it.
+    """
+    if _kept_here() is not None:
+        raise ContextError(
+            "cache_variable_reads: scopes cannot be nested",
+            hint="one is open here: what is read in it is kept already",
+        )
+    token = _open.set(_Kept(current_closure()))
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def _kept_here() -> _Kept | None:
+    """Return the scope that is open here; not that of whoever started a step in this process."""
+    kept = _open.get()
+    return kept if kept is not None and kept.closure is current_closure() else None
+
+
+async def values_of(
+    runtime: Runtime,
+    variables: Sequence[Any],
+    *,
+    copy: bool = False,
+    out: Sequence[np.ndarray | None] | None = None,
+    consistent: bool = False,
+) -> list[np.ndarray]:
+    """Return the values of variables, each of which is there once.
+
+    Args:
+        runtime: Carries it to the ps tasks.
+        variables: Their handles.
+        copy: Whether the caller may change the arrays.
+        out: As for ``PsClient.pull``.
+        consistent: Whether all are read at one instant.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+        LockLost: As ``pull_at_once``.
+
+    Cancellation: Safe; ``out`` then holds anything.
+    """
+    kept = None if consistent else _kept_here()
+    if kept is not None:
+        return await _through(kept, runtime, variables, copy, out)
+    plan = runtime.ps.plan(tuple([variable.spec for variable in variables]))
+    if consistent:
+        return await pull_at_once(runtime.ps, plan, writable=copy, out=out, seen=runtime.pulled)
+    if out is None and (arrays := runtime.take_ahead(plan)) is not None:
+        for array in arrays:
+            array.setflags(write=copy)
+        return arrays
+    return await runtime.ps.pull(plan, writable=copy, out=out, seen=runtime.pulled)
+
+
+async def _through(
+    kept: _Kept,
+    runtime: Runtime,
+    variables: Sequence[Any],
+    copy: bool,
+    out: Sequence[np.ndarray | None] | None,
+) -> list[np.ndarray]:
+    """Return what is kept, and pull and keep the rest."""
+    missing = [variable for variable in variables if variable not in kept.values]
+    if missing:
+        plan = runtime.ps.plan(tuple([variable.spec for variable in missing]))
+        arrays = await runtime.ps.pull(plan, seen=runtime.pulled)
+        for variable, array in zip(missing, arrays, strict=True):
+            kept.values.setdefault(variable, array)  # the first of two at once is it
+    results = []
+    for variable, target in zip(variables, out or [None] * len(variables), strict=True):
+        value = kept.values[variable]
+        if target is not None:
+            np.copyto(target, value)
+            value = target
+        results.append(value.copy() if copy and target is None else value)
+    return results

@@ -1,0 +1,379 @@
+"""ParameterServerStrategy: where variables go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from psync.api import colocation
+from psync.api.distributed_datasets import (
+    DistributedDataset,
+    InputOptions,
+    distribute_dataset,
+    distribute_function,
+    numpy_dataset,
+)
+from psync.api.placement_report import PlacementReport, report_of
+from psync.api.variables import ShardedVariable, Variable
+from psync.chief.declarations import Declaration, beside, describe, split
+from psync.client.context import forbid_in_step
+from psync.client.runtime import Runtime
+from psync.client.scopes import Elsewhere, add_strategy, current_elsewhere, elsewhere, open_scope
+from psync.cluster import ClusterSpec
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ContextError,
+    PartitionError,
+    UnsupportedError,
+)
+from psync.net.platform import random_hex
+from psync.net.resolvers import ClusterResolver, training_cluster
+from psync.placement import Pinned, Placement, Placer, RoundRobin
+from psync.replicas.context import cross_replica, replicas_in_sync
+from psync.replicas.run import ReplicaRuns
+from psync.replicas.strategy_extended import ReplicaValues
+from psync.specs import VariableSpec
+from psync.worker.data_sources import ArrayDataset
+
+Partitioner = Callable[[tuple[int, ...], Any], Any]
+
+
+class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
+    """Variables on ps tasks, steps on workers.
+
+    Args:
+        cluster_resolver: Says who is in the cluster.
+        variable_partitioner: (shape, dtype) → number of shards for each axis (the first may
+            be above 1), or None: variables are not sharded.
+        placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
+            fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
+        ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks go back to the newest
+            one that a ``CheckpointManager`` has saved. "replica": every ps has a copy in the
+            process of another one, which takes over within a second, and nothing that was
+            answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
+            training.
+
+    Raises:
+        ConfigurationError: The cluster cannot train: no ps, no worker, an unknown job, …; or
+            another argument is not what it should be.
+
+    Source: ``tf.distribute.ParameterServerStrategy``.
+    """
+
+    __psync_capture_error__ = "the strategy lives on the coordinator"
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        placement: str | Placement = "round_robin",
+        ps_recovery: str = "checkpoint",
+    ) -> None:
+        forbid_in_step("making a strategy")
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise ConfigurationError(
+                "variable_partitioner: expected a callable (shape, dtype) -> parts per axis, got "
+                f"{variable_partitioner!r}",
+                hint="psync.partitioners has some: psync.FixedShardsPartitioner(2)",
+            )
+        spec, task_type, task_id = training_cluster(cluster_resolver)
+        for job in ("ps", "worker"):
+            if not spec or job not in spec.jobs:  # the chief's was checked, others may know less
+                raise ConfigurationError(
+                    f"{cluster_resolver.source}: cluster.{job}: expected at least one {job} to "
+                    "declare variables for, got none",
+                    hint="name the whole training cluster here, too",
+                )
+        if ps_recovery not in ("checkpoint", "replica"):
+            raise ConfigurationError(
+                f'ps_recovery: expected "checkpoint" or "replica", got {ps_recovery!r}'
+            )
+        if ps_recovery == "replica" and spec.num_tasks("ps") < 2:
+            raise ConfigurationError(
+                'ps_recovery="replica" needs at least two ps tasks, got '
+                f"{spec.num_tasks('ps')}: each is kept in the process of another one, too",
+            )
+        self.ps_recovery = ps_recovery
+        self.origin = random_hex(8)
+        self.runtime: Runtime | None = None  # the coordinator's; None while none runs
+        self.created = False  # a coordinator has run: variables may exist on ps tasks
+        self.declared: list[Declaration] = []  # not created yet
+        self._resolver = cluster_resolver
+        self._cluster = spec
+        self._task = (task_type, task_id)
+        self._partitioner = variable_partitioner
+        self._placer = Placer(spec.num_tasks("ps"), placement)
+        self.accumulators: dict[str, Any] = {}
+        self.accumulator_placement: Placement = RoundRobin(spec.num_tasks("ps"))
+        self._names: dict[str, int] = {}  # those taken, and how often each was asked for
+        self._variables: list[Variable | ShardedVariable] = []
+        self._next_id = 0
+        add_strategy(self)
+
+    def __repr__(self) -> str:
+        return f"<ParameterServerStrategy {self._cluster!r}, {len(self._variables)} variables>"
+
+    def __copy__(self) -> ParameterServerStrategy:
+        raise UnsupportedError("a strategy cannot be copied: it owns its variables")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterServerStrategy:
+        return self
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver it was made with."""
+        return self._resolver
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The training cluster: without evaluators, checked."""
+        return self._cluster
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas within one step: 1, as each worker computes by itself; those of a gang in it."""
+        return replicas_in_sync()
+
+    @property
+    def task(self) -> tuple[str | None, int | None]:
+        """Job and index of this process; None where it is none of the cluster's tasks."""
+        return self._task
+
+    @property
+    def variables(self) -> tuple[Variable | ShardedVariable, ...]:
+        """All variables, in the order of declaration."""
+        return tuple(self._variables)
+
+    @property
+    def trainable_variables(self) -> tuple[Variable | ShardedVariable, ...]:
+        """Those that were declared trainable, as they are by default."""
+        return tuple(variable for variable in self._variables if variable.trainable)
+
+    @contextmanager
+    def scope(self) -> Generator[ParameterServerStrategy, None, None]:
+        """Return a context manager in which ``Variable(...)`` declares variables of this strategy.
+
+        Raises:
+            ContextError: Inside another strategy's scope.
+            UsageError: Inside a step.
+        """
+        forbid_in_step("opening a strategy's scope")
+        outer = open_scope.get()
+        if outer is not None and outer is not self:
+            raise ContextError(
+                "mixing different strategies: another one's scope is open here",
+                hint="leave that scope first",
+            )
+        token = open_scope.set(self)
+        try:
+            with cross_replica(self):
+                yield self
+        finally:
+            open_scope.reset(token)
+
+    # Data; see ``distributed_datasets``.
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return a dataset of which each worker reads its share: some files, or some elements.
+
+        With one replica to a worker a global batch is the batch of that replica, so batches stay
+        as they are. A worker whose share is over while others go on meets ``EndOfData``.
+
+        Args:
+            dataset: An iterable of batches that can be iterated over more than once, in the same
+                order each time, as ``psync.data`` makes them.
+            options: What a share is; by default files if there are enough, else elements.
+
+        Raises:
+            ConfigurationError: It is no such dataset; says what to give instead.
+            ConfigurationError: It cannot be cut as the options say.
+
+        Source: ``tf.distribute.Strategy.experimental_distribute_dataset``.
+        """
+        return distribute_dataset(dataset, options, *self._workers())
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[..., Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Return a dataset of which each worker's share is what a function returns there.
+
+        Args:
+            dataset_fn: Called on each worker with an ``InputContext``, from which it knows its
+                share; returns an iterable of batches.
+            options: With a shard policy of "auto" or "off": the function itself cuts.
+
+        Raises:
+            UsageError: It is no plain function of at most one argument.
+            ConfigurationError: The options say something else, or it makes a variable.
+
+        Source: ``tf.distribute.Strategy.distribute_datasets_from_function``.
+        """
+        return distribute_function(dataset_fn, options, *self._workers())
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: None = None
+    ) -> ArrayDataset:
+        """Return a dataset whose elements are the rows (axis 0) of arrays, one by one.
+
+        Args:
+            numpy_input: An array, or a tuple, named tuple or dict of them, with the same number
+                of rows. A list is one array: it is stacked.
+            session: TensorFlow 1's; there is none here.
+
+        Raises:
+            UsageError: They differ in length, or have no rows.
+
+        Source: ``tf.distribute.Strategy.experimental_make_numpy_dataset``.
+        """
+        return numpy_dataset(numpy_input)
+
+    @property
+    def worker_index(self) -> int | None:
+        """Which worker this process is, by its place among them; None: it is none."""
+        return self._workers()[1]
+
+    def _workers(self) -> tuple[int, int | None]:
+        """Return how many workers there are, and which of them this process is, if it is one."""
+        indices, (job, task_id) = self._cluster.task_indices("worker"), self._task
+        here = indices.index(task_id) if job == "worker" and task_id is not None else None
+        return len(indices), here
+
+    def pinned(self, where: int | str) -> AbstractContextManager[None]:
+        """Return a context manager in which variables are declared on one ps.
+
+        They are not partitioned and take nobody's turn. The innermost of several such scopes
+        counts, ``colocate_vars_with`` among them.
+
+        Args:
+            where: Index of the ps, or its device: "/job:ps/replica:0/task:1/device:CPU:0", or for
+                short "/job:ps/task:1".
+
+        Raises:
+            ConfigurationError: There is no such ps.
+            UsageError: Inside a step.
+
+        Example:
+            with strategy.scope(), strategy.pinned(1):
+                table = psync.Variable(np.zeros((1000, 64), np.float32))
+
+        Source: none; in TensorFlow the strategy's placement wins over ``tf.device``.
+        """
+        forbid_in_step("pinning variables")
+        return elsewhere(Elsewhere(self, self._placer.pinned(where)))
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable | ShardedVariable
+    ) -> AbstractContextManager[None]:
+        """Return a context manager in which variables are declared beside another one.
+
+        Its rules are those of ``colocation.colocate_vars_with``.
+        """
+        return colocation.colocate_vars_with(self, colocate_with_variable)
+
+    def placement(self) -> PlacementReport:
+        """Return which ps holds which shard, known once declared; ``str()`` is a table."""
+        specs = (variable.spec for variable in self._variables)
+        return report_of(specs, self._cluster.num_tasks("ps"))
+
+    # scopes.Scope.
+
+    def declare(
+        self,
+        initial_value: Any,
+        name: str,
+        dtype: object,
+        shape: tuple[int, ...] | None,
+        trainable: bool,
+        where: str,
+        *,
+        placement: Placement | None = None,
+        partitioned: bool = True,
+    ) -> VariableSpec:
+        """Place a new variable; it is created before anything needs it.
+
+        With a placement of its own it is not partitioned, and takes nobody's turn.
+        """
+        self._check_open(name)
+        initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
+        here = current_elsewhere()
+        if placement is None and here is not None and here.strategy is self:
+            if here.beside is None:
+                placement = here.placement
+            elif partitioned:
+                spec = self._beside(here.beside, name, full_shape, dtype_name, trainable, where)
+                self._declared(name, Declaration(spec, initial))
+                return spec
+            else:
+                placement = Pinned(here.beside.shards[0].ps)
+        spec = split(
+            self._unique(name), self._next_id, full_shape, dtype_name, trainable=trainable,
+            partitioner=self._partitioner if placement is None and partitioned else None,
+            place=lambda nbytes: self._placer.place(name, nbytes, placement), where=where,
+        )  # fmt: skip
+        self._declared(name, Declaration(spec, initial))
+        return spec
+
+    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+        """Place a new variable beside another one, with whose value it begins."""
+        self._check_open(name)
+        spec = self._beside(original, name, original.shape, original.dtype, False, where)
+        self._declared(name, Declaration(spec, None, original))
+        return spec
+
+    def add(self, variable: Any) -> None:
+        """Note the handle of a variable that was declared."""
+        self._variables.append(variable)
+
+    def _beside(
+        self,
+        original: VariableSpec,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        trainable: bool,
+        where: str,
+    ) -> VariableSpec:
+        """Place a variable beside another one, shard by shard."""
+        if shape != original.shape:
+            raise PartitionError(
+                f'variable "{name}" declared at {where}: expected shape {original.shape}, as '
+                f'"{original.name}" has, beside whose {len(original.shards)} shards it is to lie, '
+                f"got {shape}",
+                hint=f"beside one of the shards: colocate_vars_with({original.name}.variables[0])",
+            )
+        spec = beside(
+            original, self._unique(name), self._next_id, trainable=trainable, where=where,
+            dtype=dtype,
+        )  # fmt: skip
+        for shard in spec.shards:
+            self._placer.note(shard.ps, shard.nbytes)
+        return spec
+
+    def _check_open(self, name: str) -> None:
+        if self.created and self.runtime is None:
+            raise ClosedError(
+                f'variable "{name}": the coordinator of this strategy was closed',
+                hint="make a new strategy, and declare it there",
+            )
+
+    def _unique(self, name: str) -> str:
+        """Return a name that is not taken."""
+        unique, count = name, self._names.get(name, 0)
+        while unique in self._names:
+            unique = f"{name}_{count}"
+            count += 1
+        return unique
+
+    def _declared(self, name: str, declaration: Declaration) -> None:
+        """Note what was declared, under the name that was asked for or one made of it."""
+        self._names[name] = self._names.get(name, 0) + 1
+        self._names.setdefault(declaration.spec.name, 1)
+        self._next_id += 1
+        self.declared.append(declaration)

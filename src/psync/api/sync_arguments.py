@@ -1,0 +1,159 @@
+"""What users give to a synchronous optimizer, checked."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from psync.api.optimizers.handles import Optimizer
+from psync.api.variables import OnReadVariable, Variable
+from psync.errors import ConfigurationError, GradientError
+from psync.numerics.sums import check_weight
+from psync.schedules import as_number
+from psync.store.sync_config import SyncConfig
+
+STEP_DTYPE = "int64"
+"""Of the global step."""
+
+NOWHERE = (0, -1, 0)
+"""Stands for the global step in a configuration until the first push names it."""
+
+
+def check_wrapped(name: object, opt: object) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        ConfigurationError: It is no optimizer, or one that waits for others itself.
+    """
+    if not isinstance(opt, Optimizer):
+        raise ConfigurationError(
+            f"{name}: expected one of psync.optimizers as opt, got {type(opt).__name__}"
+        )
+    if opt.synchronous:
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} is synchronous already",
+            hint="wrap one of psync.optimizers",
+        )
+    if opt._staleness_bound is not None:
+        raise ConfigurationError(
+            f"{name}: opt {opt.get_name()!r} has a staleness bound, which is of no use here: "
+            "gradients of an earlier step are never applied",
+            hint="leave out staleness_bound",
+        )
+
+
+def checked_config(
+    name: object,
+    optimizer: dict[str, Any],
+    *,
+    replicas_to_aggregate: object,
+    total_num_replicas: object,
+    strict: object,
+    deterministic: object,
+    tensorflow_compat: object,
+    min_replicas: object,
+    patience_s: object,
+    reduction: Any,
+    sparse_divisor: Any = "per_index",
+) -> SyncConfig:
+    """Return the configuration of a synchronous optimizer, as yet without its global step.
+
+    Args:
+        name: Of the optimizer.
+        optimizer: Configuration of the wrapped one.
+        replicas_to_aggregate: As for ``SyncReplicasOptimizer``, like all that follow.
+        total_num_replicas: None: as many.
+        strict: Implied by ``deterministic``.
+        deterministic: A bool.
+        tensorflow_compat: A bool.
+        min_replicas: A whole number.
+        patience_s: Seconds.
+        reduction: "mean" or "sum".
+        sparse_divisor: "per_index" or "total".
+
+    Raises:
+        ConfigurationError: One is wrong, or two contradict each other.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"a synchronous optimizer: expected a name, got {name!r}")
+    total = replicas_to_aggregate if total_num_replicas is None else total_num_replicas
+    in_order = checked_flag(name, "deterministic", deterministic)
+    return SyncConfig(
+        name=name,
+        optimizer=optimizer,
+        replicas_to_aggregate=checked_count(name, "replicas_to_aggregate", replicas_to_aggregate),
+        total_num_replicas=checked_count(name, "total_num_replicas", total),
+        min_replicas=checked_count(name, "min_replicas", min_replicas),
+        patience_s=float(as_number(f"{name}: patience_s", patience_s)),
+        strict=checked_flag(name, "strict", strict) or in_order,
+        deterministic=in_order,
+        tensorflow_compat=checked_flag(name, "tensorflow_compat", tensorflow_compat),
+        reduction=reduction,
+        sparse_divisor=sparse_divisor,
+        global_step=NOWHERE,
+    )
+
+
+def checked_count(name: str, argument: str, value: object) -> int:
+    """Return a whole number as an int. Raises ConfigurationError if ``value`` is none."""
+    try:
+        if isinstance(value, bool | np.bool_):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]  # anything: it decides
+    except TypeError:
+        raise ConfigurationError(
+            f"{name}: expected a whole number as {argument}, got {value!r}"
+        ) from None
+
+
+def checked_flag(name: str, argument: str, value: object) -> bool:
+    """Return a bool. Raises ConfigurationError if ``value`` is none."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}: expected {argument} to be True or False, got {value!r}")
+    return value
+
+
+def checked_weight(weight: object) -> float:
+    """Return the weight of a push. Raises ConfigurationError or GradientError if it is none."""
+    if weight == 1.0 and type(weight) is float:
+        return weight
+    number = as_number("apply_gradients: weight", weight)
+    try:
+        return check_weight(number)
+    except GradientError as exc:
+        raise GradientError(f"apply_gradients: {exc.message}") from None
+
+
+def checked_step(operation: str, variable: object) -> Variable:
+    """Return the global step that was given to ``operation``.
+
+    Raises:
+        ConfigurationError: It is none: no variable, or no int64 scalar.
+    """
+    hint = "global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`"
+    if variable is None:
+        raise ConfigurationError(
+            f"{operation}: global_step is None, and without it nobody knows which gradients are "
+            "stale",
+            hint=hint,
+        )
+    if not isinstance(variable, Variable):
+        raise ConfigurationError(
+            f"{operation}: expected a variable as global_step, got {type(variable).__name__}",
+            hint=hint,
+        )
+    if isinstance(variable, OnReadVariable):
+        raise ConfigurationError(
+            f'{operation}: global_step "{variable.name}" is synchronized on read: each worker has '
+            "another value",
+            hint=hint,
+        )
+    if variable.shape != () or variable.spec.dtype != STEP_DTYPE:
+        raise ConfigurationError(
+            f'{operation}: expected an {STEP_DTYPE} scalar as global_step, got "{variable.name}" '
+            f"of shape {variable.shape} {variable.spec.dtype}",
+            hint=hint,
+        )
+    return variable

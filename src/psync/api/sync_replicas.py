@@ -1,0 +1,455 @@
+"""Synchronous training: gradients of several replicas are averaged, then applied once.
+
+``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
+tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
+step at which its replica may go on. How, is in docs/design.md, section 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from psync.api.chief_queue_runner import ChiefQueueRunner
+from psync.api.global_step import global_step_of
+from psync.api.gradient_arguments import AnyVariable, GradsAndVars
+from psync.api.group_config import GroupConfig
+from psync.api.moving_averages import ExponentialMovingAverage
+from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers.state import PushResult
+from psync.api.session_hooks import SyncReplicasHook
+from psync.api.sync_arguments import (
+    check_wrapped,
+    checked_config,
+    checked_count,
+    checked_flag,
+    checked_step,
+    checked_weight,
+)
+from psync.api.value_and_gradients import ValueAndGrad
+from psync.api.variables import Variable, runtime_of, scope_of
+from psync.client.context import current_closure, forbid_in_dataset
+from psync.client.runtime import Runtime, current_runtime
+from psync.client.scopes import running_scopes
+from psync.errors import ConfigurationError, UsageError
+from psync.specs import Outcome
+from psync.wire.sync_messages import Contributed
+
+
+class SyncReplicasOptimizer(Optimizer):
+    """Averages the gradients of several replicas and applies the mean in one step.
+
+    A replica is a worker. Each step takes the pushes of ``replicas_to_aggregate`` (R) of the
+    ``total_num_replicas`` (N) replicas. R < N: the others are backup replicas, and whoever is
+    late is not waited for. R > N: a replica contributes more than once to a step. A push is
+    counted whole or not at all, over all variables and ps tasks; one whose gradients were
+    computed from values of an earlier step is *stale*: it is dropped, and its result says so.
+
+    ``apply_gradients`` returns when its replica may begin with the next step, so replicas stay
+    together. Nobody waits for ever: with fewer living workers, or when there is nothing left to
+    schedule, a step is closed with what has come (``PushResult.partial``).
+
+    The wrapped optimizer's rule is applied to the mean. So ``clipnorm`` and ``global_clipnorm``
+    shorten the mean of a step, not what each replica brings; where that takes norms of what lies
+    on several ps tasks, and for ``Lamb`` with such variables, a step costs one more round between
+    them. Slots belong to this optimizer: ``get_slot`` of this one, not of the wrapped one.
+
+    Args:
+        opt: One of ``psync.optimizers``. Of it only the rule, the name and what it checks are used.
+        replicas_to_aggregate: R, at least 1: pushes that make a step.
+        total_num_replicas: N, at least 1: replicas that are meant to run. Default: R.
+        variable_averages: Moving averages that follow each step.
+        variables_to_average: The variables that are averaged. Default: the trainable variables of
+            the strategy whose scope is open. Only with ``variable_averages``.
+        use_locking: Without effect: every step is applied under the ps's own order.
+        name: For messages and statistics.
+        strict: Tokens are bound: a replica may contribute ⌈R/N⌉ pushes to a step and no more, so
+            that a fast one does not take the place of a slow one.
+        deterministic: Gradients are summed by the index of their worker, so that the result is,
+            bit for bit, that of one process that sums the same gradients in that order. Implies
+            ``strict``; needs N = R.
+        tensorflow_compat: The tokens of TensorFlow: R initial ones, which waste each replica's
+            second step; old ones stay valid; what a replica pulls does not count, the token alone
+            says how old its gradients are.
+        min_replicas: With fewer living workers no step is closed, but by ``join``.
+        patience_s: Seconds after which whoever waits for ``min_replicas`` gets NotEnoughReplicas.
+        reduction: "mean", weighted; or "sum".
+        sparse_divisor: Of gradients of some rows: "per_index" divides each row by the weights of
+            the replicas that have it, as TensorFlow does; "total" by those of all that were
+            counted. Where one replica has a whole gradient of a variable, the rows of others count
+            as whole ones too, with zeros in all other rows.
+        pull_ahead: The token brings the values of the new step, of the variables that were pulled
+            first after the last push, so that the ``psync.pull`` of these needs no message. They
+            are of the token's step or later, and as new as what this worker has pushed or assigned
+            before, and as what the program did before it scheduled the closure that pulls. What
+            others change besides, in the moment between the step's end and the pull, is seen by
+            later pulls only: False, if a step looks outside of psync (a file, a clock) for what
+            others have just done, without awaiting anything. Without effect where the values are
+            more than 64 KiB, where there are several synchronous optimizers, and where a step
+            awaits anything between its push and its pull.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or two contradict each other; also ValueError.
+        UsageError: Inside a step.
+        GradientError: A variable to average is of no float dtype.
+
+    Source: ``tf.compat.v1.train.SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
+        There a gradient is judged for each variable alone, nobody is told that it was dropped,
+        and every replica's second step is wasted.
+
+    Example:
+        with strategy.scope():
+            w = psync.Variable(np.zeros(10, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 4, 5)
+
+        async def step():
+            weights = await w.read()
+            result = await optimizer.apply_gradients([(gradient(weights), w)], global_step)
+            return result.outcome
+    """
+
+    synchronous = True
+    GATE_NONE = 0
+    GATE_OP = 1
+    GATE_GRAPH = 2
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        replicas_to_aggregate: int,
+        total_num_replicas: int | None = None,
+        variable_averages: ExponentialMovingAverage | None = None,
+        variables_to_average: Iterable[AnyVariable] | None = None,
+        use_locking: bool = False,
+        name: str = "sync_replicas",
+        *,
+        strict: bool = False,
+        deterministic: bool = False,
+        tensorflow_compat: bool = False,
+        min_replicas: int = 1,
+        patience_s: float = 30.0,
+        reduction: str = "mean",
+        sparse_divisor: str = "per_index",
+        pull_ahead: bool = True,
+    ) -> None:
+        check_wrapped(name, opt)
+        config = checked_config(
+            name,
+            opt._config,
+            replicas_to_aggregate=replicas_to_aggregate,
+            total_num_replicas=total_num_replicas,
+            strict=strict,
+            deterministic=deterministic,
+            tensorflow_compat=tensorflow_compat,
+            min_replicas=min_replicas,
+            patience_s=patience_s,
+            reduction=reduction,
+            sparse_divisor=sparse_divisor,
+        )
+        super().__init__(opt._rule, name=name, forbid_nonfinite=opt._forbid_nonfinite)
+        self._in_use = opt._in_use = True  # what it does was written into ``config``
+        self._opt = opt
+        self._group = GroupConfig(config)
+        self._pull_ahead = checked_flag(name, "pull_ahead", pull_ahead)
+        self._group.add_averages(variable_averages, variables_to_average)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **super()._state(),
+            "opt": self._opt,
+            "sync": self._group.sync,
+            "averaged_by": self._group.averaged_by,
+            "pull_ahead": self._pull_ahead,
+        }
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        super()._set_state(state)
+        self._opt = state["opt"]
+        self._group = GroupConfig(state["sync"], state["averaged_by"])
+        self._pull_ahead = state["pull_ahead"]
+
+    def __repr__(self) -> str:
+        config = self._group.sync
+        return (
+            f"<SyncReplicasOptimizer {self._name!r} {config.replicas_to_aggregate} of "
+            f"{config.total_num_replicas}, {self._opt!r}>"
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as plain data, that of the wrapped optimizer in "optimizer"."""
+        config = self._group.sync.to_config()
+        del config["global_step"]  # of the program, not of the optimizer
+        return config
+
+    @property
+    def local_step(self) -> int | None:
+        """This task's last token: the step at which it may go on. None before the first.
+
+        Source: ``sync_rep_local_step`` of TensorFlow's SyncReplicasOptimizer.
+        """
+        runtime, global_step = current_runtime(), self._group.global_step
+        if runtime is None and global_step is not None:
+            scope = scope_of(global_step)
+            runtime = None if scope is None else scope.runtime
+        return None if runtime is None else runtime.sync.token(self.number)
+
+    # Training.
+
+    async def apply_gradients(
+        self,
+        grads_and_vars: GradsAndVars,
+        global_step: AnyVariable | None = None,
+        name: str | None = None,
+        *,
+        weight: float = 1.0,
+    ) -> PushResult:
+        """Contribute gradients to the present step, and wait for the token of the next one.
+
+        The gradients' age is that of the oldest values that the step function has pulled
+        since its last push; if it has pulled nothing, the last token.
+
+        Each call counts at most once, however often its closure runs. Runs are compared call by
+        call: the updates of a run are numbered as they are made, and of all runs one call of each
+        number counts; the others are DUPLICATE. A stale call has not counted. So a closure that
+        pushes again after STALE, in a loop, makes a further call, of the next number. If its worker
+        is lost afterwards, the next run's first call may count besides, since no first call has.
+        Its calls after the loop have other numbers than before, so one may be taken for another:
+        DUPLICATE, or a UsageError if their variables differ. Where a closure must count once, let
+        it return after STALE, and schedule it anew.
+
+        Args:
+            grads_and_vars: As for every optimizer. Not copied.
+            global_step: An int64 scalar, raised by one with each step of the optimizer, when all
+                its variables are updated. Always the same variable.
+            name: Without effect.
+            weight: Of these gradients in the mean: such as the number of examples; from 1e-30 to
+                1e30.
+
+        Returns:
+            ``outcome``: ACCEPTED, counted in a step; STALE, dropped; DUPLICATE, another run of
+            the closure was counted. ``step``: the token. ``staleness``: steps that were closed
+            since the values were pulled. ``partial``, ``count``: of the step that it counts in.
+
+        Raises:
+            GradientError: As for every optimizer, or a weight that is none. Also a ValueError.
+            ConfigurationError: No global step, or another one than before. Also a ValueError.
+            UsageError: Outside a step and outside a training session.
+            NotEnoughReplicas: Fewer than ``min_replicas`` workers have lived for ``patience_s``.
+            TrainingEnded: No further step will be closed.
+            ClosureCancelled: In a step that was cancelled.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Cancelled before ps 0 was told, the push does not count; afterwards it may.
+            Gradients must not change until the step has ended.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.apply_gradients``, whose train_op is
+            this call.
+        """
+        forbid_in_dataset("apply_gradients")
+        pairs = self._checked(grads_and_vars)
+        weight = checked_weight(weight)
+        step = checked_step("apply_gradients", global_step)
+        variables = [variable for _, variable in pairs]
+        runtime = await runtime_of("apply_gradients", *variables, step)
+        if current_closure() is None and not runtime.in_session:
+            raise UsageError(
+                "apply_gradients of a synchronous optimizer outside a step: the program is no "
+                "replica, and would wait for others",
+                hint="do it in a function given to schedule, or in a training session",
+            )
+        self._check_origin(runtime)
+        config = self._group.of_step(step)
+        closure, ordinal = runtime.begin_update("push")
+        answer = await runtime.sync.contribute(
+            runtime.ps.plan(tuple(variable.spec for variable in variables)),
+            [gradient for gradient, _ in pairs],
+            group=self.number,
+            config=config,
+            local_step=self._local_step_of_push(runtime),
+            closure=closure,
+            ordinal=ordinal,
+            weight=weight,
+            ahead=runtime.ahead if self._pull_ahead else None,
+        )
+        result = _result(answer)
+        run = current_closure()
+        if run is not None and result.outcome is Outcome.STALE:
+            run.dropped += 1
+        return result
+
+    async def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, AnyVariable]]:
+        """Return pairs of gradient and variable: ``compute_gradients`` of the wrapped optimizer.
+
+        They are of this replica alone, so they may be changed, as by clipping their norm, before
+        they are given to ``apply_gradients``.
+        """
+        return await self._opt.compute_gradients(*args, **kwargs)
+
+    async def minimize(  # type: ignore[override]  # TensorFlow's order of arguments
+        self,
+        loss: ValueAndGrad,
+        global_step: AnyVariable | None = None,
+        var_list: Any = None,
+        gate_gradients: int = GATE_OP,
+        aggregation_method: object = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: object = None,
+    ) -> Any:
+        """Pull, compute and push: ``compute_gradients``, then ``apply_gradients``.
+
+        Args:
+            loss: Called with the values of the variables; returns the loss and the gradients. As
+                ``value_and_grad`` for ``compute_gradients`` of optimizers.
+            global_step: As for ``apply_gradients``.
+            var_list: As there; default: the trainable variables.
+            gate_gradients: GATE_NONE, GATE_OP or GATE_GRAPH. Without effect, like all that
+                follow: there is no graph here.
+            aggregation_method: Without effect.
+            colocate_gradients_with_ops: Without effect.
+            name: Without effect.
+            grad_loss: Without effect, as in TensorFlow's eager mode.
+
+        Returns:
+            The loss. What became of the push is said by ``apply_gradients``.
+
+        Raises:
+            ConfigurationError: ``gate_gradients`` is none of the three; also a ValueError.
+            PsyncError: As ``compute_gradients`` and ``apply_gradients``.
+
+        Source: ``tf.compat.v1.train.Optimizer.minimize``.
+        """
+        if gate_gradients not in (self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH):
+            raise ConfigurationError(
+                f"{self._name}: expected gate_gradients GATE_NONE, GATE_OP or GATE_GRAPH, got "
+                f"{gate_gradients!r}"
+            )
+        checked_step("minimize", global_step)
+        answers = []
+
+        def noting(*values: Any) -> Any:
+            answers.append(loss(*values))
+            return answers[-1]
+
+        pairs = await self.compute_gradients(noting, var_list)
+        await self.apply_gradients(pairs, global_step)
+        return answers[-1][0]
+
+    def _local_step_of_push(self, runtime: Runtime) -> int:
+        """Return the step of the values that a push's gradients come from; -1: the first."""
+        pulled = runtime.pulled.lowest(self.number)
+        runtime.pulled.forget(self.number)
+        if pulled is not None and not self._group.sync.tensorflow_compat:
+            return pulled
+        token = runtime.sync.token(self.number)
+        return -1 if token is None else token
+
+    # What programs for TensorFlow call.
+
+    async def init_tokens(self, global_step: AnyVariable, num_tokens: int = -1) -> int:
+        """Put the initial tokens, unless somebody has; ps 0 does so itself with the first push.
+
+        Args:
+            global_step: As for ``apply_gradients``.
+            num_tokens: At least R - N. -1: as many as are needed; R in ``tensorflow_compat``.
+
+        Returns:
+            The present step.
+
+        Raises:
+            ConfigurationError: Too few tokens, or no number of tokens; also a ValueError.
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe; they may have been put.
+        """
+        count = self._checked_tokens(num_tokens)
+        step = checked_step("init_tokens", global_step)
+        runtime = await runtime_of("init_tokens", step)
+        self._check_origin(runtime)
+        return await runtime.sync.init_tokens(self.number, self._group.of_step(step), count)
+
+    def get_init_tokens_op(self, num_tokens: int = -1) -> Coroutine[Any, Any, int]:
+        """Return what puts the initial tokens when it is awaited; see ``init_tokens``.
+
+        The global step is that of ``apply_gradients``, or, where other tasks call that, the one of
+        ``psync.get_or_create_global_step``.
+
+        Raises:
+            ConfigurationError: Neither is known: before ``apply_gradients`` was called in this
+                process, there is no such variable, or no coordinator or session is running. Or as
+                ``init_tokens``; also a ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_init_tokens_op``.
+        """
+        global_step = self._applied("get_init_tokens_op")
+        self._checked_tokens(num_tokens)
+        return self.init_tokens(global_step, num_tokens)
+
+    def get_chief_queue_runner(self) -> ChiefQueueRunner:
+        """Return a runner that has nothing to do, since ps 0 closes the steps.
+
+        Raises:
+            ConfigurationError: As ``get_init_tokens_op``; also a ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
+        """
+        return ChiefQueueRunner(self._applied("get_chief_queue_runner"))
+
+    def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
+        """Return a hook for a training session, which puts the initial tokens.
+
+        Args:
+            is_chief: Whether this task is the chief.
+            num_tokens: As for ``init_tokens``.
+
+        Raises:
+            ConfigurationError: As ``init_tokens``; also a ValueError.
+
+        Source: ``tf.compat.v1.train.SyncReplicasOptimizer.make_session_run_hook``.
+        """
+        self._checked_tokens(num_tokens)
+        return SyncReplicasHook(lambda: self._put_tokens(num_tokens), is_chief)
+
+    async def _put_tokens(self, num_tokens: int) -> None:
+        """Put other numbers of tokens than ps 0 would put by itself."""
+        if num_tokens == -1:
+            return
+        step = self._known_step()
+        if step is None:
+            raise UsageError(
+                f"{self._name}: {num_tokens} initial tokens for an unknown global step",
+                hint="make it with psync.get_or_create_global_step() before the session begins",
+            )
+        await self.init_tokens(step, num_tokens)
+
+    def _known_step(self) -> Variable | None:
+        """Return the global step of the last push; else that of the strategy that is running."""
+        if self._group.global_step is not None:
+            return self._group.global_step
+        steps = [global_step_of(scope) for scope in running_scopes()]
+        return steps[0] if len(steps) == 1 else None
+
+    def _applied(self, operation: str) -> Variable:
+        step = self._known_step()
+        if step is None:
+            raise ConfigurationError(
+                f"{operation} before apply_gradients of {self._name} was called in this process, "
+                "and there is no other global step",
+                hint="call it while a coordinator or session is running, with "
+                "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps by "
+                "itself; to put other numbers of tokens: "
+                "`await optimizer.init_tokens(global_step, num_tokens)`",
+            )
+        return step
+
+    def _checked_tokens(self, num_tokens: int) -> int:
+        count = checked_count(self._name, "num_tokens", num_tokens)
+        self._group.sync.initial_tokens(count)
+        return count
+
+
+def _result(answer: Contributed) -> PushResult:
+    return PushResult(
+        Outcome(answer.outcome), answer.token, answer.staleness, answer.partial, answer.count
+    )

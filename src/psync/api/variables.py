@@ -1,0 +1,323 @@
+"""Variables: handles on arrays that live on ps tasks.
+
+A handle holds no value. It is declared in ``strategy.scope()``, travels to workers as
+(origin, spec), and is one object per process there. Inside a step it talks to ps tasks
+through the worker it runs on, elsewhere through its strategy's coordinator.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Self, cast
+
+import numpy as np
+
+from psync.api.on_read import CopyAccess, declare_copies
+from psync.api.value_access import ValueAccess
+from psync.api.variable_creators import through_creators
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.runtime import Runtime
+from psync.client.scopes import Scope, current_scope, place_of, runtime_here
+from psync.cluster import device_name
+from psync.errors import ConfigurationError, UsageError
+from psync.net.process_state import PerProcess
+from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.specs import VariableAggregation as VariableAggregation
+from psync.specs import VariableSynchronization as VariableSynchronization
+
+
+class Handle(ValueAccess):
+    """What ``Variable`` and ``ShardedVariable`` share."""
+
+    spec: VariableSpec
+    origin: str
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+    _scope: weakref.ref[Scope] | None  # its strategy's; None where that is not, on workers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_intern, (self.origin, self.spec, self.synchronization, self.aggregation))
+
+    @property
+    def name(self) -> str:
+        """Name, unique in the strategy."""
+        return self.spec.name
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return dtype_of(self.spec.dtype)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is one of ``strategy.trainable_variables``."""
+        return self.spec.trainable
+
+    def __repr__(self) -> str:
+        shards = f", {len(self.spec.shards)} shards" if len(self.spec.shards) > 1 else ""
+        return (
+            f"<{type(self).__name__} {self.name!r} shape={self.shape} "
+            f"dtype={self.spec.dtype}{shards}>"
+        )
+
+    async def runtime_for(self, operation: str) -> Runtime:
+        """Return what carries ``operation`` on this variable to the ps tasks."""
+        return await runtime_of(operation, self)
+
+
+class Variable(Handle):
+    """A variable on one ps.
+
+    ``Variable(...)`` declares one in the enclosing ``strategy.scope()``; the strategy's
+    partitioner may make it a ``ShardedVariable``, which then is what the call returns.
+
+    Args:
+        initial_value: Array, number, nested list, or a callable that returns one; a callable
+            that takes (shape, offset) is called for each shard alone.
+        name: Made unique with a suffix if it is taken. Default "Variable".
+        dtype: Default: that of the initial value (Python floats: float32, integers: int64).
+        shape: Needed with ``dtype`` to keep a callable from being called early.
+        trainable: Whether it is one of ``strategy.trainable_variables``. Default: yes, unless it is
+            synchronized on read.
+        synchronization: AUTO is ON_WRITE. ON_READ: each worker has a copy, which begins with the
+            initial value; steps read and write that of their worker, and the program reads what
+            the aggregation makes of all. See ``OnReadVariable``.
+        aggregation: How the values of several replicas become one.
+
+    Raises:
+        UsageError: Outside a scope, or inside a step.
+        PartitionError: The initial value, dtype or partitions do not fit.
+
+    Source: ``tf.Variable`` under ``tf.distribute.ParameterServerStrategy``.
+    """
+
+    def __new__(
+        cls,
+        initial_value: Any = None,
+        *,
+        name: str | None = None,
+        dtype: object = None,
+        shape: Sequence[int] | None = None,
+        trainable: bool | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+    ) -> Any:
+        forbid_in_step(
+            f'declaring variable "{name or "Variable"}"',
+            instead="declare it in `with strategy.scope():` on the coordinator, "
+            "and use it in the step",
+        )
+        forbid_in_dataset("declaring a variable")
+        scope = current_scope()
+        if scope is None:
+            raise UsageError(
+                f'variable "{name or "Variable"}" is declared outside a strategy\'s scope',
+                hint="declare it in `with strategy.scope():`",
+            )
+        where = place_of(sys._getframe(1))
+        made = through_creators(
+            partial(_declare, scope, where), initial_value=initial_value, name=name, dtype=dtype,
+            shape=shape, trainable=trainable, synchronization=synchronization,
+            aggregation=aggregation,
+        )  # fmt: skip
+        if not isinstance(made, Handle):
+            raise UsageError(
+                f'variable "{name or "Variable"}": expected a variable creator to return a '
+                f"variable, got {made!r}",
+                hint="return next_creator(**kwargs)",
+            )
+        return made
+
+    @property
+    def device(self) -> str:
+        """The ps that holds it, in TensorFlow's long form."""
+        return device_name("ps", self.spec.shards[0].ps)
+
+
+class ShardedVariable(Handle):
+    """A variable cut along axis 0 into shards on several ps tasks.
+
+    Made by ``Variable(...)`` under a partitioner, never directly: its shards belong together from
+    the first. They are one variable to optimizers and synchronous steps, and a row is found by
+    arithmetic on their sizes. Variables that were declared apart, of any sizes, would give none
+    of that.
+
+    Source: TensorFlow ``ShardedVariable``, which can be made of a list of variables; there rows
+        of shards that are not cut evenly are looked up wrongly or not at all.
+    """
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        raise UsageError(
+            "ShardedVariable: made by psync.Variable(…), not of variables that exist",
+            hint="psync.ParameterServerStrategy(…, psync.FixedShardsPartitioner(2)), or "
+            "another of psync.partitioners, says how many shards a variable has",
+        )
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The shards, each as a variable of its own, in order."""
+        return [_component(self, shard) for shard in self.spec.shards]
+
+    @property
+    def device(self) -> tuple[str, ...]:
+        """The ps of each shard, in TensorFlow's long form."""
+        return tuple(device_name("ps", shard.ps) for shard in self.spec.shards)
+
+
+class OnReadVariable(CopyAccess, Variable):
+    """A variable of which each worker has a copy, on a ps: for sums and means over workers.
+
+    Made by ``Variable(…, synchronization=psync.VariableSynchronization.ON_READ)``. In a step
+    ``read``, ``assign``, ``assign_add`` and ``assign_sub`` are those of the worker's own copy. In
+    the program ``read`` is the aggregate, ``assign`` sets all copies so that the aggregate is the
+    value, and what is added is added to each copy; of a sum, to what the program itself has added,
+    and in cross-replica context it is refused. In a training session each worker's program is a
+    step in this respect, outside of ``strategy.scope()``.
+
+    A worker's copy outlives it. It is never partitioned, trained, or scattered to.
+
+    Source: ``SyncOnReadVariable`` of TensorFlow's ``distribute/values.py``.
+    """
+
+    def scope_here(self) -> Scope | None:
+        """Return the strategy that declared it, if that is in this process."""
+        return scope_of(self)
+
+
+def _declare(
+    scope: Scope,
+    where: str,
+    *,
+    initial_value: Any,
+    name: str | None,
+    dtype: object,
+    shape: Sequence[int] | None,
+    trainable: bool | None,
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+) -> Any:
+    """Declare what ``Variable(...)`` stands for, once all hooks have had their say."""
+    name = name or "Variable"
+    on_read = synchronization is VariableSynchronization.ON_READ
+    _check_kind(name, synchronization, aggregation, trained_on_read=on_read and bool(trainable))
+    extents = tuple(shape) if shape is not None else None
+    trainable = not on_read if trainable is None else trainable
+    if on_read:
+        spec = declare_copies(
+            scope, initial_value, name, dtype, extents, trainable, where, aggregation
+        )
+    else:
+        spec = scope.declare(initial_value, name, dtype, extents, trainable, where)
+    return declared_in(scope, spec, synchronization, aggregation)
+
+
+def _check_kind(
+    name: str, synchronization: object, aggregation: object, *, trained_on_read: bool
+) -> None:
+    kinds = (VariableSynchronization, synchronization), (VariableAggregation, aggregation)
+    for kind, given in kinds:
+        if not isinstance(given, kind):
+            raise ConfigurationError(
+                f'variable "{name}": expected a psync.{kind.__name__}, got {given!r}',
+                hint=f"one of {', '.join(f'psync.{member}' for member in kind)}",
+            )
+    if synchronization is VariableSynchronization.NONE:
+        raise ConfigurationError(
+            f'variable "{name}": synchronization NONE is not possible',
+            hint="use AUTO, ON_WRITE or ON_READ",
+        )
+    if trained_on_read:
+        raise ConfigurationError(
+            f'variable "{name}": synchronized on read it cannot be trainable: each worker has '
+            "another value",
+            hint="trainable=False, or synchronization=psync.VariableSynchronization.ON_WRITE",
+        )
+
+
+def declared_in(
+    scope: Scope,
+    spec: VariableSpec,
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation = VariableAggregation.NONE,
+) -> Any:
+    """Return the handle of a variable that ``scope`` has just declared, which takes note of it."""
+    handle = _intern(scope.origin, spec, synchronization, aggregation)
+    handle._scope = weakref.ref(scope)
+    scope.add(handle)
+    return handle
+
+
+_interned: PerProcess[weakref.WeakValueDictionary[tuple[str, str, int], Any]] = PerProcess(
+    weakref.WeakValueDictionary
+)
+
+
+def _intern(
+    origin: str,
+    spec: VariableSpec,
+    synchronization: VariableSynchronization,
+    aggregation: VariableAggregation,
+) -> Any:
+    """Return this process's handle of a variable: one object, however often it arrives."""
+    key = (origin, spec.name, spec.variable_id)
+    handle = _interned().get(key)
+    if handle is None:
+        handle = object.__new__(_class_of(spec, synchronization))
+        handle.spec, handle.origin = spec, origin
+        handle.synchronization, handle.aggregation = synchronization, aggregation
+        handle._scope = None
+        _interned()[key] = handle
+    return handle
+
+
+def _class_of(spec: VariableSpec, synchronization: VariableSynchronization) -> type[Handle]:
+    if synchronization is VariableSynchronization.ON_READ:
+        return OnReadVariable
+    return Variable if len(spec.shards) == 1 else ShardedVariable
+
+
+def _component(whole: ShardedVariable, shard: ShardSpec) -> Variable:
+    spec = whole.spec
+    name = f"{spec.name}/part_{shard.index}"
+    alone = ShardSpec(
+        spec.name, shard.variable_id, shard.index, 0, shard.shape, shard.dtype, shard.ps
+    )
+    part = VariableSpec(
+        name, spec.variable_id, shard.shape, spec.dtype, spec.trainable, (alone,),
+        spec.declared_at,
+    )  # fmt: skip
+    handle = cast(Variable, _intern(whole.origin, part, whole.synchronization, whole.aggregation))
+    handle._scope = whole._scope
+    return handle
+
+
+async def runtime_of(operation: str, *variables: Handle) -> Runtime:
+    """Return what carries ``operation`` on ``variables``, one at least, to the ps tasks.
+
+    Raises:
+        UsageError: There is none here, outside a step and without a running coordinator; or the
+            variables are not all of the strategy that it serves.
+        ClosedError: The coordinator was closed.
+        PartitionError: A variable that is declared cannot be created.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+    """
+    runtime = runtime_here(operation, scope_of(variables[0]))
+    for variable in variables:
+        if variable.origin != runtime.origin:
+            raise UsageError(
+                f'{operation}: variable "{variable.name}" belongs to another program or strategy',
+                hint="declare it in main(), on the coordinator, and let the step capture it; "
+                "variables of two strategies need a call for each",
+            )
+    await runtime.ensure_created()
+    return runtime
+
+
+def scope_of(variable: Handle) -> Scope | None:
+    """Return the strategy that declared a variable, or None: it is elsewhere, or gone."""
+    return variable._scope() if variable._scope is not None else None

@@ -1,0 +1,116 @@
+"""Under which name an array of an image lies in a checkpoint, and of which tensors it is a part.
+
+Each ps writes all its arrays into one file. What the user asked to save is called as its slice of a
+tensor, "model/w@0". The rest is needed only to bring a ps back as it was: it is called
+"~/<variable>/…", and no tensor of the manifest names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from psync.checkpoints.manifest import Place, Slice
+from psync.schedule_base import Config
+from psync.store.shards import Key
+from psync.store.snapshot_state import ImageItem, ImageState
+
+Written = Sequence[tuple[int, int, int]]
+"""First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
+
+
+class Wanted(NamedTuple):
+    """A slice of a tensor that is an array of an image."""
+
+    tensor: str
+    offset: int  # first row
+    rows: int  # 1 of a scalar
+    key: Key  # of the shard
+    optimizer: int = -1  # whose slot it is
+    slot: str = ""
+
+
+class Layout:
+    """Where everything lies.
+
+    Args:
+        images: Of all ps tasks, at one cut.
+        wanted: What tensors are made of.
+
+    Attributes:
+        arrays: For each ps the arrays that its file holds: (item, name in the file).
+    """
+
+    def __init__(self, images: Sequence[ImageState], wanted: Iterable[Wanted]) -> None:
+        self._images = images
+        self._found = {
+            (item.key, item.optimizer, item.slot): (ps, number)
+            for ps, image in enumerate(images)
+            for number, item in enumerate(image.items)
+        }
+        self._users: dict[tuple[int, int], list[Wanted]] = {}
+        for slice_ in wanted:
+            found = self.find(slice_.key, slice_.optimizer, slice_.slot)
+            if found is not None:
+                self._users.setdefault(found, []).append(slice_)
+        self.arrays = [self._arrays(ps) for ps in range(len(images))]
+
+    def find(self, key: Key, optimizer: int = -1, slot: str = "") -> tuple[int, int] | None:
+        """Return (ps, item) of an array, or None: no image has it.
+
+        A slot is there once it was updated, or read.
+        """
+        return self._found.get((key, optimizer, slot))
+
+    def slices(self, ps: int, file: str, written: Written) -> list[tuple[str, Slice]]:
+        """Return what lies in the file of a ps of tensors, with their names."""
+        return [
+            (user.tensor, Slice(user.offset, user.rows, file, start, nbytes, crc32))
+            for (item, _), (start, nbytes, crc32) in zip(self.arrays[ps], written, strict=True)
+            for user in self._users.get((ps, item), ())
+        ]
+
+    def places(self, ps: int, written: Written) -> list[Place]:
+        """Return where the arrays of an image lie; constant ones are part of its state."""
+        return [
+            Place(item, *place)
+            for (item, _), place in zip(self.arrays[ps], written, strict=True)
+            if not self._images[ps].items[item].is_constant
+        ]
+
+    def _arrays(self, ps: int) -> list[tuple[int, str]]:
+        image = self._images[ps]
+        specs = {spec.key: spec for spec in image.shards}
+        arrays = []
+        for number, item in enumerate(image.items):
+            users = self._users.get((ps, number))
+            if users:
+                arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
+            elif not item.is_constant:
+                spec = specs[item.key]
+                arrays.append((number, f"~/{spec.variable}/{_kind(item)}@{spec.offset}"))
+        return arrays
+
+
+def _kind(item: ImageItem) -> str:
+    return f"{item.optimizer}-{item.slot}" if item.slot else "value"
+
+
+def step_of(images: Sequence[ImageState], optimizer: int) -> int:
+    """Return the highest step that a ps has given a push of an optimizer, plus 1."""
+    return max(
+        (image.optimizers[optimizer].step for image in _knowing(images, optimizer)), default=0
+    )
+
+
+def changed_rate(images: Sequence[ImageState], optimizer: int) -> Config | None:
+    """Return the learning rate that an optimizer was given later; None: it has its first one."""
+    for image in _knowing(images, optimizer):
+        known = image.optimizers[optimizer]
+        if known.learning_rate != known.config.get("learning_rate"):
+            return known.learning_rate
+    return None
+
+
+def _knowing(images: Sequence[ImageState], optimizer: int) -> list[ImageState]:
+    return [image for image in images if optimizer in image.optimizers]

@@ -1,0 +1,157 @@
+"""What each ps held, out of a checkpoint: what a ps that was lost is brought back from.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from psync.checkpoints.files import READ_BYTES, Reader, disk_errors, read_bounded
+from psync.checkpoints.manifest import Image, Place
+from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from psync.schedule_base import Config
+from psync.specs import ShardSpec
+from psync.store.snapshot_state import ImageState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredImage:
+    """What one ps held.
+
+    Attributes:
+        state: All but its arrays, as ``ImageState.to_bytes`` made it. It was checked.
+        file: With the arrays. Absolute: on a ps it may be there, too.
+        places: Of each array that is not constant: (item, first byte, bytes, crc32).
+    """
+
+    state: bytes
+    file: Path
+    places: tuple[Place, ...]
+
+
+def stored_images(path: Path) -> list[StoredImage]:
+    """Return the images in a checkpoint, one for each ps. The bytes of arrays are not read.
+
+    Raises:
+        CheckpointNotFound: There is no checkpoint, or no images in it.
+        CheckpointCorrupt: It is damaged.
+        CheckpointError: It is of a newer version, or cannot be read.
+    """
+    reader = Reader(path)
+    if not reader.manifest.images:
+        raise CheckpointNotFound(
+            f"{path}: it does not say what each ps held",
+            hint="it was saved without a ClusterCoordinator, or by an older psync; it can be "
+            "restored",
+        )
+    return [
+        _stored(path.absolute(), image, reader.manifest.files[image.state])
+        for image in reader.manifest.images
+    ]
+
+
+def _stored(path: Path, image: Image, size: int) -> StoredImage:
+    where = path / image.state
+    with disk_errors(f"reading {where}"):
+        state = read_bounded(where, size)
+    if zlib.crc32(state) != image.crc32:
+        raise CheckpointCorrupt(
+            f"{where}: expected checksum {image.crc32:08x}, got {zlib.crc32(state):08x}",
+            hint="another checkpoint may be whole; this one was changed or damaged",
+        )
+    items = ImageState.from_bytes(state, str(where)).items
+    needed = {i: item.nbytes for i, item in enumerate(items) if not item.is_constant}
+    there = {place.item: place.nbytes for place in image.places}
+    if there != needed or len(image.places) != len(there):
+        wrong = sorted(i for i in {*there, *needed} if there.get(i) != needed.get(i))
+        named = f"item {wrong[0]}" if wrong else "an item"
+        raise CheckpointCorrupt(f"{where}: {named} is not once, and whole, in {image.data}")
+    return StoredImage(state, path / image.data, image.places)
+
+
+def check_places(image: StoredImage) -> None:
+    """Read all arrays of an image and compare their checksums.
+
+    Raises:
+        CheckpointCorrupt: One is not what was written.
+        CheckpointError: The file cannot be read.
+    """
+    with disk_errors(f"reading {image.file}"), open(image.file, "rb") as file:
+        for place in image.places:
+            file.seek(place.start)
+            crc, left = 0, place.nbytes
+            while left and (data := file.read(min(left, READ_BYTES))):
+                crc, left = zlib.crc32(data, crc), left - len(data)
+            if left or crc != place.crc32:
+                raise CheckpointCorrupt(
+                    f"{image.file}: item {place.item}: expected checksum {place.crc32:08x}, got "
+                    f"{crc:08x}"
+                )
+
+
+def why_not(
+    images: Sequence[StoredImage],
+    num_ps: int,
+    shards: Iterable[ShardSpec],
+    optimizers: Mapping[int, Config],
+) -> str | None:
+    """Return why a program cannot go back to images of another one, or None if it can.
+
+    Args:
+        images: What that one has left behind.
+        num_ps: Of the program.
+        shards: Of its variables.
+        optimizers: Their configurations, by their numbers.
+    """
+    if len(images) != num_ps:
+        return f"it is of {len(images)} ps tasks, here are {num_ps}"
+    states = [ImageState.from_bytes(image.state, str(image.file)) for image in images]
+    held = {spec for state in states for spec in state.shards}
+    if missing := [spec for spec in shards if spec not in held]:
+        return f"it has no shard {missing[0]} as it is declared here"
+    known = {number: each.config for state in states for number, each in state.optimizers.items()}
+    for number, config in optimizers.items():
+        if known.get(number) != config:
+            return f"optimizer {number} is another one here"
+    return None
+
+
+class SavedImages:
+    """The checkpoints that one program has saved, or begun with: what ps tasks go back to.
+
+    Attributes:
+        origin: Token of the strategy whose checkpoints they are.
+        asked: How often it was asked for images.
+        handed: The checkpoint of which it gave them last.
+    """
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.asked = 0
+        self.handed: Path | None = None
+        self._paths: list[Path] = []  # the newest at the end
+
+    def add(self, path: Path) -> None:
+        """Note a checkpoint that is complete."""
+        self._paths.append(path)
+
+    def __call__(self) -> list[StoredImage] | None:
+        """Return the images of the newest one that can be read; None: there is none."""
+        for path in reversed(self._paths):
+            try:
+                images = stored_images(path)
+            except CheckpointNotFound:  # removed meanwhile
+                continue
+            except CheckpointError as exc:
+                logger.warning("%s cannot be gone back to: %s", path.name, exc)
+                continue
+            self.asked, self.handed = self.asked + 1, path
+            return images
+        return None

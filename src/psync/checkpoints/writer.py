@@ -1,0 +1,217 @@
+"""A checkpoint that is being written: its files, whoever writes them, and how it is completed.
+
+The program makes a directory that ends in ``.tmp``. ps tasks that see it write their files there
+themselves; all others are written by the program. Then come the manifest, ``COMMIT`` and the
+name, from which on the checkpoint exists.
+
+Everything here blocks: call it in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from psync.checkpoints.disk import current_disk
+from psync.checkpoints.files import (
+    COMMIT,
+    MANIFEST,
+    DataFile,
+    Planned,
+    disk_errors,
+    sync_directory,
+    write_synced,
+)
+from psync.checkpoints.manifest import Image, Manifest, Place, Slice, Tensor, commit_line
+from psync.errors import CheckpointError, ConfigurationError
+
+NONCE = "nonce"
+"""A file that is there for a moment: who can read it shares the directory."""
+
+STREAM_VARIABLE = "PSYNC_CHECKPOINT_STREAM"
+
+
+def streamed_by_environ(environ: Mapping[str, str]) -> bool:
+    """Return whether ps tasks are to write nothing: ``PSYNC_CHECKPOINT_STREAM`` is 1.
+
+    Raises:
+        ConfigurationError: It is anything but 0 or 1.
+    """
+    value = environ.get(STREAM_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{STREAM_VARIABLE}: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+@dataclass(slots=True)
+class Writer:
+    """A checkpoint that is being written.
+
+    Args:
+        directory: Of all checkpoints; made if it is not there.
+        name: Of this one: "ckpt-00000012".
+        reached: Told the names of places where a test may stop it.
+
+    Raises:
+        CheckpointError: There is one of this name; or the disk is full, or fails.
+    """
+
+    directory: Path
+    name: str
+    reached: Callable[[str], None] = lambda name: None
+    _files: list[DataFile] = field(default_factory=list)
+    _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
+    _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
+    _images: dict[int, Image] = field(default_factory=dict)  # by ps
+
+    def __post_init__(self) -> None:
+        with disk_errors(f"making {self.temporary}"):
+            if (self.directory / self.name).exists():
+                raise CheckpointError(f"{self.directory / self.name}: exists already")
+            self._throw_away()  # what a save has left that was interrupted
+            current_disk.get().make_directory(self.temporary)
+
+    @property
+    def temporary(self) -> Path:
+        """The directory in which files are written."""
+        return self.directory / f"{self.name}.tmp"
+
+    def put_nonce(self, nonce: str) -> Path:
+        """Write a file by which others see whether they share the directory; return its path.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+        """
+        path = self.temporary / NONCE
+        with disk_errors(f"writing {path}"):
+            write_synced(path, nonce.encode())
+        return path
+
+    def remove_nonce(self) -> None:
+        """Remove that file."""
+        with contextlib.suppress(OSError):
+            current_disk.get().unlink(self.temporary / NONCE)
+
+    def data_file(self, name: str, planned: Sequence[Planned]) -> DataFile:
+        """Begin a data file.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        made = DataFile(self.temporary / name, planned)
+        self._files.append(made)
+        return made
+
+    def add_file(self, name: str, size: int, slices: Sequence[tuple[str, Slice]]) -> None:
+        """Note a data file that somebody else has completed; ``commit`` looks whether it is there.
+
+        Args:
+            name: In the directory.
+            size: In bytes, as its writer says.
+            slices: What lies in it of tensors, with their names.
+        """
+        self.reached("checkpoint.file.written")
+        self._sizes[name] = size
+        self._slices += slices
+
+    def add_image(self, ps: int, name: str, state: bytes, data: str, places: list[Place]) -> None:
+        """Write the state of what a ps holds.
+
+        Args:
+            ps: Its index.
+            name: Of the file that is made.
+            state: What is in it.
+            data: Name of the file with its arrays.
+            places: Of these.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+        """
+        with disk_errors(f"writing {self.temporary / name}"):
+            write_synced(self.temporary / name, state)
+        self._sizes[name] = len(state)
+        self._images[ps] = Image(name, zlib.crc32(state), data, tuple(places))
+
+    def commit(
+        self,
+        number: int,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        states: Mapping[str, Any],
+    ) -> Path:
+        """Complete the checkpoint and return its path; from here on it exists.
+
+        Args:
+            number: Of the save.
+            tensors: Whole shape and dtype of each tensor.
+            states: Of objects without tensors.
+
+        Raises:
+            CheckpointError: The disk is full, or fails; nothing that was there before has changed.
+        """
+        data = self._manifest(number, tensors, states).to_bytes()
+        final = self.directory / self.name
+        self.remove_nonce()
+        with disk_errors(f"writing {final}"):
+            write_synced(self.temporary / MANIFEST, data)
+            self.reached("checkpoint.before_commit")
+            write_synced(self.temporary / COMMIT, commit_line(data))
+            sync_directory(self.temporary)
+            self._look_at_files()  # only now: a machine that dies no longer takes a name with it
+            self.reached("checkpoint.before_rename")
+            current_disk.get().rename(self.temporary, final)
+            sync_directory(self.directory)
+        return final
+
+    def _look_at_files(self) -> None:
+        """Refuse a checkpoint of which somebody else's file is not what it was said to be."""
+        for name, size in self._sizes.items():
+            path = self.temporary / name
+            with disk_errors(f"looking at {path}"):
+                found = path.stat().st_size
+            if found != size:
+                raise CheckpointError(f"{path}: {size} bytes were written there, {found} are here")
+
+    def _manifest(
+        self,
+        number: int,
+        tensors: Mapping[str, tuple[tuple[int, ...], str]],
+        states: Mapping[str, Any],
+    ) -> Manifest:
+        slices: dict[str, list[Slice]] = {name: [] for name in tensors}
+        sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
+        written = [piece for file in self._files for piece in file.slices]
+        for tensor, piece in (*self._slices, *written):
+            if tensor in slices:  # others are parts of images
+                slices[tensor].append(piece)
+        return Manifest(
+            number,
+            {
+                name: Tensor(
+                    name, shape, dtype,
+                    tuple(sorted(slices[name], key=lambda piece: piece.offset)),
+                )
+                for name, (shape, dtype) in tensors.items()
+            },
+            states,
+            sizes,
+            tuple(self._images[ps] for ps in sorted(self._images)),
+        )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Throw away what was written."""
+        for data_file in self._files:
+            data_file.abandon()
+        self._throw_away()
+
+    def _throw_away(self) -> None:
+        """Remove the directory; a ps that is about to make a file in it cannot any more."""
+        doomed = self.directory / f"{self.name}.abandoned.tmp"
+        disk = current_disk.get()
+        disk.remove_tree(doomed)
+        with contextlib.suppress(OSError):
+            disk.rename(self.temporary, doomed)
+        disk.remove_tree(doomed)

@@ -1,0 +1,153 @@
+"""What workers say about closures, and ask: results, what they give back, functions, arguments.
+
+``ClosureQueue`` decides what follows from a report; the owner, the coordinator, performs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from psync.closures.closure import Closure, State
+from psync.closures.queue import Action, ClosureQueue
+from psync.closures.schedule_report import ScheduleReports
+from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Handler, Peer, Reply
+from psync.replicas.closure_messages import arguments_reply, function_reply
+from psync.serialization.failures import rebuild_exception
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import EMPTY, Payload
+from psync.wire.codec import Message
+from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
+
+
+class ClosureServiceOwner(Protocol):
+    """Who performs what follows."""
+
+    def is_current(self, peer: Peer) -> bool:
+        """Whether this is a connection of a worker that was not given up."""
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Do what the queue decided."""
+
+    def will_recover(self, error: ParameterServerLost) -> bool:
+        """A worker was told, by ps 0, that a ps is lost; return whether its closure runs again."""
+
+    def has_updated(self, closure_id: int, calls: int) -> None:
+        """A closure that has ended has made so many calls that update something."""
+
+    def results_came(self) -> None:
+        """A worker has reported, and what followed was performed."""
+
+
+class ClosureService:
+    """Serves the workers of one coordinator.
+
+    Args:
+        queue: Is told how closures end.
+        closures: All that are not final, by id.
+        functions: That workers fetch.
+        reports: Is told whose data has ended, and whose has not.
+        owner: The coordinator.
+        failpoints: Of its task.
+    """
+
+    def __init__(
+        self,
+        queue: ClosureQueue,
+        closures: dict[int, Closure],
+        functions: FunctionTable,
+        reports: ScheduleReports,
+        owner: ClosureServiceOwner,
+        failpoints: Failpoints,
+    ) -> None:
+        self._queue = queue
+        self._closures = closures
+        self._functions = functions
+        self._reports = reports
+        self._owner = owner
+        self._failpoints = failpoints
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            ClosureResults: Handler(self._results),
+            GivenBack: Handler(self._given_back),
+            FetchFunction: Handler(self._fetch_function),
+            FetchArguments: Handler(self._fetch_arguments),
+        }
+
+    def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
+        if not self._owner.is_current(peer):
+            return  # of a worker that was given up: its closures run elsewhere
+        self._failpoints.hit("coordinator.result")
+        finished: list[tuple[int, Payload]] = []
+        at = 0
+        for closure_id, outcome, count, error in message.results:
+            payload = Payload.from_segments(segments[at : at + count]) if count else EMPTY
+            at += count
+            if outcome == "ok":
+                finished.append((closure_id, payload))
+                continue
+            self._finished(peer.task, finished, message.mean_seconds)
+            finished = []
+            self._ended(peer.task, closure_id, outcome, error, payload if count else None)
+        self._finished(peer.task, finished, message.mean_seconds)
+        for closure_id, calls in message.updates or ():
+            self._owner.has_updated(closure_id, calls)
+        self._owner.results_came()
+
+    def _finished(
+        self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
+    ) -> None:
+        """Closures ended with values, which are there before anything that needs them is sent."""
+        if not results:
+            return
+        ids = [closure_id for closure_id, _ in results]
+        actions = self._queue.finished(worker, ids, mean_seconds)  # raises if one is not its own
+        self._reports.has_data(worker)
+        for closure_id, payload in results:
+            closure = self._closures[closure_id]
+            value = closure.payload.value()
+            if value is not None and closure.state is State.FINISHED:
+                value.set_payload(payload)
+        self._owner.perform(actions)
+
+    def _ended(
+        self,
+        worker: str,
+        closure_id: int,
+        outcome: str,
+        error: Sequence[str] | None,
+        payload: Payload | None,
+    ) -> None:
+        if outcome == "cancelled":
+            self._owner.perform(self._queue.cancelled(worker, closure_id))
+            return
+        if error is None or outcome not in ("error", "end_of_data"):
+            raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
+        type_name, text, traceback_text = error
+        exc = rebuild_exception(worker, type_name, text, traceback_text, payload)
+        if outcome == "end_of_data":
+            actions = self._queue.end_of_data(worker, closure_id, exc)
+            self._reports.out_of_data(worker)
+            self._owner.perform(actions)
+        elif not (isinstance(exc, ParameterServerLost) and self._owner.will_recover(exc)):
+            self._owner.perform(self._queue.failed(worker, closure_id, exc))
+
+    def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
+        if self._owner.is_current(peer):
+            self._owner.perform(self._queue.given_back(peer.task, message.closures))
+
+    def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
+        function = self._functions.lookup(message.key)
+        if function is None:
+            raise UsageError(f"{peer.task} asked for a function that nobody needs any more")
+        return function_reply(function)
+
+    def _fetch_arguments(self, peer: Peer, message: FetchArguments, _: list[memoryview]) -> Reply:
+        closure = self._closures.get(message.closure)
+        if closure is None:
+            raise UsageError(f"{peer.task} asked for closure {message.closure}, which has ended")
+        return arguments_reply(closure.payload)

@@ -1,0 +1,331 @@
+"""One instant over all ps tasks, taken by the coordinator while training goes on.
+
+    Gate → Gated → Admit → Freeze → Frozen → OpenGate … WriteFrozen, ReadFrozen … DropFrozen
+
+docs/design.md, section 18, says why this is one instant, and who holds up whom for how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from psync.client.calls import all_of
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink, always
+from psync.closures.membership import backoff
+from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
+from psync.net.peer import Received
+from psync.specs import dtype_of
+from psync.store.snapshot import ImageState
+from psync.wire.codec import Message
+from psync.wire.frames import Segment
+from psync.wire.recovery_messages import (
+    Admit,
+    AskShared,
+    DropFrozen,
+    Freeze,
+    Frozen,
+    Gate,
+    Gated,
+    OpenGate,
+    ReadFrozen,
+    Shared,
+    WriteFrozen,
+    Written,
+)
+from psync.wire.tensors import to_bytes_view
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+TRIES = 3
+"""A cut is taken anew when a connection to a ps is lost meanwhile, or a lock is in its way."""
+
+PATIENCE_S = 50.0
+"""How long the updates under way may take to end, less than a gate stays shut by itself; and how
+long it is tried again."""
+
+OPENED_WITHIN_S = 5.0
+"""So long it is waited for gates to open before the next one is shut."""
+
+PIECE_BYTES = 16 << 20
+"""Read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenImage:
+    """A file that a ps has written."""
+
+    size: int  # in bytes
+    places: Sequence[tuple[int, int, int]]  # first byte, bytes, crc32 of each item
+
+
+class Cut:
+    """What all ps tasks held at one instant; they hold it until the cut is over.
+
+    Attributes:
+        number: Of the cut, from 1.
+        images: The state of each ps.
+        held_s: Seconds for which updates were held up.
+        is_over: Whether it has ended.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[PsLink],
+        number: int,
+        images: Sequence[ImageState],
+        held_s: float,
+        is_present: Callable[[], bool],
+    ) -> None:
+        self.number = number
+        self.images = images
+        self.held_s = held_s
+        self.is_over = False
+        self._links = links
+        self._is_present = is_present
+
+    async def shared(self, path: str, nonce: str) -> list[bool]:
+        """Return for each ps whether it finds a file of this path that has this text.
+
+        Raises:
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        answers = await _ask_all(self._links, AskShared(path, nonce), Shared)
+        return [message.same for message, _ in answers]
+
+    async def write(self, ps: int, path: str, items: Sequence[tuple[int, str]]) -> WrittenImage:
+        """Let a ps write some of its items to a new file, under names of their own.
+
+        Raises:
+            CheckpointError: The disk is full, or fails.
+            CutLost: The ps does not hold the cut any more.
+            ParameterServerLost: It is gone.
+
+        Cancellation: The file may be written.
+        """
+        self._check_held()
+        listed = json.dumps([list(item) for item in items]).encode()
+        message, segments = await _ask(
+            self._links[ps], WriteFrozen(self.number, path), Written, [listed]
+        )
+        places = json.loads(bytes(segments[0])) if segments else []
+        if len(places) != len(items):
+            raise RemoteProtocolError(
+                f"{self._links[ps].task} wrote {len(places)} items, expected {len(items)}"
+            )
+        return WrittenImage(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
+
+    async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
+        """Yield the bytes of an item, at most 16 MiB at once.
+
+        Raises:
+            CutLost: The ps does not hold the cut any more.
+            ParameterServerLost: It is gone.
+        """
+        self._check_held()
+        nbytes = self.images[ps].items[item].nbytes
+        for start in range(0, nbytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, nbytes)
+            received = await self._links[ps].call(
+                always(ReadFrozen(self.number, item, start, stop)), cut=True
+            )
+            if sum(map(len, received.segments)) != stop - start:
+                raise RemoteProtocolError(
+                    f"{self._links[ps].task}: expected {stop - start} bytes of item {item}, got "
+                    f"{sum(map(len, received.segments))}"
+                )
+            for segment in received.segments:
+                yield segment
+
+    def check_present(self) -> None:
+        """Check that no ps has gone back to an earlier instant since, or is about to.
+
+        Raises:
+            CutLost: What the cut holds is undone, and has been told so.
+        """
+        if not self._is_present():
+            raise CutLost(f"ps tasks have gone back to an earlier instant than cut {self.number}")
+
+    def _check_held(self) -> None:
+        if self.is_over:
+            raise CutLost(f"cut {self.number} is over")
+
+    async def read(self, ps: int, item: int) -> np.ndarray:
+        """Return an item, of its shape and dtype; else as ``pieces``. Cancellation: safe."""
+        known = self.images[ps].items[item]
+        array = np.empty(known.shape, dtype_of(known.dtype))
+        target, at = to_bytes_view(array), 0
+        async for piece in self.pieces(ps, item):
+            target[at : at + len(piece)] = piece
+            at += len(piece)
+        return array
+
+
+class Cuts:
+    """Takes the cuts of one coordinator.
+
+    Args:
+        ps: Links to all ps tasks.
+        ensure_created: Creates what is declared; nothing is created while a cut is taken.
+    """
+
+    def __init__(
+        self, ps: PsClient, ensure_created: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.taken = 0
+        self._ps = ps
+        self._links = ps.links
+        self._ensure_created = ensure_created
+        self._lock = asyncio.Lock()
+        self._ending: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def take(self, at_instant: Callable[[], None] | None = None) -> AsyncIterator[Cut]:
+        """Take a cut; it is held until the block ends. One at a time: others wait.
+
+        Args:
+            at_instant: Called, and must not raise, while all ps tasks hold the cut and updates
+                are still held up: for what the program itself has to say of this instant.
+
+        Raises:
+            CutLost: It could not be taken; says on whom it waited.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; ps tasks go on.
+        """
+        async with self._lock:
+            cut = await self._take(at_instant)
+            try:
+                yield cut
+            finally:
+                cut.is_over = True
+                self._tell_all(DropFrozen(cut.number))
+
+    async def _take(self, at_instant: Callable[[], None] | None) -> Cut:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for attempt in itertools.count(1):
+            await self._ensure_created()
+            self.taken += 1
+            try:
+                return await self._try(self.taken, at_instant)
+            except (CutLost, ConnectionLost) as exc:
+                if attempt >= TRIES and loop.time() - began >= PATIENCE_S:
+                    raise
+                logger.info("cut %d is taken anew: %s", self.taken, exc.message)
+                if self._ending:  # what waits at the gates goes on first
+                    await asyncio.wait(list(self._ending), timeout=OPENED_WITHIN_S)
+                await asyncio.sleep(backoff(attempt, 0.5))
+        raise AssertionError("unreachable")
+
+    async def _try(self, number: int, at_instant: Callable[[], None] | None) -> Cut:
+        loop = asyncio.get_running_loop()
+        began, doing = loop.time(), "updates under way have not ended"
+        timeline = self._ps.timeline
+
+        def is_present() -> bool:
+            held = any(link.is_held for link in self._links)
+            return self._ps.timeline == timeline and not held
+
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                gated = await _ask_all(self._links, Gate(number), Gated)
+                wanted: dict[int, list[tuple[str, int, int]]] = {}
+                for message, _ in gated:
+                    for ps, task, incarnation, sequence in message.others:
+                        wanted.setdefault(ps, []).append((task, incarnation, sequence))
+                doing = _described(wanted)
+                await self._admit(number, wanted)
+                frozen = await _ask_all(self._links, Freeze(number), Frozen)
+            if at_instant is not None:
+                at_instant()
+        except TimeoutError as exc:
+            self._tell_all(DropFrozen(number))
+            raise CutLost(
+                f"no cut over all ps tasks within {PATIENCE_S:g} s: {doing}",
+                hint="save again; is a worker cut off from a ps?",
+            ) from exc
+        except BaseException:
+            self._tell_all(DropFrozen(number))
+            raise
+        finally:
+            opened = self._tell_all(OpenGate(number))
+        try:
+            await asyncio.wait((opened,))
+            held_s = loop.time() - began
+            images = [  # read only now: that holds nobody up
+                ImageState.from_bytes(b"".join(segments), link.task)
+                for link, (_, segments) in zip(self._links, frozen, strict=True)
+            ]
+        except BaseException:
+            self._tell_all(DropFrozen(number))
+            raise
+        logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
+        return Cut(self._links, number, images, held_s, is_present)
+
+    async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
+        """Let through what belongs to updates that have begun somewhere; wait for its end."""
+        calls = []
+        for ps, updates in wanted.items():
+            if not 0 <= ps < len(self._links):
+                raise RemoteProtocolError(f"an update has a part on ps {ps}, which there is not")
+            calls.append(self._links[ps].call(always(Admit(number, updates)), cut=True))
+        if calls:
+            await all_of(calls)
+
+    def _tell_all(self, message: Message) -> asyncio.Task[Any]:
+        """Tell all ps tasks to let go, whatever becomes of the one who asked for it."""
+
+        async def tell() -> None:
+            calls = (link.call(always(message), cut=True) for link in self._links)
+            await asyncio.gather(*calls, return_exceptions=True)  # who is gone has let go
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stop telling. Cancellation: safe."""
+        for task in self._ending:
+            task.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+async def _ask(
+    link: PsLink, message: Message, answer: type[M], segments: Sequence[Segment] = ()
+) -> tuple[M, Sequence[memoryview]]:
+    received: Received = await link.call(always(message), segments, cut=True)
+    if not isinstance(received.message, answer):
+        raise RemoteProtocolError(
+            f"{link.task} answered {type(message).__name__} with {type(received.message).__name__}"
+        )
+    return received.message, received.segments
+
+
+async def _ask_all(
+    links: Sequence[PsLink], message: Message, answer: type[M]
+) -> list[tuple[M, Sequence[memoryview]]]:
+    return await all_of([_ask(link, message, answer) for link in links])
+
+
+def _described(wanted: dict[int, list[tuple[str, int, int]]]) -> str:
+    """Say whose updates are waited for, where."""
+    said = []
+    for ps, updates in wanted.items():
+        clients = ", ".join(sorted({task for task, *_ in updates}))
+        said.append(f"/job:ps/task:{ps} waits for updates of {clients}")
+    return "; ".join(said) or "the ps tasks do not answer"

@@ -1,0 +1,164 @@
+"""Creating declared variables on the ps tasks.
+
+Declared variables are created together, before anything needs the first of them. The
+initial values are made on the chief, one shard at a time, and sent in messages of bounded
+size, so that the chief holds no more than a message and a shard for each ps. A variable that
+begins as a copy of another one has no value here: each ps copies its shards itself. Of a constant
+one element is sent. Creating is idempotent, so a lost connection repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from psync.chief.declarations import Declaration, initial_shards, is_constant
+from psync.chief.reattachment import Reattachment
+from psync.client.ps_client import PsClient
+from psync.specs import ShardSpec
+from psync.wire.ps_messages import CreateShards
+from psync.wire.tensors import to_bytes_view
+
+MESSAGE_BYTES = 16 << 20
+MESSAGE_SHARDS = 1024
+"""Shards for one ps are gathered into a message until it has as much, or as many."""
+
+
+class Creation:
+    """Creates what is declared.
+
+    Args:
+        declared: New declarations appear at the end of this list; they are taken from it.
+        ps: Links to all ps tasks.
+
+    Attributes:
+        reattachment: What earlier programs have left there, and is adopted instead of being
+            created; None: nothing.
+        on_adopted: Called when nothing is left to be adopted.
+    """
+
+    def __init__(self, declared: list[Declaration], ps: PsClient) -> None:
+        self.reattachment: Reattachment | None = None
+        self.on_adopted: Callable[[], None] = lambda: None
+        self._declared = declared
+        self._ps = ps
+        self._lock = asyncio.Lock()
+        self._error: Exception | None = None  # a variable could not be created: for ever
+        self.created: set[tuple[tuple[int, int], str]] = set()  # (key, name) of each shard
+
+    @property
+    def pending(self) -> bool:
+        """Whether something has to be created, or never will be."""
+        return self._has_work or self.reattachment is not None
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._declared) or self._error is not None
+
+    async def ensure(self, *, last: bool = False) -> None:
+        """Create everything that is declared, or adopt it.
+
+        Args:
+            last: Whether what nobody has declared by now is dropped, if there was another program.
+
+        Raises:
+            AttachError: What is declared is not what another program has left; again at every call.
+            PartitionError: An initial value does not fit its variable; again at every call,
+                since closures cannot tell which variables they will need.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; creating goes on with the next call.
+        """
+        while self._has_work or (last and self.reattachment is not None):
+            async with self._lock:
+                if self._error is not None:
+                    raise self._error.with_traceback(None)  # it is raised many times
+                batch = list(self._declared)
+                try:
+                    await self._create_all(await self._adopt(batch, last=last))
+                except Exception as exc:
+                    self._error = exc
+                    raise
+                del self._declared[: len(batch)]
+                self.created.update(
+                    (shard.key, one.spec.name) for one in batch for shard in one.spec.shards
+                )
+
+    async def _adopt(self, batch: list[Declaration], *, last: bool) -> list[Declaration]:
+        """Return what is not adopted."""
+        if self.reattachment is None:
+            return batch
+        missing = await self.reattachment.adopt([each.spec for each in batch], last=last)
+        if last:
+            self.reattachment = None
+            self.on_adopted()
+        return [each for each in batch if each.spec.name in missing]
+
+    async def _create_all(self, batch: list[Declaration]) -> None:
+        """Create it, again if ps tasks went back to an image meanwhile: that does not have it."""
+        timeline = -1
+        while self._ps.timeline != timeline:
+            timeline = self._ps.timeline
+            await self._create(batch)
+
+    async def _create(self, batch: list[Declaration]) -> None:
+        """Make and send the shards; at most one message for each ps is held at a time."""
+        messages: dict[int, _Batch] = {}
+        for declaration in batch:
+            for shard, value in _first_values(declaration):
+                message = messages.setdefault(shard.ps, _Batch())
+                message.add(shard, value)
+                if message.nbytes >= MESSAGE_BYTES or len(message.shards) >= MESSAGE_SHARDS:
+                    await self._send(shard.ps, messages.pop(shard.ps))
+        results = await asyncio.gather(
+            *(self._send(ps, message) for ps, message in messages.items()),
+            return_exceptions=True,  # one alone is raised, when all have ended
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _send(self, ps: int, batch: _Batch) -> None:
+        message = CreateShards(
+            [
+                (spec.variable, spec.variable_id, spec.index, spec.offset, list(spec.shape),
+                 spec.dtype)
+                for spec in batch.shards
+            ],
+            batch.sources,
+        )  # fmt: skip
+        await self._ps.links[ps].call(lambda peer: message, batch.values, bulk=True)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Shards for one ps, in the order of their declaration: a copy stands after its original."""
+
+    shards: list[ShardSpec] = field(default_factory=list)
+    sources: list[tuple[int, int] | bytes | None] = field(default_factory=list)
+    values: list[memoryview] = field(default_factory=list)  # of those whose source is None
+    nbytes: int = 0
+
+    def add(self, shard: ShardSpec, value: np.ndarray | ShardSpec) -> None:
+        """Let the message create one more shard."""
+        self.shards.append(shard)
+        if isinstance(value, ShardSpec):
+            self.sources.append(value.key)
+        elif is_constant(value):
+            self.sources.append(bytes(to_bytes_view(value[(0,) * value.ndim])))
+        else:
+            self.sources.append(None)
+            self.values.append(to_bytes_view(value))
+            self.nbytes += value.nbytes
+
+
+def _first_values(
+    declaration: Declaration,
+) -> Iterator[tuple[ShardSpec, np.ndarray | ShardSpec]]:
+    """Yield each shard with its value, or with the shard that it copies."""
+    if declaration.original is None:
+        return initial_shards(declaration)
+    return zip(declaration.spec.shards, declaration.original.shards, strict=True)

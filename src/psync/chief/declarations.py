@@ -1,0 +1,373 @@
+"""Variables that are declared but not yet created: shape, dtype, shards, first values.
+
+Declaring is synchronous and takes no memory on a ps. The values are made later, on the
+chief, one shard at a time, so a table larger than the chief's memory can be declared with a
+callable that takes a shard's shape and offset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from psync.errors import PartitionError, UsageError
+from psync.numerics.casting import overflow
+from psync.partitioners import check_partitions, div_split
+from psync.specs import ShardSpec, VariableSpec, dtype_name, dtype_of
+from psync.wire.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = Limits().segment_bytes
+"""A shard travels as one segment."""
+
+MAX_NAME_CHARS = 1024
+"""The names of many variables travel in one message header."""
+
+WHOLE_VALUE_WARNING_ELEMENTS = 10**9
+"""A callable that cannot make one shard at a time makes this much at once: say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A declared variable and where its first value comes from."""
+
+    spec: VariableSpec
+    initial_value: Any  # an array, or a callable as described in ``initial_shards``
+    original: VariableSpec | None = None
+    """Or the variable beside which it lies and whose value it begins with: see ``beside``."""
+
+
+def describe(
+    initial_value: Any, name: str, dtype: object, shape: tuple[int, ...] | None, where: str
+) -> tuple[Any, tuple[int, ...], str]:
+    """Return (initial value, shape, dtype name) of a variable to be declared.
+
+    A callable is called only if shape or dtype are not given; its value then is kept.
+    Python floats become float32 and Python integers int64, like lists of them; arrays keep
+    their dtype. A constant (``np.broadcast_to(np.float32(0.1), shape)``) stays one.
+
+    Args:
+        initial_value: Array, number, (nested) list, or callable.
+        name: Of the variable, for messages.
+        dtype: Or None: that of the initial value.
+        shape: Or None: that of the initial value.
+        where: "file:line" of the declaration, for messages.
+
+    Raises:
+        UsageError: The name is no text that can be sent.
+        PartitionError: No initial value, an unsupported dtype, or another shape than given.
+    """
+    _check_name(name, where)
+    subject = _subject(name, where)
+    if initial_value is None:
+        raise PartitionError(
+            f"{subject}: initial_value is None",
+            hint="give an array, a number, or a callable that returns one",
+        )
+    named = None if dtype is None else _dtype_name(dtype, subject)
+    if shape is not None:
+        shape = _checked_shape(shape, subject)
+    if callable(initial_value):
+        if named is not None and shape is not None:
+            _check_callable(initial_value, subject)
+            return initial_value, shape, named
+        value = _call(initial_value, shape, (0,) * len(shape or ()), subject)
+    else:
+        value = initial_value
+    array = _first_value(value, named, subject)
+    if shape is not None and shape != array.shape:
+        raise PartitionError(
+            f"{subject}: expected shape {shape}, the initial value has {array.shape}"
+        )
+    return array, array.shape, dtype_name(array.dtype)
+
+
+def as_array(value: Any, dtype: str | None, subject: str) -> np.ndarray:
+    """Return ``value`` as a C-contiguous array that nobody else changes.
+
+    Args:
+        value: Array, number or (nested) list.
+        dtype: Name of the dtype to convert to, or None.
+        subject: What the value is for, for messages.
+
+    Raises:
+        PartitionError: If it is not numeric, of a dtype that variables do not have, changed by
+            becoming an integer or bool of ``dtype``, or infinite by becoming another float.
+    """
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as exc:
+        raise PartitionError(f"{subject}: the value is not an array: {exc}") from exc
+    if dtype is None:
+        dtype = _dtype_name(array.dtype, subject)
+        if dtype == "float64" and not hasattr(value, "dtype"):
+            dtype = "float32"
+    kind = dtype_of(dtype)
+    if array.dtype.kind == "c":
+        raise PartitionError(f"{subject}: expected {dtype}, got {array.dtype}")
+    try:
+        # NaN to integer, and numbers that become infinite: found below.
+        with np.errstate(invalid="ignore", over="ignore"):
+            made = np.array(array, dtype=kind, order="C", copy=True)
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise PartitionError(f"{subject}: cannot be converted to {dtype}: {exc}") from exc
+    if (beyond := overflow(array, made)) is not None:
+        raise PartitionError(
+            f"{subject}: expected values that {dtype} can hold, got {beyond}",
+            hint="clip them, or choose another dtype",
+        )
+    if kind.kind in "iub" and array.dtype != kind and not np.array_equal(made, array):
+        raise PartitionError(
+            f"{subject}: {array.dtype} values would change by becoming {dtype}",
+            hint="round them, or choose another dtype",
+        )
+    return made
+
+
+def is_constant(value: np.ndarray) -> bool:
+    """Return whether all elements are one and the same in memory, as ``np.broadcast_to`` makes it.
+
+    Such a first value costs nothing, whatever its shape: it is made where the shard lies.
+    """
+    return value.size > 1 and not any(value.strides)
+
+
+def _first_value(value: Any, dtype: str | None, subject: str) -> np.ndarray:
+    """Return what ``as_array`` does, a constant without making its elements."""
+    if not isinstance(value, np.ndarray) or not is_constant(value):
+        return as_array(value, dtype, subject)
+    element = value[(0,) * value.ndim + (...,)]
+    return np.broadcast_to(as_array(element, dtype, subject), value.shape)
+
+
+def split(
+    name: str,
+    variable_id: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    *,
+    trainable: bool,
+    partitioner: Callable[[tuple[int, ...], Any], Any] | None,
+    place: Callable[[int], int],
+    where: str,
+) -> VariableSpec:
+    """Return the spec of a variable: its shards by the partitioner, each one placed.
+
+    Args:
+        name: Unique in the strategy.
+        variable_id: Unique in the strategy.
+        shape: Of the variable.
+        dtype: Its name.
+        trainable: Whether optimizers take it by default.
+        partitioner: (shape, dtype) → number of shards per axis, or None.
+        place: Bytes of a shard → index of its ps.
+        where: "file:line" of the declaration.
+
+    Raises:
+        PartitionError: The partitioner's answer is not usable, or a shard is larger than a
+            message may carry.
+
+    Source: TensorFlow's ``ParameterServerStrategyV2Extended._create_variable``: "div" split,
+        each shard takes a place of its own.
+    """
+    num_shards = 1
+    if partitioner is not None and shape and shape[0] > 0:
+        try:
+            num_shards = check_partitions(partitioner(shape, dtype_of(dtype)), shape, name)
+        except PartitionError as exc:
+            text = f"{exc.message}; declared at {where}"
+            raise PartitionError(text, hint=exc.hint) from None
+    rows = div_split(shape[0], num_shards) if num_shards > 1 else [(0, shape[0] if shape else 0)]
+    shards = [
+        ShardSpec(name, variable_id, index, offset, (count, *shape[1:]) if shape else (), dtype, 0)
+        for index, (offset, count) in enumerate(rows)
+    ]
+    _check_sizes(shards, where)  # before the first one takes a place
+    placed = tuple(dataclasses.replace(shard, ps=place(shard.nbytes)) for shard in shards)
+    return VariableSpec(name, variable_id, shape, dtype, trainable, placed, where)
+
+
+def beside(
+    original: VariableSpec,
+    name: str,
+    variable_id: int,
+    *,
+    trainable: bool,
+    where: str,
+    dtype: str | None = None,
+) -> VariableSpec:
+    """Return the spec of a variable that lies beside another one, shard by shard.
+
+    No partitioner is asked, and no place is taken: each shard is on the ps of the other's.
+
+    Args:
+        original: The other one, whose shape it has.
+        name: Unique in the strategy.
+        variable_id: Unique in the strategy.
+        trainable: Whether optimizers take it by default.
+        where: "file:line" of the declaration.
+        dtype: Its name; None: that of the other one.
+
+    Raises:
+        UsageError: The name is too long.
+        PartitionError: A shard is larger than a message may carry.
+
+    Source: ``colocate_with_primary`` of TensorFlow's ``slot_creator.create_slot``.
+    """
+    _check_name(name, where)
+    dtype = dtype or original.dtype
+    shards = tuple(
+        dataclasses.replace(shard, variable=name, variable_id=variable_id, dtype=dtype)
+        for shard in original.shards
+    )
+    _check_sizes(shards, where)
+    return dataclasses.replace(
+        original, name=name, variable_id=variable_id, dtype=dtype, trainable=trainable,
+        shards=shards, declared_at=where,
+    )  # fmt: skip
+
+
+def _check_sizes(shards: Sequence[ShardSpec], where: str) -> None:
+    for shard in shards:
+        if shard.nbytes > MAX_SHARD_BYTES:
+            raise PartitionError(
+                f"{_subject(shard.variable, where)}: a shard of shape {shard.shape} {shard.dtype} "
+                f"has {shard.nbytes} bytes, at most {MAX_SHARD_BYTES} are possible",
+                hint="cut it into more: ParameterServerStrategy(…, variable_partitioner="
+                "psync.MaxSizePartitioner(256 << 20))",
+            )
+
+
+def initial_shards(declaration: Declaration) -> Iterator[tuple[ShardSpec, np.ndarray]]:
+    """Yield each shard of a variable with its first value, made when it is asked for.
+
+    A callable that needs two arguments (shape, offset) is called for each shard alone; one
+    that needs none is called once for the whole variable, and its value cut.
+
+    Raises:
+        PartitionError: The callable's value does not fit; names the declaring line.
+        Exception: What the callable raises, with a note that names the line.
+    """
+    spec, value = declaration.spec, declaration.initial_value
+    subject = _subject(spec.name, spec.declared_at)
+    by_shard = callable(value) and takes_shard(value)
+    if callable(value) and not by_shard:
+        if math.prod(spec.shape) > WHOLE_VALUE_WARNING_ELEMENTS:
+            logger.warning("%s: its initial_value makes all elements at once", subject)
+        value = _made(value, spec.shape, (), spec.dtype, subject)
+    for shard in spec.shards:
+        if by_shard:
+            offset = (shard.offset, *(0 for _ in shard.shape[1:])) if shard.shape else ()
+            yield shard, _made(value, shard.shape, offset, spec.dtype, f"{subject}, {shard}")
+        elif shard.shape:
+            yield shard, value[shard.offset : shard.offset + shard.shape[0]]
+        else:
+            yield shard, value
+
+
+def takes_shard(initializer: Callable[..., Any]) -> bool:
+    """Return whether a callable needs the shape and the offset of a shard.
+
+    One that can be called without arguments does not, whatever else it would take.
+    """
+    return not _takes(initializer) and _takes(initializer, (), ())
+
+
+def _takes(initializer: Callable[..., Any], *arguments: object) -> bool:
+    try:
+        inspect.signature(initializer).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell
+        return not arguments
+    return True
+
+
+def _check_callable(initializer: Callable[..., Any], subject: str) -> None:
+    if not _takes(initializer) and not takes_shard(initializer):
+        raise PartitionError(
+            f"{subject}: expected an initial_value that is called without arguments or with "
+            "(shape, offset) of a shard",
+            hint="lambda shape, offset: np.zeros(shape, np.float32)",
+        )
+
+
+def _made(
+    initializer: Callable[..., Any],
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    dtype: str,
+    subject: str,
+) -> np.ndarray:
+    array = _first_value(_call(initializer, shape, offset, subject), dtype, subject)
+    if array.shape != shape:
+        raise PartitionError(
+            f"{subject}: expected shape {shape}, its initial_value returned {array.shape}"
+        )
+    return array
+
+
+def _call(
+    initializer: Callable[..., Any],
+    shape: tuple[int, ...] | None,
+    offset: tuple[int, ...],
+    subject: str,
+) -> Any:
+    _check_callable(initializer, subject)
+    by_shard = takes_shard(initializer)
+    if by_shard and shape is None:
+        raise PartitionError(
+            f"{subject}: its initial_value takes (shape, offset), but shape is not given",
+            hint="Variable(initializer, shape=…, dtype=…)",
+        )
+    try:
+        return initializer(shape, offset) if by_shard else initializer()
+    except Exception as exc:
+        exc.add_note(f"while making the initial value of {subject}")
+        raise
+
+
+def _check_name(name: object, where: str) -> None:
+    """Refuse here what else every ps would refuse, as a message that makes no sense."""
+    problem = ""
+    if not isinstance(name, str):
+        problem = f"got {type(name).__name__}"
+    elif len(name) > MAX_NAME_CHARS:
+        problem = f"got {len(name)} characters"
+    elif any("\ud800" <= char <= "\udfff" for char in name):
+        problem = "got half a surrogate pair"
+    if problem:
+        raise UsageError(
+            f"variable {str(name)[:50]!r} declared at {where}: expected a name of at most "
+            f"{MAX_NAME_CHARS} characters of text, {problem}"
+        )
+
+
+def _checked_shape(shape: tuple[int, ...], subject: str) -> tuple[int, ...]:
+    try:
+        extents = tuple(operator.index(extent) for extent in shape)
+    except TypeError:
+        extents = (-1,)
+    if any(extent < 0 for extent in extents):
+        raise PartitionError(f"{subject}: expected a shape of whole numbers, got {shape!r}")
+    return extents
+
+
+def _dtype_name(dtype: object, subject: str) -> str:
+    try:
+        return dtype_name(dtype)
+    except PartitionError as exc:
+        raise PartitionError(f"{subject}: {exc.message}", hint=exc.hint) from None
+
+
+def _subject(name: str, where: str) -> str:
+    return f'variable "{name}" declared at {where}'

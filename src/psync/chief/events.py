@@ -1,0 +1,86 @@
+"""What happens to a cluster that its program may want to know: events, in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackEvent:
+    """A ps was lost, and all ps tasks went back to a checkpoint.
+
+    Attributes:
+        lost: Names of the ps tasks whose contents were gone.
+        timeline: Number of the timeline that began with it, from 1.
+        from_step: Updates that the most used optimizer had made, as those knew who were left.
+        to_step: The same, as of the checkpoint.
+        closures: Ids (``RemoteValue.closure_id``), ascending, of closures that had ended and of
+            whose updates some are not in the checkpoint. They are not run again. Closures that had
+            not ended do not count: they run again, and what they do is done once.
+        seconds: From when the loss was noticed until training went on.
+    """
+
+    lost: tuple[str, ...]
+    timeline: int
+    from_step: int
+    to_step: int
+    closures: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverEvent:
+    """Ps tasks were lost, and their backups serve in their place. Nothing is undone.
+
+    Attributes:
+        lost: Names of the ps tasks.
+        served_by: In whose processes they are served now, one for each.
+        seconds: From when the loss was noticed until training went on.
+    """
+
+    lost: tuple[str, ...]
+    served_by: tuple[str, ...]
+    seconds: float
+
+
+Event = RollbackEvent | FailoverEvent
+
+
+class Events:
+    """The events of one coordinator, all of which are kept: there are few."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._waiting: list[asyncio.Future[None]] = []
+        self._closed = False
+
+    def emit(self, event: Event) -> None:
+        """Note an event, and tell whoever waits for the next one."""
+        self._events.append(event)
+        self._wake()
+
+    def close(self) -> None:
+        """There are no further ones: streams end after the last."""
+        self._closed = True
+        self._wake()
+
+    async def stream(self) -> AsyncIterator[Event]:
+        """Yield every event, from the first on, until the coordinator is closed."""
+        at = 0
+        while True:
+            while at < len(self._events):
+                at += 1
+                yield self._events[at - 1]
+            if self._closed:
+                return
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)

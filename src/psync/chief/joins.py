@@ -1,0 +1,201 @@
+"""Who waits in ``join``, for what, and what each of them is told.
+
+A join waits for the closures that were scheduled before it (ids below its cut-off). An error ends
+all joins that wait, at once: it has ended everything that they wait for. The end of a worker's
+data ends none early: each join that waits for the closure that met it raises it when all else
+that it waits for is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from psync.closures.closure import Closure, State
+from psync.closures.queue import ClosureQueue
+from psync.errors import DeadlineExceeded
+from psync.serialization.failures import text_of
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""A join that has heard of nothing for so long says on whom it waits."""
+
+
+class _Join:
+    """Somebody who waits."""
+
+    __slots__ = ("cutoff", "end_of_data", "future")
+
+    def __init__(self, cutoff: int, future: asyncio.Future[None]) -> None:
+        self.cutoff = cutoff  # ids below it are waited for
+        self.future = future
+        self.end_of_data: BaseException | None = None  # raised when it is over
+
+
+class Joins:
+    """All joins of one coordinator.
+
+    Args:
+        queue: Says which closures are final, and holds the errors.
+        waits_for: Says on whom everybody waits.
+    """
+
+    def __init__(self, queue: ClosureQueue, waits_for: Callable[[], str]) -> None:
+        self._queue = queue
+        self._waits_for = waits_for
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()  # when a worker last reported
+        self._joins: dict[asyncio.Future[None], _Join] = {}
+        self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
+
+    def __len__(self) -> int:
+        return len(self._joins)
+
+    def add(self, cutoff: int) -> asyncio.Future[None]:
+        """Return a future that ends when all closures with ids below ``cutoff`` are final.
+
+        Whoever waits for it gives it back with ``discard``.
+        """
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._joins[future] = _Join(cutoff, future)
+        return future
+
+    def discard(self, future: asyncio.Future[None]) -> None:
+        """Nobody waits any more."""
+        self._joins.pop(future, None)
+        if future.done():
+            future.exception()  # seen, also where whoever waited was cancelled just now
+
+    async def wait(
+        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Wait for the future, or for what comes before and after it; say on whom, if it is long.
+
+        Args:
+            future: Is not looked at further, nor cancelled.
+            deadline: Loop time (seconds) at which to give up; None: never.
+            timeout_s: The seconds that join was given, for the error.
+
+        Raises:
+            DeadlineExceeded: It is not done by then.
+
+        Cancellation: Safe.
+        """
+        while not future.done():
+            pause = REPORT_EVERY_S
+            if deadline is not None:
+                pause = min(pause, deadline - self._loop.time())
+                if pause <= 0:
+                    raise DeadlineExceeded(
+                        f"join did not end within {timeout_s:g} s: {self._waits_for()}",
+                        hint="what was scheduled goes on; join again, or cancel RemoteValues",
+                    )
+            await asyncio.wait((future,), timeout=pause)
+            if not future.done() and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
+                logger.warning("join waits: %s", self._waits_for())
+
+    def note_final(self, closures: Sequence[Closure]) -> None:
+        """Look for closures whose data had ended."""
+        for closure in closures:
+            if closure.state is State.EXHAUSTED and (
+                self._exhausted_at is None or closure.id < self._exhausted_at
+            ):
+                self._exhausted_at = closure.id
+
+    def settle(self) -> None:
+        """End the joins that are over."""
+        ready = [join for join in self._joins.values() if self._queue.is_settled(join.cutoff)]
+        if not ready:
+            return
+        if self._queue.has_failed:
+            error = self._collect()
+            for join in list(self._joins.values()):
+                self._end(join, error)
+            return
+        exhausted = self._exhausted_at
+        if exhausted is not None and any(join.cutoff > exhausted for join in ready):
+            error = self._collect()
+            for join in self._joins.values():
+                if join.cutoff > exhausted:
+                    join.end_of_data = error
+        for join in ready:
+            self._end(join, join.end_of_data)
+
+    def fail(self, error: BaseException) -> None:
+        """End all joins with an error."""
+        for join in list(self._joins.values()):
+            self._end(join, error)
+
+    def _collect(self) -> BaseException | None:
+        self._exhausted_at = None
+        collected = self._queue.collect_error()
+        if collected is None:
+            return None
+        first, others = collected
+        # When a ps is lost, all steps that run fail with the same error.
+        texts = Counter(_line(other) for other in others)
+        if alike := texts.pop(_line(first), 0):
+            first.add_note(f"{alike} more failed likewise")
+        for text, count in texts.items():
+            times = f" ({count} times)" if count > 1 else ""
+            first.add_note(f"also failed{times}: {text}")
+        return first
+
+    def _end(self, join: _Join, error: BaseException | None) -> None:
+        del self._joins[join.future]
+        if join.future.done():  # whoever waited was cancelled
+            return
+        if error is None:
+            join.future.set_result(None)
+        else:
+            join.future.set_exception(error)
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"
+
+
+MAX_NAMED = 5
+"""Closures or tasks in a description: it is repeated in the log, and there may be hundreds."""
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """Return the first few, and how many more there are."""
+    more = len(names) - MAX_NAMED
+    return [*names[:MAX_NAMED], f"and {more} more"] if more > 0 else list(names)
+
+
+def describe_waiting(
+    queue: ClosureQueue,
+    missing: Sequence[tuple[str, str]],
+    others: Sequence[str],
+    gone: Sequence[str] = (),
+) -> str:
+    """Say what runs where, and what else is not done; of what is many, a few are named.
+
+    Args:
+        queue: Of the coordinator.
+        missing: (name, address) of the tasks that are waited for.
+        others: What else is waited for.
+        gone: Workers that have left.
+    """
+    counts = queue.statistics()
+    running: dict[str, Closure] = {}
+    for worker, closure in queue.in_flight():
+        running.setdefault(worker, closure)
+    parts = _some([f"{closure} on {worker}" for worker, closure in running.items()])
+    behind = counts.waiting + counts.queued + counts.in_flight - len(running)
+    if behind:
+        parts.append(f"{behind} more wait for their turn")
+    if not counts.workers:
+        names = ", ".join(_some([f"{task} at {address}" for task, address in missing]))
+        left = f"{', '.join(_some(gone))} left" if gone else ""
+        awaited = f"waiting for {names}" if names else "waiting for one to come"
+        parts.append(f"no worker is connected ({'; '.join(filter(None, (left, awaited)))})")
+    text = "; ".join([*parts, *others]) or "nothing"
+    if queue.has_failed:
+        return f"there is an error, raised as soon as these steps have stopped: {text}"
+    return text

@@ -1,0 +1,131 @@
+"""A program that goes on with what another one has left on the ps tasks.
+
+All ps tasks have been attached, and have set aside what they held, when this begins. They are asked
+what that is; ``adoption`` decides; then each is told.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psync.client.calls import PsCalls, all_of
+from psync.client.ps_link import PsLink
+from psync.errors import RemoteProtocolError
+from psync.specs import VariableSpec
+from psync.store.reattach import Adoption, Decision, Holding, NewOptimizer, Orders
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import AdoptShards, DescribeShards, ShardsDescribed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOptimizers:
+    """The optimizers of the present program."""
+
+    listed: Callable[[], Sequence[NewOptimizer]]  # returns them
+    note_rate: Callable[[int, Mapping[str, Any]], None]
+    """Told by its number of each one that goes on, and with which learning rate."""
+
+
+class Reattachment:
+    """What was left, as long as it is not adopted or dropped.
+
+    Args:
+        ps: Links to all ps tasks.
+        adoption: What was left.
+        optimizers: Those of this program.
+    """
+
+    def __init__(self, ps: PsCalls, adoption: Adoption, optimizers: OwnOptimizers) -> None:
+        self._ps = ps
+        self._adoption = adoption
+        self._optimizers = optimizers
+        self._taken: set[int] = set()  # numbers of optimizers that go on
+
+    async def adopt(self, declared: Sequence[VariableSpec], *, last: bool) -> Collection[str]:
+        """Let the present program have what it declares; return the names of what was not there.
+
+        Args:
+            declared: Variables that are not created yet.
+            last: Whether what is left is dropped.
+
+        Raises:
+            AttachError: Something does not fit; nothing was changed.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some ps tasks may have done it; the next call repeats it.
+        """
+        new = [each for each in self._optimizers.listed() if each.number not in self._taken]
+        decision = self._adoption.compare(declared, new, last=last)
+        await _order(self._ps, decision.orders, life=0, last=last)
+        for identity, number in decision.optimizers.items():
+            self._taken.add(number)
+            self._optimizers.note_rate(number, self._adoption.rate_of(identity))
+        self._adoption.done(decision)
+        _say(decision)
+        return {spec.name for spec in decision.missing}
+
+
+async def reattach(ps: PsCalls, life: int, optimizers: OwnOptimizers) -> Reattachment | None:
+    """Ask all ps tasks what they hold.
+
+    Args:
+        ps: Links to all ps tasks, which are attached.
+        life: Under which they begin if they hold nothing.
+        optimizers: Those of this program.
+
+    Returns:
+        What there is; None: nothing anywhere, so this is the first start.
+
+    Raises:
+        AttachError: Some of them have lost what they held.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+    """
+    holdings = await all_of([_ask(link) for link in ps.links])
+    adoption = Adoption(holdings)
+    if not adoption.is_empty:
+        return Reattachment(ps, adoption, optimizers)
+    logger.info("the ps tasks hold nothing: all variables begin with their initial values")
+    await _order(ps, [Orders() for _ in holdings], life=life, last=True)
+    return None
+
+
+async def _ask(link: PsLink) -> Holding:
+    received = await link.call(lambda _: DescribeShards())
+    if not isinstance(received.message, ShardsDescribed):
+        raise RemoteProtocolError(
+            f"{link.task} described what it holds with {type(received.message).__name__}"
+        )
+    return Holding.from_bytes(b"".join(received.segments))
+
+
+async def _order(ps: PsCalls, orders: Sequence[Orders], *, life: int, last: bool) -> None:
+    """Let each ps do what was decided."""
+    message = AdoptShards(life, last)
+
+    async def one(link: PsLink, what: Orders) -> None:
+        received = await link.call(lambda _: message, [what.to_bytes()])
+        if not isinstance(received.message, Done):
+            raise RemoteProtocolError(
+                f"{link.task} adopted shards with {type(received.message).__name__}"
+            )
+
+    await all_of([one(link, what) for link, what in zip(ps.links, orders, strict=True)])
+
+
+def _say(decision: Decision) -> None:
+    """Tell what has become of everything."""
+    if decision.adopted:
+        logger.info("%d variables go on with the values that they had", len(decision.adopted))
+    broken = {spec.name for spec in decision.broken}
+    for spec in decision.missing:
+        why = "it was not created whole" if spec.name in broken else "no ps held it"
+        logger.warning('variable "%s" begins with its initial value: %s', spec.name, why)
+    for name in decision.extra:
+        logger.warning('variable "%s" is dropped: this program has not declared it', name)

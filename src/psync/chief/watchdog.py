@@ -1,0 +1,131 @@
+"""The watchdog: says where work is stuck, once nothing has finished for too long.
+
+A program that hangs in a cluster looks the same from outside whatever the reason: a step that
+loops, a task that waits for a token which nobody publishes, a ps that is away. The watchdog writes
+down who holds what since when, and the stacks of the process. It ends nothing.
+
+Source: TensorFlow's ``WatchDog``. Different: an idle coordinator is no reason for a report, there
+only the end of a closure is a sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from psync.closures.closure import Closure, State
+from psync.closures.queue import ClosureQueue, QueueStatistics
+from psync.net.task_reports import report_text
+from psync.serialization.failures import text_of
+
+logger = logging.getLogger(__name__)
+
+LOOKS = 10
+"""How often it is looked within the timeout; a report is that much late at most."""
+
+MAX_LISTED = 20
+"""Workers, and names of steps, that a report lists."""
+
+
+async def watch(
+    timeout_s: float, progress: Callable[[], int | None], stalled: Callable[[float], None]
+) -> None:
+    """Call ``stalled(seconds)`` when ``progress()`` has been the same number for ``timeout_s``.
+
+    After that the time begins anew, so a silence that lasts is told of again and again.
+
+    Args:
+        timeout_s: Seconds.
+        progress: Number of closures that have ended; None while there is nothing to do.
+        stalled: Told for how many seconds nothing has ended. What it raises is logged.
+
+    Cancellation: Safe; it ends in no other way.
+    """
+    loop = asyncio.get_running_loop()
+    pause = timeout_s / LOOKS
+    last, since, looked = progress(), loop.time(), loop.time()
+    while True:
+        await asyncio.sleep(pause)
+        now = loop.time()
+        late, looked = now - looked > 2 * pause, now
+        ended = progress()
+        if ended is None or ended != last:
+            last, since = ended, now
+        elif now - since >= timeout_s and not late:  # late: first hear what came in meanwhile
+            try:
+                stalled(now - since)
+            except Exception:
+                logger.exception("the watchdog could not report")
+            since = now
+
+
+def count_of_ended(counts: QueueStatistics) -> int:
+    """Return how many closures have come to an end so far, whichever."""
+    return counts.finished + counts.failed + counts.exhausted + counts.cancelled
+
+
+def log_stall(
+    seconds: float, describe: Callable[[], Iterable[str]], on_stall: Callable[[str], object] | None
+) -> None:
+    """Write a report to the log, and hand it to the program if that wants it."""
+    text = report_text(
+        f"by the watchdog: no closure has ended for {seconds:.0f} s while there is work", [describe]
+    )
+    logger.warning("%s", text)
+    if on_stall is not None:
+        on_stall(text)
+
+
+def describe_closures(queue: ClosureQueue, unfinished: Iterable[Closure], now: float) -> list[str]:
+    """Say what each worker holds and since when, and what waits.
+
+    Args:
+        queue: Of the coordinator.
+        unfinished: All closures that are not final. The payload of those that were sent has
+            ``sent_at``, in seconds of the same clock as ``now``.
+        now: Loop time.
+    """
+    counts = queue.statistics()
+    lines = [
+        f"closures: {counts.in_flight} in flight, {counts.queued} queued, "
+        f"{counts.waiting} wait for inputs; {counts.finished} finished, {counts.failed} failed, "
+        f"{counts.cancelled} cancelled"
+    ]
+    held: dict[str, list[Closure]] = {}
+    for worker, closure in queue.in_flight():
+        held.setdefault(worker, []).append(closure)
+    lines += [
+        f"  {worker}: {_since(closures[0], now)}"
+        + (f"; {len(closures) - 1} more are there" if len(closures) > 1 else "")
+        for worker, closures in list(held.items())[:MAX_LISTED]
+    ]
+    if len(held) > MAX_LISTED:
+        lines.append(f"  and {len(held) - MAX_LISTED} other workers")
+    kinds = {State.QUEUED: "queued", State.WAITING: "waits for inputs"}
+    waiting = Counter((c.state, c.name) for c in unfinished if c.state in kinds)
+    lines += [
+        f"  {kinds[state]}: {number} of {name or 'a step without a name'}"
+        for (state, name), number in waiting.most_common(MAX_LISTED)
+    ]
+    lines += [
+        f"  an error is to be raised: {type(error).__name__}: {text_of(error)}"
+        for error in queue.pending_errors[:MAX_LISTED]
+    ]
+    return lines
+
+
+def describe_missing(missing: Sequence[tuple[str, str]]) -> list[str]:
+    """Say which tasks are not connected.
+
+    Args:
+        missing: (name, address) of each.
+    """
+    return [f"not connected: {task} at {address}" for task, address in missing]
+
+
+def _since(closure: Closure, now: float) -> str:
+    sent_at = getattr(closure.payload, "sent_at", None)
+    asked = ", asked to stop" if closure.state is State.CANCELLING else ""
+    return f"{closure}" + ("" if sent_at is None else f", sent {now - sent_at:.1f} s ago") + asked

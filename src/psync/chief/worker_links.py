@@ -1,0 +1,445 @@
+"""The coordinator's connections to workers, made again when they go; workers that come and leave.
+
+One supervising coroutine per worker: connect, attach, wait for the end, say what it means, again.
+What an end means is known before it comes, or by what the worker said last:
+
+| the end | its closures | the worker |
+|---|---|---|
+| nobody said anything | come back, and are blamed | is lost; set aside if that is often |
+| the worker leaves | come back, if any are left | is not waited for; may return |
+| the worker cannot go on, and says why | come back | is lost; set aside if that is often |
+| the coordinator has ended the session | come back; are blamed if one was too slow | begins anew |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from psync.closures.flapping import Flapping
+from psync.closures.membership import Action as MembershipAction
+from psync.closures.membership import Assign, Membership, TaskState, backoff
+from psync.cluster import parse_task_name, task_name
+from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError, WorkerLost
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Peer
+from psync.wire.recovery_messages import EndSession, LeaveCluster
+from psync.wire.worker_messages import AttachWorker
+
+logger = logging.getLogger(__name__)
+
+STRANGER_PAUSE_S = 5.0
+"""Pause before an address is tried again at which something else than our task answered."""
+
+
+class WorkerLinksOwner(Protocol):
+    """The cluster's links, as those to workers need them."""
+
+    incarnation: int  # of the coordinator
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the cluster has come up."""
+
+    async def ask_again(self, refused: int, task: str, address: str) -> None:
+        """A task has served a higher incarnation than ``refused``: get one above that."""
+
+    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a supervisor; its error is the cluster's."""
+
+    def perform(self, actions: Sequence[MembershipAction]) -> None:
+        """Do what the membership decided."""
+
+    def ps_addresses(self) -> list[str]:
+        """Return where the ps tasks are."""
+
+    def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
+        """What a worker is told."""
+
+    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
+        """A worker is ready for closures."""
+
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
+        """Put back what it held."""
+
+
+class _Worker:
+    """One worker of the cluster, whether it is there or not."""
+
+    __slots__ = (
+        "address", "is_kept", "leaving", "name", "on_gone", "on_joined", "peers", "place",
+        "reason", "sent_away", "supervisor",
+    )  # fmt: skip
+
+    def __init__(self, name: str, address: str, place: int) -> None:
+        self.name = name
+        self.address = address
+        self.place = place  # what steps call its index
+        self.supervisor: asyncio.Task[None] | None = None
+        self.is_kept = True  # it is connected to again; False: it is not wanted any more
+        self.on_joined: asyncio.Future[None] | None = None  # whoever added it waits for that
+        self.on_gone = asyncio.Event()  # set while it does not take part
+        self.on_gone.set()
+        self.begin()
+
+    def begin(self) -> None:
+        """A new session: nothing is known of its end."""
+        self.peers: tuple[Peer, Peer] | None = None  # control and bulk, once it takes part
+        self.leaving = False  # it has said that it leaves
+        self.reason = ""  # what it gave as its reason for leaving, or for not going on
+        self.sent_away: bool | None = None  # ended by us; True: what it runs is to blame
+
+
+class WorkerLinks:
+    """All connections of one coordinator to workers.
+
+    Args:
+        endpoint: Makes them.
+        membership: Of the cluster.
+        owner: The cluster's links.
+        workers: Address of every worker, by name.
+        flapping: Decides who is set aside.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        membership: Membership,
+        owner: WorkerLinksOwner,
+        workers: dict[str, str],
+        flapping: Flapping,
+    ) -> None:
+        self._endpoint = endpoint
+        self._membership = membership
+        self._owner = owner
+        self._flapping = flapping
+        self.given_up: dict[str, str] = {}  # by name, what became of those that will not return
+        self._loop = asyncio.get_running_loop()
+        self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
+        self._workers = {
+            name: _Worker(name, address, self._places[name]) for name, address in workers.items()
+        }
+
+    def start(self) -> None:
+        """Connect to all of them, from now on."""
+        for worker in self._workers.values():
+            worker.supervisor = self._owner.supervise(self._keep(worker))
+
+    @property
+    def num_attached(self) -> int:
+        """Workers that take part."""
+        return sum(worker.peers is not None for worker in self._workers.values())
+
+    def names(self) -> list[str]:
+        """Return the name of each worker there ever was, by what steps call its index."""
+        return list(self._places)
+
+    def addresses(self) -> dict[str, str]:
+        """Return where each worker of the cluster listens, by name."""
+        return {worker.name: worker.address for worker in self._workers.values()}
+
+    def describe(self) -> list[str]:
+        """Say who is set aside and who is about to leave."""
+        now = self._loop.time()
+        return (
+            [
+                f"{name} is set aside for {seconds:.0f} s, for it was lost again and again"
+                for name, seconds in self._flapping.set_aside(now)
+            ]
+            + [
+                f"{worker.name} leaves when its closure has ended"
+                for worker in self._workers.values()
+                if worker.leaving
+            ]
+            + [f"{name} {reason}" for name, reason in self.given_up.items()]
+        )
+
+    # Workers that come and leave.
+
+    async def add(self, address: str, index: int, timeout_s: float | None) -> str:
+        """Take a worker into the cluster; return its name once it takes part.
+
+        Args:
+            address: Where it listens.
+            index: What it calls itself; no other worker has it.
+            timeout_s: Seconds to wait for it; None: for ever.
+
+        Raises:
+            ConnectFailed: It is not there in time.
+            PsyncError: It refuses, or something else answers.
+
+        Cancellation: It is forgotten, as after an error.
+        """
+        name = task_name("worker", index)
+        place = self._places.setdefault(name, len(self._places))
+        worker = self._workers[name] = _Worker(name, address, place)
+        self.given_up.pop(name, None)
+        self._membership.add_worker(name, address)
+        worker.on_joined = self._loop.create_future()
+        worker.supervisor = self._owner.supervise(self._keep(worker))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await worker.on_joined
+        except BaseException as exc:
+            await self._forget(worker)
+            if isinstance(exc, TimeoutError) and not isinstance(exc, PsyncError):
+                raise ConnectFailed(
+                    f"{name} at {address} could not be added within {timeout_s:g} s",
+                    hint="is it running, is this its address, and the task index its own?",
+                ) from exc
+            raise
+        finally:
+            worker.on_joined = None
+        return name
+
+    async def remove(self, name: str, reason: str) -> None:
+        """Ask a worker to leave, wait until it has, and forget it; one that is not there, at once.
+
+        Cancellation: It leaves all the same, and is not connected to again.
+        """
+        worker = self._workers[name]
+        worker.is_kept = False
+        if worker.peers is not None:
+            try:
+                await worker.peers[0].call(LeaveCluster(reason))
+            except TransportError as exc:
+                logger.info("%s was not told to leave: %s", name, exc)
+            await worker.on_gone.wait()
+        await self._forget(worker)
+
+    async def give_up(self, name: str, reason: str) -> None:
+        """Forget a worker whose process has ended, and is not started again.
+
+        Args:
+            name: Of the worker.
+            reason: What became of it.
+
+        Cancellation: It is not connected to again.
+        """
+        worker = self._workers.get(name)
+        if worker is None:
+            return  # it was removed meanwhile
+        worker.is_kept = False
+        await worker.on_gone.wait()  # its connections end as it did: it is lost, or has left
+        await self._forget(worker)
+        if name not in self._workers:
+            self.given_up[name] = reason
+
+    def all_given_up(self) -> WorkerLost | None:
+        """Return who is gone, if there is no worker that might come again."""
+        if self._workers or not self.given_up:
+            return None
+        *others, (last, reason) = self.given_up.items()
+        before = "".join(f"; {name} {why}" for name, why in others)
+        return WorkerLost(
+            last,
+            f"{reason}, and there is no other worker{before}",
+            hint="what they wrote says why they ended; add_worker(address) takes in another one",
+        )
+
+    def end_session(self, name: str, error: Exception, *, blame: bool) -> None:
+        """End what a worker does for us, and attach it anew: nothing that speaks against it.
+
+        Args:
+            name: Of the worker; nothing happens if it does not take part.
+            error: What its connections end with.
+            blame: Whether what it runs is the reason.
+        """
+        worker = self._workers.get(name)
+        if worker is not None and worker.peers is not None:
+            worker.sent_away = blame
+            for peer in worker.peers:
+                peer.abort(error)
+
+    def end_sessions(self, error: Exception) -> None:
+        """End what all workers do for us; nobody is blamed."""
+        for name in list(self._workers):
+            self.end_session(name, error, blame=False)
+
+    # What workers say.
+
+    def leaves(self, peer: Peer, message: LeaveCluster) -> bool:
+        """A worker is about to leave; return whether that is news."""
+        worker = self._current(peer)
+        if worker is None or worker.leaving:
+            return False
+        worker.leaving, worker.reason = True, message.reason
+        logger.info("%s is about to leave (%s)", worker.name, message.reason)
+        return True
+
+    def session_ends(self, peer: Peer, message: EndSession) -> None:
+        """A worker has nothing more to say."""
+        worker = self._current(peer)
+        if worker is None or peer.lane != "control":
+            return
+        worker.reason = message.reason
+        worker.leaving = worker.leaving and message.in_order
+        if worker.leaving:
+            self._end(worker)
+
+    def _current(self, peer: Peer) -> _Worker | None:
+        worker = self._workers.get(peer.task)
+        return worker if worker is not None and peer in (worker.peers or ()) else None
+
+    # Supervision.
+
+    async def _keep(self, worker: _Worker) -> None:
+        failures, returns = 0, False
+        while worker.is_kept:
+            pause = self._flapping.remaining(worker.name, self._loop.time())
+            if failures:
+                pause = max(pause, backoff(failures, self._endpoint.platform.uniform()))
+            await asyncio.sleep(pause)
+            mine = self._owner.incarnation
+            try:
+                lanes = await self._attach(worker)
+            except WorkerLost as exc:
+                logger.info("%s", exc.message)  # the next process of that name may stay
+                failures += 1
+                continue
+            except PsyncError as exc:
+                if not self._owner.is_up and isinstance(exc, FencedError):
+                    await self._owner.ask_again(mine, worker.name, worker.address)
+                    continue
+                if worker.on_joined is not None and not worker.on_joined.done():
+                    worker.on_joined.set_exception(exc)
+                    return
+                if not self._owner.is_up or isinstance(exc, FencedError):
+                    raise
+                logger.error("%s cannot take part: %s", worker.name, exc)
+                await asyncio.sleep(STRANGER_PAUSE_S)
+                continue
+            if lanes is None:
+                failures += 1
+                self._count_loss(worker)
+                continue
+            if returns:
+                logger.warning("%s takes part again", worker.name)
+            failures, returns = 0, True
+            worker.begin()
+            worker.peers = lanes
+            worker.on_gone.clear()
+            self._owner.worker_joined(worker.name, *lanes)
+            if worker.on_joined is not None and not worker.on_joined.done():
+                worker.on_joined.set_result(None)
+            await closed(*lanes)
+            self._end(worker)
+            for peer in lanes:
+                peer.abort()
+
+    def _end(self, worker: _Worker) -> None:
+        """A worker does not take part any more."""
+        if worker.peers is None:
+            return  # it had left before its connections ended
+        control, bulk = worker.peers
+        worker.peers = None
+        blame = counts = False
+        if worker.leaving:
+            logger.info("%s has left (%s)", worker.name, worker.reason)
+            self._owner.perform(self._membership.left(worker.name))
+        else:
+            self._lost(worker.name)
+            error = control.error or bulk.error or "it closed the connection"
+            what = f"{worker.name} is lost ({error})"
+            if worker.sent_away is not None:
+                blame = worker.sent_away
+                what = what if blame else f"the session of {worker.name} was ended ({error})"
+            elif worker.reason:
+                what = f"{worker.name} cannot go on ({worker.reason})"
+                counts = not self._misses_ps()  # else that is the reason
+            else:
+                blame = counts = True
+            logger.warning("%s; its closures run again", what)
+            if counts:
+                self._count_loss(worker)
+        worker.leaving = False
+        self._owner.worker_lost(worker.name, blame=blame)
+        worker.on_gone.set()
+
+    def _count_loss(self, worker: _Worker) -> None:
+        pause = self._flapping.lost(worker.name, self._loop.time())
+        if pause:
+            logger.warning(
+                "%s is lost again and again; it is set aside for %g s", worker.name, pause
+            )
+
+    async def _attach(self, worker: _Worker) -> tuple[Peer, Peer] | None:
+        """Return its control and bulk connection; None if one is gone already.
+
+        Raises:
+            WorkerLost: It is about to leave.
+            PsyncError: The worker refuses, or something else answers.
+        """
+        # Nobody waits for one that has left, so nobody wants to read of it.
+        has_left = self._membership.state(worker.name) is TaskState.LEFT
+        level = logging.DEBUG if has_left else logging.WARNING
+        connect = self._endpoint.connect_retrying
+        control = await connect(worker.address, worker.name, level=level)
+        try:
+            bulk = await connect(worker.address, worker.name, "bulk", level=level)
+        except BaseException:
+            control.abort()
+            raise
+        attached = False
+        try:
+            if control.is_open and bulk.is_open and bulk.incarnation == control.incarnation:
+                incarnation = self._connected(worker.name)
+                message = self._owner.attachment(worker.place, len(self._places), incarnation)
+                try:
+                    await control.call(message)
+                    # A ps may have moved meanwhile: then it is attached anew.
+                    attached = self._owner.ps_addresses() == message.ps_addresses
+                except TransportError as exc:
+                    logger.info("%s: attaching it failed: %s", worker.name, exc)
+                finally:
+                    if not attached:
+                        self._lost(worker.name)
+        finally:
+            if not attached:  # also if it refuses: it has room for so many connections only
+                control.abort()
+                bulk.abort()
+        return (control, bulk) if attached else None
+
+    def _connected(self, worker: str) -> int:
+        # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked for an
+        # earlier coordinator, and nobody who works for the next one. See ``coordinator_grants``.
+        actions = self._membership.connected(worker, self._owner.incarnation)
+        self._owner.perform(actions)
+        return next(action.incarnation for action in actions if isinstance(action, Assign))
+
+    def _lost(self, worker: str) -> None:
+        self._owner.perform(self._membership.disconnected(worker, self._loop.time()))
+
+    def _misses_ps(self) -> bool:
+        return any(parse_task_name(task)[0] == "ps" for task, _ in self._membership.missing())
+
+    async def _forget(self, worker: _Worker) -> None:
+        """Let go of a worker, whatever it does."""
+        worker.is_kept = False
+        supervisor = worker.supervisor
+        if supervisor is not None and not supervisor.done():
+            supervisor.cancel()
+            await asyncio.wait((supervisor,))
+        if self._workers.get(worker.name) is not worker:
+            return  # somebody else has done it meanwhile
+        if worker.peers is not None:
+            for peer in worker.peers:
+                peer.abort()
+            worker.leaving = True
+            self._end(worker)
+        self._owner.perform(self._membership.left(worker.name))
+        self._flapping.forget(worker.name)
+        self._workers.pop(worker.name, None)
+
+
+async def closed(*peers: Peer) -> None:
+    """Wait until one of the connections is gone. Cancellation: safe."""
+    gone = asyncio.Event()
+    listener: Callable[[Peer], None] = lambda _: gone.set()  # noqa: E731
+    for peer in peers:
+        if peer.is_closed:
+            return
+        peer.on_closed.append(listener)
+    await gone.wait()

@@ -1,0 +1,123 @@
+"""``psync checkpoint``: look into checkpoints, compare them, export them.
+
+No cluster is needed. What is wrong with a checkpoint is one line on stderr and exit code 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from psync.errors import CheckpointError
+
+FAILED = 1  # exit code
+
+checkpoint_path = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look into checkpoints, compare them, export them.
+
+    \b
+    What is there, what is in the newest, and a file for other programs:
+        psync checkpoint ls run/checkpoints
+        psync checkpoint inspect run/checkpoints/ckpt-00000012
+        psync checkpoint export run/checkpoints/ckpt-00000012 model --only model
+    """
+
+
+@checkpoint.command("ls")
+@click.argument("directory", type=checkpoint_path)
+def list_command(directory: Path) -> int:
+    """List the complete checkpoints in DIRECTORY, the oldest first."""
+    from psync.checkpoints.files import checkpoints_in
+    from psync.cli.checkpoint_reports import summary
+
+    return _report(lambda: [summary(path) for _, path in checkpoints_in(directory, "ckpt")])
+
+
+@checkpoint.command("inspect")
+@click.argument("path", type=checkpoint_path)
+def inspect_command(path: Path) -> int:
+    """List what is in the checkpoint PATH, and check every byte of it."""
+    from psync.cli.checkpoint_reports import inspection
+
+    return _report(lambda: inspection(path))
+
+
+@checkpoint.command("diff")
+@click.argument("first", type=checkpoint_path)
+@click.argument("second", type=checkpoint_path)
+def diff_command(first: Path, second: Path) -> int:
+    """List what differs between two checkpoints; exit code 1 if something does."""
+    from psync.cli.checkpoint_reports import differences
+
+    lines: list[str] = []
+
+    def describe() -> list[str]:
+        for found in differences(first, second):
+            sizes = f": {found.changed} elements, by {found.largest:.4g} at most"
+            lines.append(f"{found.name}  {found.what}{sizes if found.changed else ''}")
+        return lines
+
+    return _report(describe) or (FAILED if lines else 0)
+
+
+@checkpoint.command("export")
+@click.argument("path", type=checkpoint_path)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--only",
+    "prefixes",
+    multiple=True,
+    metavar="PREFIX",
+    help="Export what is called so or begins so, up to a /. More than once for several.",
+)
+@click.option(
+    "--max-file-mib",
+    type=click.IntRange(min=1),
+    default=5 << 10,
+    show_default=True,
+    help="A file that is larger is followed by another.",
+)
+def export_command(
+    path: Path, directory: Path, prefixes: tuple[str, ...], max_file_mib: int
+) -> int:
+    """Write tensors of the checkpoint PATH to the new DIRECTORY as plain safetensors.
+
+    Each variable is whole there, however it was sharded. Several files come with an index that
+    Hugging Face tools read.
+    """
+    from psync.cli.checkpoint_reports import export
+
+    return _report(
+        lambda: [
+            str(file)
+            for file in export(
+                path, directory, prefixes=prefixes, max_file_bytes=max_file_mib << 20
+            )
+        ]
+    )
+
+
+def _report(lines_of: Callable[[], list[str]]) -> int:
+    """Print lines; return the exit code."""
+    with _errors() as failed:
+        for line in lines_of():
+            click.echo(line)
+    return FAILED if failed else 0
+
+
+@contextmanager
+def _errors() -> Iterator[list[str]]:
+    """Turn an error about a checkpoint into a line on stderr."""
+    failed: list[str] = []
+    try:
+        yield failed
+    except CheckpointError as error:
+        failed.append(error.message)
+        click.echo(f"psync: error: {' '.join(str(error).split())}", err=True)

@@ -1,0 +1,316 @@
+"""The command line: ``psync run``, ``serve``, ``bench``, ``checkpoint`` and ``certs``.
+
+Every option also reads an environment variable, ``PSYNC_<COMMAND>_<OPTION>``. Wrong usage is one
+line on stderr and exit code 2. Imports are late: the launcher has its tasks running before it could
+have imported what they need, and ``--help`` needs none of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from psync.cli.certs import certs, tls_environ, tls_options
+from psync.cli.checkpoint import checkpoint
+from psync.errors import ConfigurationError, TrainingEnded
+from psync.launch.task_output import configure_logging, fill_standard_streams
+
+USAGE_ERROR = 2  # exit code, as everywhere
+FAILED = 1
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+log_level_option = click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    # One name for all commands, for it is also how `run` hands the level to the tasks.
+    envvar="PSYNC_LOG_LEVEL",
+    default="info",
+    show_default=True,
+    help="Lowest level of psync's own log that is shown.",
+)
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"psync {importlib.metadata.version('psync')}")
+        context.exit()
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={
+        "auto_envvar_prefix": "PSYNC",
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    allow_from_autoenv=False,  # PSYNC_VERSION is a likely name for something else
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+@click.pass_context
+def psync(context: click.Context) -> int:
+    """An asyncio parameter server: ps tasks hold the variables, workers compute gradients.
+
+    \b
+    Start a script with 2 ps tasks and 2 workers on this machine:
+        psync run train.py --ps 2 --workers 2
+
+    Each option also reads an environment variable: PSYNC_RUN_PS for run --ps.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        return USAGE_ERROR
+    return 0
+
+
+@psync.command(options_metavar="[OPTIONS]")
+@click.argument("script", metavar="SCRIPT")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGS...]")
+@click.option(
+    "--ps",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of ps tasks.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of workers.",
+)
+@click.option("--evaluator", is_flag=True, help="Run the script as an evaluator, too.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="How often a worker or ps that died is started again within a minute. One more death of a "
+    "worker ends the run, a ps is left for the chief to miss. 0: neither is started again.",
+)
+@click.option(
+    "--chief-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often, in all, the chief is started again if a signal killed it or its exit code is "
+    "neither 0 nor 2. It goes on from its newest checkpoint if the script restores that.",
+)
+@click.option("--quiet", is_flag=True, help="Show the chief's output only.")
+@tls_options
+@log_level_option
+def run(
+    script: str,
+    args: tuple[str, ...],
+    ps: int,
+    workers: int,
+    evaluator: bool,
+    max_restarts: int,
+    chief_restarts: int,
+    quiet: bool,
+    log_level: str,
+    **tls: Any,
+) -> int:
+    """Run SCRIPT on a cluster of its own, on this machine.
+
+    The script runs once as the chief and once on each worker. It ends in psync.run(main), which
+    tells each process what it is. ps tasks do not load it. The exit code is the chief's.
+
+    \b
+    Two ps tasks, four workers, arguments for the script after --:
+        psync run train.py --ps 2 --workers 4 -- --epochs 10
+
+    Ctrl-C stops all tasks in order, a second one kills them.
+    """
+    from psync.cli.run import launch
+
+    return launch(
+        script,
+        args,
+        num_ps=ps,
+        num_workers=workers,
+        evaluator=evaluator,
+        max_restarts=max_restarts,
+        chief_restarts=chief_restarts,
+        quiet=quiet,
+        environ={**os.environ, "PSYNC_LOG_LEVEL": log_level, **tls_environ(**tls)},
+    )
+
+
+@psync.group()
+def bench() -> None:
+    """Measure psync on this machine."""
+
+
+@bench.command("sync-async")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: less than a minute in all.")
+@click.option(
+    "--parts",
+    multiple=True,
+    type=click.Choice(["processes", "virtual", "peers"]),
+    help="What to run, once for each part; by default everything.",
+)
+@click.option(
+    "--workers",
+    multiple=True,
+    type=click.IntRange(min=2),
+    default=(2, 4),
+    show_default=True,
+    help="Number of worker processes, once for each cluster. The first one is that of peers.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("out"),
+    show_default=True,
+    help="Folder of the JSON file and the plots.",
+)
+@click.option(
+    "--tensorflow",
+    metavar="PYTHON",
+    help="A Python that has TensorFlow, which then runs beside psync (part peers).",
+)
+@click.option(
+    "--tensorflow-script",
+    type=click.Path(path_type=Path),
+    default=Path("benchmarks/peers_tensorflow1_sync.py"),
+    show_default=True,
+    help="What it runs; comes with psync's sources.",
+)
+def sync_async(
+    quick: bool,
+    parts: tuple[str, ...],
+    workers: tuple[int, ...],
+    out: Path,
+    tensorflow: str | None,
+    tensorflow_script: Path,
+) -> int:
+    """Compare synchronous with asynchronous training.
+
+    Asynchronous, of bounded staleness, synchronous, and with backup replicas: gradients per
+    second, staleness, drops, and the time until a network reads digits. In worker processes,
+    with and without a slow one; with 100 workers in virtual time; and beside TensorFlow.
+
+    \b
+    A quick look, and everything:
+        psync bench sync-async --quick
+        psync bench sync-async --out results --tensorflow ~/tensorflow/bin/python
+    """
+    from psync.bench import sync_async as benchmark
+
+    return benchmark.run(
+        benchmark.Options(
+            parts=parts or benchmark.PARTS,
+            workers=workers,
+            quick=quick,
+            out=out,
+            tensorflow=None if tensorflow is None else (tensorflow, str(tensorflow_script)),
+        )
+    )
+
+
+@psync.command()
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Serve without a secret, to everybody who can reach the address.",
+)
+@click.option(
+    "--chief-timeout",
+    metavar="SECONDS",
+    envvar=["PSYNC_SERVE_CHIEF_TIMEOUT", "PSYNC_CHIEF_TIMEOUT"],
+    help="How long to be without a chief, before the first one and after the last one has gone; "
+    "none: for ever.  [default: 3600 before, 600 after; none under a launcher]",
+)
+@tls_options
+@log_level_option
+def serve(insecure: bool, chief_timeout: str | None, log_level: str, **tls: Any) -> int:
+    """Serve as the ps or the worker that TF_CONFIG says this process is.
+
+    It loads no script: a worker gets its steps from the chief. Ends when the chief says so, on
+    SIGTERM, or, with code 1, when no chief comes. The cluster's secret comes from PSYNC_SECRET or
+    PSYNC_SECRET_FILE.
+
+    \b
+    The first ps of a cluster of two machines:
+        export TF_CONFIG='{"cluster": {"chief": ["a:2222"], "ps": ["b:2222"],
+            "worker": ["a:2223"]}, "task": {"type": "ps", "index": 0}}'
+        PSYNC_SECRET_FILE=~/cluster.secret psync serve
+    """
+    from psync.launch import tasks
+
+    os.environ.update(tls_environ(**tls))
+    configure_logging(log_level)
+    try:
+        tasks.serve_forever(insecure=insecure, chief_timeout=chief_timeout)
+    except TrainingEnded as error:
+        return _fail(str(error), FAILED)
+    return 0
+
+
+psync.add_command(checkpoint)
+psync.add_command(certs)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    Args:
+        args: What follows the program's name; by default ``sys.argv[1:]``.
+    """
+    fill_standard_streams()
+    try:
+        code: int = psync.main(args, prog_name="psync", standalone_mode=False)
+    except click.ClickException as error:
+        code = _fail(error.format_message() + _hint(error))
+    except ConfigurationError as error:
+        code = _fail(str(error))
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS or error.filename is not None:
+            raise
+        code = _fail(f"the output cannot be written: {error.strerror}", FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        code = 130  # 128 + SIGINT, before anything ran that had to be stopped
+    _let_go_of_broken_pipes()
+    return code
+
+
+def _fail(message: str, code: int = USAGE_ERROR) -> int:
+    with contextlib.suppress(OSError):
+        click.echo(f"psync: error: {message}", err=True)
+    return code
+
+
+def _hint(error: click.ClickException) -> str:
+    """Say what is the likely mistake where click cannot know."""
+    if isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is run:
+        return " Options of the script go after --."
+    return ""
+
+
+def _let_go_of_broken_pipes() -> None:
+    """Keep Python from flushing again, failing again, and changing the exit code to 120."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # it was closed before we were started
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

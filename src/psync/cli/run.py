@@ -1,0 +1,365 @@
+"""``psync run``: all tasks of a cluster on this machine, from one command.
+
+The launcher starts every task at once and then only watches. Tasks that die are started again; what
+follows from that is for the chief to decide. The run ends when the chief does, and is not to be
+started again, when a worker cannot be kept alive, or when a signal says so; whichever comes first
+decides the exit code, and all after that is stopping. The launcher must not import what tasks
+import (numpy): they start the sooner for it, and so does the first training step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from psync.errors import ConfigurationError
+from psync.launch.processes import SERVE_COMMAND, Output, ProcessGroup, RestartPolicy
+from psync.launch.task_output import also_release_blocked_output, write_stderr
+from psync.launch.task_process import TaskProcess, describe_exit
+from psync.net.secret import load_secret, mint_secret
+
+SCRIPT_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")  # what the interpreter takes by name
+ALONE_S = 1.0  # how long the chief may outlive a worker before that is worth a word
+FAILED = 1  # exit code when a worker could not be kept alive
+SETUP_ERROR = 2  # exit code of a task whose set-up is wrong: once more would be no better
+
+
+def script_command(script: str, args: Sequence[str] = ()) -> list[str]:
+    """The command that runs a script the way ``python SCRIPT ARGS`` does.
+
+    Raises:
+        ConfigurationError: If it is not a Python file, nor a directory with a ``__main__.py``.
+    """
+    path = Path(script)
+    if not path.exists():
+        raise ConfigurationError(f"script {script!r} does not exist")
+    if path.is_dir():
+        if not (path / "__main__.py").is_file():
+            raise ConfigurationError(f"script {script!r} is a directory without a __main__.py")
+    elif path.suffix not in SCRIPT_SUFFIXES:
+        raise ConfigurationError(
+            f"script {script!r} is not a Python file: expected a name ending in .py"
+        )
+    return [sys.executable, script, *args]
+
+
+def launch(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    num_ps: int = 1,
+    num_workers: int = 1,
+    evaluator: bool = False,
+    max_restarts: int = 3,
+    chief_restarts: int = 0,
+    quiet: bool = False,
+    environ: Mapping[str, str] = os.environ,
+    ps_command: Sequence[str] = SERVE_COMMAND,
+) -> int:
+    """Run a script as the chief and the workers of a new cluster, and wait for the chief.
+
+    The chief has this process's own stdin, stdout and stderr; lines of the other tasks get a
+    prefix. SIGUSR1 is passed on to all tasks, which answer with reports.
+
+    A worker or ps that dies is started again at its old address. A ps comes back empty, and
+    what follows from that is for the chief to decide; one that dies too often is left, and the
+    chief finds nobody there. A chief that fails is started again if that is wanted, and finds the
+    other tasks as they are; ``PSYNC_RESTART_COUNT`` tells it how many chiefs there were before. An
+    evaluator that is killed is started again; one that fails is not, and training goes on. When the
+    chief has ended well, the evaluator is told, and waited for until it has evaluated the last
+    checkpoint. The first SIGINT, SIGTERM or SIGHUP stops all tasks in order, the second kills them.
+
+    Args:
+        script: A Python file, or a directory with a ``__main__.py``.
+        args: What the script finds in ``sys.argv``.
+        num_ps: Number of ps tasks, at least 1.
+        num_workers: Number of workers, at least 1.
+        evaluator: Whether the script also runs as an evaluator, beside the training cluster.
+        max_restarts: How often each worker and each ps may be started again within a minute; one
+            more death of a worker ends the run.
+        chief_restarts: How often, in all, a chief may be started again that a signal has killed or
+            that has ended with another code than 0 and 2.
+        quiet: Drop what ps tasks and workers print.
+        environ: What tasks inherit. A secret is minted unless there is one.
+        ps_command: What a ps runs.
+
+    Returns:
+        The exit code: the chief's (128 + n if signal n killed it), 128 + n if signal n
+        stopped the run, 1 if a worker died too often.
+
+    Raises:
+        ConfigurationError: If the script is missing or not one, or the secret cannot be used.
+    """
+    command = script_command(script, args)
+    run = _Run(
+        {"chief": command, "ps": ps_command, "worker": command, "evaluator": command},
+        {
+            "chief": 1,
+            "ps": num_ps,
+            "worker": num_workers,
+            **({"evaluator": 1} if evaluator else {}),
+        },
+        environ=environ,
+        max_restarts=max_restarts,
+        chief_restarts=chief_restarts,
+        quiet=quiet,
+    )
+    return asyncio.run(run.run())
+
+
+class _Run:
+    """One run, from the first task's start to the last one's end."""
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        jobs: Mapping[str, int],
+        *,
+        environ: Mapping[str, str],
+        max_restarts: int,
+        chief_restarts: int,
+        quiet: bool,
+    ) -> None:
+        self._commands = commands
+        self._jobs = jobs
+        self._environ = environ
+        # Checked here, where it is one error, and not one on each task.
+        self._secret = mint_secret() if load_secret(environ) is None else None
+        self._max_restarts = max_restarts
+        self._chief_restarts = chief_restarts
+        self._num_chiefs = 0  # so far
+        self._quiet = quiet
+
+    async def run(self) -> int:
+        self._outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._group = ProcessGroup(self._jobs, secret=self._secret, environ=self._environ)
+        watch = {
+            "chief": self._watch_chief, "ps": self._watch_ps, "worker": self._watch_worker,
+            "evaluator": self._watch_evaluator,
+        }  # fmt: skip
+        async with self._group:
+            with self._signals(), _Ending() as self._ending:
+                async with asyncio.TaskGroup() as tasks:
+                    watchers = {
+                        (job, index): tasks.create_task(watch[job](index))
+                        for job, count in self._jobs.items()
+                        for index in range(count)
+                    }
+                    code = await self._outcome
+                    if code == 0 and ("evaluator", 0) in watchers:
+                        await self._let_evaluator_end(watchers["evaluator", 0])
+                    await self._group.stop()
+        return code
+
+    # Watchers: one for each task. When the outcome is known they end with their process.
+
+    async def _watch_chief(self, index: int) -> None:
+        limit = self._chief_restarts
+        while True:
+            restarts = self._num_chiefs
+            with _Membership() as membership:
+                environ = {"PSYNC_RESTART_COUNT": str(restarts), **membership.environ}
+                chief = self._start("chief", index, environ, membership.write_end)
+                if chief is None:
+                    return
+                self._num_chiefs += 1
+                code = await chief.wait()
+                if self._outcome.done():
+                    return
+                if code == 0 and not membership.was_told():
+                    _say(
+                        f"{self._commands['chief'][1]} ended without psync.run(main), so it has "
+                        "used no ps and no worker; end it in: psync.run(main)"
+                    )
+            death = f"the chief {describe_exit(code)}"
+            if code in (0, SETUP_ERROR) or restarts == limit:
+                break
+            _say(f"{death} and is started again ({restarts + 1} of at most {limit} times)")
+        if code and restarts:
+            _say(f"{death}, after {restarts} restart{'s' if restarts > 1 else ''}")
+        elif code < 0:
+            _say(death)
+        self._finish(code if code >= 0 else 128 - code)
+
+    async def _watch_ps(self, index: int) -> None:
+        policy = RestartPolicy(self._max_restarts)
+        while (ps := self._start("ps", index)) is not None:
+            code = await ps.wait()
+            if self._outcome.done():
+                return
+            death = f"{ps.name} {describe_exit(code)}"
+            if code == SETUP_ERROR or not self._allows(policy):
+                why = "" if code == SETUP_ERROR else f", {policy.exceeded}"
+                _say(f"{death}{why}: it is not started again")
+                self._group.abandon("ps", index)  # so that the chief does not wait for it
+                return
+            _say(f"{death} and is started again ({self._at_most})")
+
+    async def _watch_worker(self, index: int) -> None:
+        policy = RestartPolicy(self._max_restarts)
+        while (worker := self._start("worker", index)) is not None:
+            chiefs = self._num_chiefs
+            code = await worker.wait()
+            if self._outcome.done():
+                return
+            death = f"{worker.name} {describe_exit(code)}"
+            if code == 0:
+                # As a rule a worker that runs the program itself ends just before the chief.
+                await asyncio.wait([self._outcome], timeout=ALONE_S)
+                if self._outcome.done():
+                    return
+                self._group.abandon("worker", index)  # the chief goes on looking for it there
+                _say(f"{death}: it has ended by itself and is not started again")
+                return
+            if code > 0 and chiefs < self._num_chiefs:  # it ran the program, and lost its chief
+                _say(f"{death} and is started again, as the chief was")
+                continue
+            if not self._allows(policy):
+                self._give_up(f"{death}, {policy.exceeded}")
+                return
+            _say(f"{death} and is started again ({self._at_most})")
+
+    async def _watch_evaluator(self, index: int) -> None:
+        policy = RestartPolicy(self._max_restarts)
+        told = self._ending.read_end
+        while not self._outcome.done():
+            try:
+                evaluator = self._group.start_task(
+                    "evaluator", index, self._commands["evaluator"],
+                    env={"PSYNC_RUN_FD": str(told)}, pass_fds=(told,),
+                    output="discarded" if self._quiet else "prefixed",
+                )  # fmt: skip
+            except OSError as error:
+                _say(f"evaluator-{index} could not be started: {error}; training goes on")
+                return
+            code = await evaluator.wait()
+            if code == 0 or self._outcome.done():
+                return
+            death = f"{evaluator.name} {describe_exit(code)}"
+            if code > 0 or not self._allows(policy):
+                _say(f"{death} and is not started again; training goes on")
+                return
+            _say(f"{death} and is started again")
+
+    async def _let_evaluator_end(self, evaluating: asyncio.Task[None]) -> None:
+        """Tell the evaluator that there will be no other checkpoint, and wait for its end."""
+        self._ending.tell()
+        _, pending = await asyncio.wait([evaluating], timeout=ALONE_S)
+        if pending:
+            _say("waiting for evaluator-0, which evaluates the last checkpoint; Ctrl-C ends it")
+            await asyncio.wait(pending)
+
+    def _allows(self, policy: RestartPolicy) -> bool:
+        return policy.allow(asyncio.get_running_loop().time())
+
+    @property
+    def _at_most(self) -> str:
+        return f"at most {self._max_restarts} times a minute"
+
+    def _start(
+        self, job: str, index: int, env: Mapping[str, str] | None = None, *pass_fds: int
+    ) -> TaskProcess | None:
+        """Start a task; None if the run is being stopped, or has to be because it cannot start."""
+        if self._outcome.done():
+            return None
+        output: Output = (
+            "inherited" if job == "chief" else "discarded" if self._quiet else "prefixed"
+        )
+        try:
+            return self._group.start_task(
+                job, index, self._commands[job], env=env, output=output, pass_fds=pass_fds
+            )
+        except OSError as error:
+            self._give_up(f"{job}-{index} could not be started: {error}")
+            return None
+
+    # What decides the outcome: the first call wins.
+
+    def _finish(self, code: int) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(code)
+
+    def _give_up(self, reason: str) -> None:
+        if not self._outcome.done():
+            hint = "; run without --quiet to see what it prints" if self._quiet else ""
+            _say(f"error: {reason}: the run ends{hint}")
+            self._outcome.set_result(FAILED)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Let signals stop the run. One that is ignored (SIGHUP, under nohup) stays ignored."""
+        loop = asyncio.get_running_loop()
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
+        for signum in signals:
+            loop.add_signal_handler(signum, self._on_signal, signum)
+            also_release_blocked_output(signum)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_report_signal)
+        try:
+            yield
+        finally:
+            for signum in (*signals, signal.SIGUSR1):
+                loop.remove_signal_handler(signum)
+
+    def _on_report_signal(self) -> None:
+        self._group.signal_all(signal.SIGUSR1)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if self._outcome.done():
+            self._group.kill()
+        else:
+            _say(f"{signum.name}: stopping all tasks; once more to kill them")
+            self._finish(128 + signum)
+
+
+class _Membership:
+    """How the launcher hears that a chief takes part in its cluster: by a byte in a pipe."""
+
+    def __enter__(self) -> Self:
+        self._read_end, self.write_end = os.pipe()
+        self.environ = {"PSYNC_MEMBER_FD": f"{self.write_end}:{os.fstat(self.write_end).st_ino}"}
+        os.set_blocking(self._read_end, False)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._read_end)
+        os.close(self.write_end)
+
+    def was_told(self) -> bool:
+        """Whether it has said so."""
+        try:
+            return bool(os.read(self._read_end, 1))
+        except BlockingIOError:
+            return False
+
+
+class _Ending:
+    """How the evaluator hears that the run ends: by the end of a pipe to which nobody writes."""
+
+    def __enter__(self) -> Self:
+        self.read_end, write_end = os.pipe()
+        self._ends = contextlib.ExitStack()
+        self._ends.callback(os.close, self.read_end)
+        self._told = contextlib.ExitStack()
+        self._told.callback(os.close, write_end)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.tell()
+        self._ends.close()
+
+    def tell(self) -> None:
+        """Say it; the second time nothing happens."""
+        self._told.close()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        write_stderr(f"psync: {text}\n")

@@ -1,0 +1,192 @@
+"""Accumulators on ps tasks as one task sees them.
+
+Every request may be repeated after a lost connection: what changes an accumulator bears the
+identities of a push, and a take has a number by which the ps repeats its answer from memory until
+it hears that it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from psync.client.ps_client import PART_BITS, PsClient
+from psync.errors import RemoteProtocolError
+from psync.net.peer import Received
+from psync.wire.accumulator_messages import (
+    AccumulatorState,
+    ApplyGradient,
+    AskAccumulator,
+    DefineAccumulator,
+    ForgetTakes,
+    GradientApplied,
+    GradientTaken,
+    SetAccumulatorStep,
+    TakeGradient,
+)
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.messages import Done
+
+M = TypeVar("M", bound=Message)
+
+Build = Callable[[int, int], Message]
+"""Makes a message from its sequence, and from that below which all answers are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An accumulator, and the ps where it is."""
+
+    definition: DefineAccumulator
+    ps: int
+
+
+@dataclass(slots=True)
+class _Known:
+    """What this task knows of one accumulator."""
+
+    defined: bool = False  # its ps has it
+    next_take: int = 1
+    outstanding: dict[int, None] = field(default_factory=dict)  # takes without answers, in order
+
+    @property
+    def acked_below(self) -> int:
+        """All smaller numbers have their answers, or nobody wants them any more."""
+        return next(iter(self.outstanding), self.next_take)
+
+
+class AccumulatorClient:
+    """All accumulators as one task sees them.
+
+    Every coroutine raises ParameterServerLost if the ps is gone, ConfigurationError if it has
+    another accumulator of that name, and FencedError if this task was replaced.
+
+    Args:
+        ps: Links to all ps tasks.
+    """
+
+    def __init__(self, ps: PsClient) -> None:
+        self._ps = ps
+        self._known: dict[str, _Known] = {}
+
+    async def apply(
+        self,
+        place: Place,
+        segments: Sequence[memoryview],
+        shape: Sequence[int],
+        dense_shape: Sequence[int] | None,
+        *,
+        local_step: int,
+        weight: float,
+        closure: int,
+        ordinal: int,
+    ) -> GradientApplied:
+        """Add a gradient.
+
+        Args:
+            place: Of the accumulator.
+            segments: Values; of a sparse gradient the indices before them. Not copied.
+            shape: Of the values.
+            dense_shape: Of the array that the rows are of, if it is known.
+            local_step: Of the values that the gradient was computed from.
+            weight: Of the gradient in the mean.
+            closure: Id of the closure, or -1.
+            ordinal: Of the call within the closure.
+
+        Raises:
+            GradientError: It does not fit.
+
+        Cancellation: Once begun, it ends in the background.
+        """
+        name = place.definition.name
+        return await self._update(
+            place,
+            lambda sequence, acked_below: ApplyGradient(
+                sequence, acked_below, closure, ordinal << PART_BITS, name, list(shape),
+                None if dense_shape is None else list(dense_shape), local_step, weight,
+            ),
+            segments,
+        )  # fmt: skip
+
+    async def set_step(
+        self, place: Place, step: int, *, closure: int, ordinal: int
+    ) -> GradientApplied:
+        """Set the step. Cancellation: as ``apply``."""
+        name = place.definition.name
+        return await self._update(
+            place,
+            lambda sequence, acked_below: SetAccumulatorStep(
+                sequence, acked_below, closure, ordinal << PART_BITS, name, step
+            ),
+        )
+
+    async def take(self, place: Place, num_required: int) -> Received:
+        """Wait for gradients, and take what they amount to.
+
+        Returns:
+            GradientTaken, and its segments: memory that is the caller's.
+
+        Raises:
+            ConfigurationError: ``num_required`` is not above 0.
+
+        Cancellation: A take that waits consumes nothing. One whose value is on its way is lost.
+        """
+        await self._define(place)
+        link, name = self._ps.links[place.ps], place.definition.name
+        known = self._known[name]
+        number, known.next_take = known.next_take, known.next_take + 1
+        known.outstanding[number] = None
+        try:
+            received = await link.call(
+                lambda peer: TakeGradient(name, number, known.acked_below, num_required),
+                bulk=True,  # the answer may be large
+            )
+        finally:
+            known.outstanding.pop(number)
+            # If this is lost, the next take says so.
+            link.notify(ForgetTakes(name, known.acked_below))
+        _expect(received, GradientTaken, "a take")
+        return received
+
+    async def state(self, place: Place) -> AccumulatorState:
+        """Return how far an accumulator is. Cancellation: safe."""
+        await self._define(place)
+        message = AskAccumulator(place.definition.name)
+        received = await self._ps.links[place.ps].call(lambda peer: message)
+        return _expect(received, AccumulatorState, "a question for an accumulator")
+
+    async def _define(self, place: Place) -> None:
+        known = self._known.setdefault(place.definition.name, _Known())
+        if not known.defined:
+            received = await self._ps.links[place.ps].call(lambda peer: place.definition)
+            _expect(received, Done, "the definition of an accumulator")
+            known.defined = True
+
+    async def _update(
+        self, place: Place, build: Build, segments: Sequence[memoryview] = ()
+    ) -> GradientApplied:
+        link = self._ps.links[place.ps]
+
+        async def send() -> GradientApplied:
+            await self._define(place)
+            sequence = link.draw_sequence()
+            try:
+                received = await link.call(
+                    lambda peer: build(sequence, link.acked_below),
+                    segments,
+                    bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
+                )
+            finally:
+                link.answered(sequence)
+            return _expect(received, GradientApplied, "a gradient")
+
+        return await self._ps.shielded(send)
+
+
+def _expect(received: Received, kind: type[M], question: str) -> M:
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
+    return message

@@ -1,0 +1,337 @@
+"""Who is running here: a step, dataset code, or the program itself.
+
+The answer lies in a context variable, so two workers in one process do not see each other's
+steps, and a task or thread that a step starts with its context counts as that step. There is
+one variable for both kinds of user code, because code is never in a step and in a dataset at
+once.
+
+A plain (non-async) step runs in a thread. It reaches the worker's loop through `wait`, which
+carries the calling thread's context to the loop; ``asyncio.run_coroutine_threadsafe`` would
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import inspect
+import itertools
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
+
+from psync.client.pulled_steps import PulledSteps
+from psync.errors import ClosureCancelled, ContextError, UsageError
+
+T = TypeVar("T")
+
+
+class ClosureContext:
+    """One run of one closure on this worker.
+
+    Invariant: `close` and `cancel` are called on the worker's loop; the flags only ever go from
+    False to True.
+    """
+
+    __slots__ = (
+        "_ordinals",
+        "_waiting",
+        "arrival",
+        "cancelled",
+        "closed",
+        "closure_id",
+        "dropped",
+        "gang",
+        "loop",
+        "pulled",
+        "runtime",
+        "worker_index",
+    )
+
+    def __init__(
+        self,
+        *,
+        worker_index: int,
+        closure_id: int,
+        runtime: Any = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+        gang: Any = None,
+        arrival: int = 0,
+    ) -> None:
+        self.arrival = arrival  # when it came to this worker, see ``pulled_ahead``
+        self.worker_index = worker_index
+        self.closure_id = closure_id
+        self.runtime = runtime  # through which variables talk to ps tasks; opaque here
+        self.loop = loop  # the worker's; None where no plain step can call `wait`
+        self.gang = gang  # through which a replica meets the others; opaque here, None: no gang
+        self.closed = False  # the step has returned or raised
+        self.cancelled = False  # another closure failed, or this one was cancelled
+        self.pulled = PulledSteps()  # what its pulls have seen of synchronous groups
+        self.dropped = 0  # calls of which a ps has said that they change nothing
+        self._ordinals = itertools.count()
+        self._waiting: set[asyncio.Task[Any]] = set()  # what threads of this step wait for
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self.cancelled else "closed" if self.closed else "open"
+        return f"<closure {self.closure_id} on worker {self.worker_index}, {state}>"
+
+    def next_ordinal(self) -> int:
+        """Return the number of the next call within this run: 0, 1, ….
+
+        Counting is atomic: threads that a step starts may share it.
+        """
+        return next(self._ordinals)
+
+    def check_open(self, operation: str = "push") -> None:
+        """Refuse ``operation`` unless the step is still running.
+
+        Raises:
+            ClosureCancelled: If the closure was cancelled.
+            UsageError: If the step has returned: whatever it left running is too late.
+        """
+        if self.cancelled:
+            raise ClosureCancelled(f"{operation} in closure {self.closure_id}: it was cancelled")
+        if self.closed:
+            raise UsageError(
+                f"{operation} after the step has returned (closure {self.closure_id})",
+                hint="await, inside the step, every task that it starts",
+            )
+
+    def close(self) -> None:
+        """Note that the step has returned: from now on its pushes are refused."""
+        self.closed = True
+
+    def cancel(self) -> None:
+        """Cancel the closure, and wake its threads that are in `wait`.
+
+        A coroutine step is cancelled by whoever owns its task.
+        """
+        self.cancelled = True
+        for task in self._waiting:
+            task.cancel()
+
+    def start_waiting(
+        self,
+        awaitable: Awaitable[T],
+        context: contextvars.Context,
+        outcome: concurrent.futures.Future[T],
+    ) -> None:
+        """Await ``awaitable`` on this loop in ``context``; ``outcome`` gets what comes of it."""
+        task = asyncio.get_running_loop().create_task(
+            # A coroutine itself, so that a task cancelled before it starts closes it.
+            awaitable if inspect.iscoroutine(awaitable) else _result_of(awaitable),
+            name=f"psync wait of closure {self.closure_id}",
+            context=context,
+        )
+        self._waiting.add(task)
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._waiting.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if self.cancelled or task.cancelled():
+                outcome.set_exception(
+                    ClosureCancelled(f"closure {self.closure_id} was cancelled while it waited")
+                )
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
+
+        task.add_done_callback(ended)
+        if self.cancelled:  # between the thread's check and now
+            task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetContext:
+    """Dataset code of one worker is running."""
+
+    worker_index: int
+
+
+Running: TypeAlias = ClosureContext | DatasetContext | None
+"""Who is running: a step, dataset code, or, as None, the program itself."""
+
+_here: contextvars.ContextVar[Running] = contextvars.ContextVar("psync_here", default=None)
+
+
+class _Entered:
+    """Context manager that sets who is running; a class because each closure pays for it."""
+
+    __slots__ = ("_token", "_who")
+
+    def __init__(self, who: ClosureContext | DatasetContext) -> None:
+        self._who = who
+        self._token: contextvars.Token[Running]
+
+    def __enter__(self) -> None:
+        self._token = _here.set(self._who)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _here.reset(self._token)
+
+
+def enter_closure(closure: ClosureContext) -> _Entered:
+    """Return a context manager inside which ``closure`` is running."""
+    return _Entered(closure)
+
+
+def enter_dataset(worker_index: int) -> _Entered:
+    """Return a context manager inside which dataset code of that worker is running."""
+    return _Entered(DatasetContext(worker_index))
+
+
+def running() -> Running:
+    """Return who is running here."""
+    return _here.get()
+
+
+def current_closure() -> ClosureContext | None:
+    """Return the closure whose step is running here, or None: the program, or dataset code."""
+    here = _here.get()
+    return here if type(here) is ClosureContext else None
+
+
+def in_dataset() -> bool:
+    """Return whether dataset code is running here."""
+    return type(_here.get()) is DatasetContext
+
+
+def get_worker_index() -> int:
+    """Return the index of the worker on which this step or dataset function runs.
+
+    Returns:
+        From 0 to the number of workers minus 1.
+
+    Raises:
+        ContextError: Outside a step and outside dataset code: the program runs on no worker.
+
+    Source: ``tf.distribute.coordinator.experimental_get_current_worker_index``.
+    """
+    here = _here.get()
+    if here is None:
+        raise ContextError(
+            "get_worker_index outside a step: no worker is running this",
+            hint="call it in a function given to schedule, or in a dataset function",
+        )
+    return here.worker_index
+
+
+def forbid_in_dataset(operation: str) -> None:
+    """Refuse ``operation`` in dataset code.
+
+    Dataset code runs ahead of the steps in a thread of its own: what it would read belongs to
+    no step, and what it would wait for may be waiting for it.
+
+    Raises:
+        UsageError: If dataset code is running here.
+    """
+    if in_dataset():
+        raise UsageError(
+            f"{operation} in dataset code, which must not call psync",
+            hint="do it in the step that gets the batch",
+        )
+
+
+def forbid_in_step(
+    operation: str,
+    *,
+    instead: str = "do it on the coordinator before schedule, and use the result in the step",
+) -> None:
+    """Refuse ``operation`` inside a step.
+
+    Args:
+        operation: What the caller is about to do: "declaring a variable".
+        instead: The hint of the error.
+
+    Raises:
+        UsageError: If a step is running here.
+    """
+    closure = current_closure()
+    if closure is not None:
+        raise UsageError(f"{operation} inside a step (closure {closure.closure_id})", hint=instead)
+
+
+def wait(awaitable: Awaitable[T]) -> T:
+    """Wait, in a plain step, for what a coroutine step would ``await``.
+
+    A step that is a plain function runs in a thread. ``wait`` hands ``awaitable`` to the
+    worker's event loop and blocks the thread until its result is there. It runs as part of the
+    same closure.
+
+    Args:
+        awaitable: What a function of psync returned, or any awaitable of the worker's loop.
+
+    Returns:
+        Its result; its exception is raised here.
+
+    Raises:
+        UsageError: On an event loop, which it would block for ever (``await`` instead); outside
+            a step; in dataset code; or after the step has returned.
+        ClosureCancelled: If the closure is cancelled, before or meanwhile.
+
+    Example:
+        def step(batches):
+            x, y = next(batches)
+            w, b = psync.wait(psync.pull((w_var, b_var)))
+            ...
+    """
+    try:
+        closure, loop = _waiting_closure(awaitable)
+    except BaseException:
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()  # one clear error, not also "was never awaited"
+        raise
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    try:
+        loop.call_soon_threadsafe(
+            closure.start_waiting, awaitable, contextvars.copy_context(), outcome
+        )
+    except RuntimeError as exc:  # the loop is closed: the worker has stopped meanwhile
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()
+        raise ClosureCancelled(f"closure {closure.closure_id}: its worker has stopped") from exc
+    return outcome.result()
+
+
+def _waiting_closure(awaitable: object) -> tuple[ClosureContext, asyncio.AbstractEventLoop]:
+    """Return the closure that may wait here, and its loop; say why not otherwise."""
+    forbid_in_dataset("wait")
+    if _on_a_loop():
+        raise UsageError(
+            "wait on an event loop, which it would block for ever",
+            hint="in a coroutine write `await …` instead of `psync.wait(…)`",
+        )
+    closure = current_closure()
+    if closure is None:
+        raise UsageError(
+            "wait outside a step",
+            hint="it serves plain functions given to schedule; a thread that a step starts "
+            "needs the step's context: contextvars.copy_context().run(…)",
+        )
+    closure.check_open("wait")
+    if closure.loop is None:
+        raise UsageError(f"wait in closure {closure.closure_id}, which has no event loop")
+    if not inspect.isawaitable(awaitable):
+        raise UsageError(f"wait expected an awaitable, got {type(awaitable).__name__}")
+    return closure, closure.loop
+
+
+def _on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _result_of(awaitable: Awaitable[T]) -> T:
+    """Await anything awaitable: tasks are made of coroutines only."""
+    return await awaitable

@@ -1,0 +1,108 @@
+"""What a layerwise optimizer needs to know of whole variables before it pushes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.client.calls import all_of
+from psync.client.plans import Plan, Request, body_of
+from psync.client.ps_client import PsClient, members_for
+from psync.errors import RemoteProtocolError
+from psync.net.peer import Peer
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.layerwise_rules import LayerwiseRule, Sums
+from psync.numerics.update_rule import UpdateRule
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.ps_messages import Measured, MeasurePush
+from psync.wire.tensors import to_bytes_view
+
+
+async def trust_ratios(
+    ps: PsClient,
+    rule: UpdateRule,
+    plan: Plan,
+    gradients: Sequence[np.ndarray | IndexedSlices],
+    *,
+    optimizer: int,
+    config: dict[str, Any],
+    step: int,
+) -> list[float] | None:
+    """Return a layerwise rule's ratio for each of a plan's variables.
+
+    None if there is nothing to ask for: the rule is another one, or each variable lies on one ps,
+    which finds the ratio itself; or there are gradients of rows, which such a rule refuses.
+
+    Args:
+        ps: All ps tasks.
+        rule: Of the optimizer.
+        plan: As for ``measure``, like all that follow.
+        gradients: Whole ones, or rows.
+        optimizer: Its number.
+        config: Defines it.
+        step: Highest step of it that this client knows.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe: nothing is changed.
+    """
+    if not isinstance(rule, LayerwiseRule) or all(len(v.shards) == 1 for v in plan.variables):
+        return None
+    whole = [gradient for gradient in gradients if isinstance(gradient, np.ndarray)]
+    if len(whole) < len(gradients):
+        return None
+    sums = await measure(ps, plan, whole, optimizer=optimizer, config=config, step=step)
+    return [rule.trust_ratio(of_variable) for of_variable in sums]
+
+
+async def measure(
+    ps: PsClient,
+    plan: Plan,
+    gradients: Sequence[np.ndarray],
+    *,
+    optimizer: int,
+    config: dict[str, Any],
+    step: int,
+) -> list[list[Sums]]:
+    """Return, for each of a plan's variables, what its shards would contribute to its norms.
+
+    Args:
+        ps: All ps tasks.
+        plan: Of the push that follows.
+        gradients: That it will have: whole ones. Not copied.
+        optimizer: Number of a layerwise optimizer.
+        config: Defines it.
+        step: Highest step of it that this client knows.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe: nothing is changed.
+    """
+    given = [to_bytes_view(gradient) for gradient in gradients]
+    sums: list[list[Sums]] = [[] for _ in plan.variables]
+
+    async def measure_one(request: Request) -> None:
+        def build(peer: Peer) -> MeasurePush:
+            members = members_for(peer, request)
+            return MeasurePush(request.set_id, members, optimizer, config, step)
+
+        segments, _ = body_of(request, given)
+        link = ps.links[request.ps]
+        received = await link.call(
+            build, segments, bulk=request.nbytes > SMALL_BODY_BYTES, set_id=request.set_id
+        )
+        answer = received.message
+        if not isinstance(answer, Measured) or len(answer.sums) != len(request.cuts):
+            raise RemoteProtocolError(
+                f"{link.task} answered with {type(answer).__name__}, expected Measured with "
+                f"{len(request.cuts)} members"
+            )
+        for (variable, *_), of_shard in zip(request.cuts, answer.sums, strict=True):
+            sums[variable].append((of_shard[0], of_shard[1]))
+
+    await all_of([measure_one(request) for request in plan.requests])
+    return sums

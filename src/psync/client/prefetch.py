@@ -1,0 +1,150 @@
+"""Values that come with a token, for the pull with which the next step begins.
+
+They are those of a pull that was made before its time: read on the ps tasks after the push was
+sent, and taken later. That must make no difference to who pulls, so the values are dropped unless
+the pull is the very next thing that this task does with the ps tasks, and has begun in a closure
+that was here when the push was sent: what a program did before it scheduled the closure, or before
+it gave it its inputs, is in the values then. So are all updates of this task, none of which may be
+under way when the push is sent. Nor has it heard of anything later from a ps: whatever else is
+answered after the push was sent drops the values, too. And nobody may have told it of anything by
+other ways: the values are good for the turn of the loop in which the push is answered, so whoever
+waits for anything before its pull gets newer ones. If the closure ends in that turn, they are for
+the next one, until that waits for something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from psync.client.plans import Plan, targets_of
+from psync.client.ps_link import PsLink
+from psync.numerics.blocks import BlockPool
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.tensors import to_bytes_view
+
+NEVER = 1 << 62
+"""When a closure came in that is to get nothing that was sent ahead."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """What a push asks for, and how things were when it did."""
+
+    plan: Plan
+    calls: int
+    arrays: list[np.ndarray] | None = None  # once their values are coming in
+    room: tuple[list[np.ndarray], list[memoryview]] | None = None  # made before that
+
+    def make_room(self, pool: BlockPool) -> None:
+        """Make the arrays: best while nothing else is to be done."""
+        plan = self.plan
+        roots = [pool.take(nbytes) for nbytes in plan.buffers]
+        arrays: list[np.ndarray] = []
+        for buffer, offset, shape, dtype in plan.places:
+            array: np.ndarray = np.ndarray(shape, dtype, roots[buffer], offset)
+            array.setflags(write=False)
+            arrays.append(array)
+        views = {buffer: to_bytes_view(root) for buffer, root in enumerate(roots)}
+        for root in roots:
+            pool.give(root)  # handed out again once the arrays are gone
+        targets = [
+            target for request in plan.requests for target in targets_of(plan, request, views, {})
+        ]
+        self.room = arrays, targets
+
+    def receive(self, pool: BlockPool) -> list[memoryview]:
+        """Return where the bytes belong, in order: the values are coming in."""
+        if self.room is None:
+            self.make_room(pool)
+        assert self.room is not None
+        (self.arrays, targets), self.room = self.room, None
+        return targets
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values of a plan's variables."""
+
+    arrays: list[np.ndarray]  # read-only; nobody else has them
+    group: int  # with whose token they came
+    step: int  # of which they are, at least
+
+
+class PulledAhead:
+    """What one task has been sent ahead. Single owner.
+
+    Args:
+        links: To all ps tasks.
+    """
+
+    def __init__(self, links: Sequence[PsLink]) -> None:
+        self.arrivals = 0  # how often closures have come in
+        self._arrivals_then = NEVER - 1  # when the last push was sent; before the first: anything
+        self._links = links
+        self._plan: Plan | None = None  # of the first pull after the last push
+        self._is_first = True  # whether the next pull is that
+        self._in_turn = True  # whether the loop has not gone on since a push was answered
+        self._turns = 0  # so far; a number for ``_end_turn``
+        self._wanted: Wanted | None = None
+        self._values: Values | None = None
+
+    def want(self) -> Wanted | None:
+        """A push is about to be sent: return what it should ask for, if anything."""
+        self._values = None
+        self._is_first = True
+        self._arrivals_then = self.arrivals
+        plan = self._plan
+        if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
+            return None
+        if any(link.has_updates for link in self._links):
+            return None
+        return Wanted(plan, self._calls() + 2)  # the push, and its answer
+
+    def put(self, wanted: Wanted | None, group: int, step: int) -> None:
+        """The push was answered, with values of a step if any were wanted, and there were some.
+
+        They are good for this turn of the loop: in it nothing is heard from anybody.
+        """
+        if wanted is not None and wanted.arrays is not None:
+            self._wanted, self._values = wanted, Values(wanted.arrays, group, step)
+        self._begin_turn()
+
+    def begin_closure(self) -> None:
+        """The next closure of this task begins."""
+        if self._in_turn:
+            self._begin_turn()
+
+    def end_closure(self) -> None:
+        """A closure has returned; the turn in which it did goes on when the next one begins."""
+        self._turns += 1
+
+    def _begin_turn(self) -> None:
+        self._in_turn, self._turns = True, self._turns + 1
+        asyncio.get_running_loop().call_soon(self._end_turn, self._turns)
+
+    def _end_turn(self, turn: int) -> None:
+        if turn == self._turns:
+            self._in_turn, self._values = False, None
+
+    def take(self, plan: Plan, arrival: int) -> Values | None:
+        """Somebody pulls: return the values if they are what would be pulled now.
+
+        Args:
+            plan: What is pulled.
+            arrival: When the closure that pulls came in, by ``arrivals``; 0: it is no closure.
+        """
+        in_time = self._in_turn and arrival <= self._arrivals_then
+        if self._is_first:  # where they come too late once, they will the next time
+            self._is_first, self._plan = False, plan if in_time else None
+        values, self._values = self._values, None
+        wanted = self._wanted
+        if values is None or wanted is None or wanted.plan is not plan:
+            return None
+        return values if in_time and self._calls() == wanted.calls else None
+
+    def _calls(self) -> int:
+        return sum(link.num_calls for link in self._links)

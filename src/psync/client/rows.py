@@ -1,0 +1,266 @@
+"""Reading some rows of variables: what is asked of which ps, and how rows find their places.
+
+A row that is asked for many times travels once. Rows travel in ascending order, so those of one
+shard lie side by side, and a lookup costs one small request to each ps that has some of them;
+the answers land one behind the other, and one pass brings the rows into the order in which they
+were asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from psync.client.calls import PsCalls
+from psync.client.pulled_steps import PulledSteps
+from psync.errors import GradientError, RemoteProtocolError
+from psync.net.peer import Peer
+from psync.numerics.blocks import roomy
+from psync.numerics.row_sets import distinct
+from psync.numerics.update_rule import slot_dtype
+from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.ps_messages import PullRows, RowsPulled
+from psync.wire.tensors import to_bytes_view
+
+ROWS_PER_REQUEST_BYTES = 32 << 20
+"""More rows of one ps are asked for in several messages, each of which may see another version."""
+
+PARTS_PER_REQUEST = 4096
+
+
+class Wanted(NamedTuple):
+    """Rows of one shard, and where they belong."""
+
+    shard: ShardSpec
+    rows: np.ndarray | range  # local to the shard
+    target: memoryview
+
+    @property
+    def part(self) -> tuple[int, int, int, int, int, int]:
+        """As the wire has it."""
+        rows, (variable, index) = self.rows, self.shard.key
+        if isinstance(rows, range):
+            return (variable, index, len(rows), rows.start, rows.stop, rows.step)
+        return (variable, index, len(rows), 0, 0, 0)
+
+
+class PsRows(PsCalls):
+    """Links to all ps tasks, over which rows are read."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array with any contents, whose memory is used again once nobody holds it."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        root = self._pool.take(roomy(nbytes))
+        array: np.ndarray = np.ndarray(shape, dtype, root)
+        self._pool.give(root)
+        return array
+
+    async def read_rows(
+        self,
+        spec: VariableSpec,
+        rows: np.ndarray,
+        *,
+        optimizer: int = -1,
+        slot: str = "",
+        out: np.ndarray | None = None,
+        seen: PulledSteps | None = None,
+    ) -> np.ndarray:
+        """Return some rows of a variable. Each row is one version of itself, never a torn one.
+
+        Rows of one shard are of one version as long as they are not more than 32 MiB.
+
+        Args:
+            spec: Of the variable.
+            rows: int64, 1-D, each in [0, number of rows), in any order; duplicates travel once.
+            optimizer: With ``slot``: that optimizer's slot instead of the values.
+            slot: Its name.
+            out: A C-contiguous array of the result's shape and dtype, to be filled and returned.
+            seen: Notes which steps of synchronous groups the values are of.
+
+        Returns:
+            Shape (number of rows asked for, *shape of a row); writable, the caller's own.
+
+        Raises:
+            GradientError: There is no such row.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe; ``out`` then holds anything.
+        """
+        check_exist(spec, rows)
+        dtype = dtype_of(spec.dtype)
+        dtype = dtype if optimizer < 0 else slot_dtype(dtype)
+        # A ps gathers in any order; rows of several are cut at the shards, so they must ascend.
+        each, inverse = distinct(rows, sort=len(spec.shards) > 1)
+        made = self.empty((len(rows), *spec.shape[1:]), dtype) if out is None else out
+        landed = made if inverse is None else self.empty((len(each), *spec.shape[1:]), dtype)
+        await self._read(_parts_of(spec, each, landed), optimizer, slot, seen)
+        if inverse is not None:
+            landed.take(inverse, 0, made, "clip")
+        return made
+
+    async def read_range(
+        self,
+        spec: VariableSpec,
+        start: int,
+        stop: int,
+        step: int = 1,
+        *,
+        seen: PulledSteps | None = None,
+    ) -> np.ndarray:
+        """Return the rows ``range(start, stop, step)`` of a variable; else as ``read_rows``.
+
+        Args:
+            spec: Of the variable.
+            start: As for ``range``.
+            stop: Likewise.
+            step: Likewise; not 0.
+            seen: As for ``read_rows``.
+
+        Raises:
+            GradientError: There is no such row.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        rows = range(start, stop, step)
+        check_exist(spec, np.array([rows[0], rows[-1]] if rows else [], np.int64))
+        made = self.empty((len(rows), *spec.shape[1:]), dtype_of(spec.dtype))
+        await self._read(_runs_of(spec, rows, made), -1, "", seen)
+        return made
+
+    async def _read(
+        self, wanted: Sequence[Wanted], optimizer: int, slot: str, seen: PulledSteps | None
+    ) -> None:
+        calls = [
+            self._read_from(parts[0].shard.ps, parts, optimizer, slot, seen)
+            for parts in _messages_of(wanted)
+        ]
+        if calls:
+            await self.together(calls)
+
+    async def _read_from(
+        self,
+        ps: int,
+        wanted: Sequence[Wanted],
+        optimizer: int,
+        slot: str,
+        seen: PulledSteps | None,
+    ) -> None:
+        lengths = tuple([len(one.target) for one in wanted])
+        targets = [one.target for one in wanted if one.target]
+        numbers = [to_bytes_view(one.rows) for one in wanted if isinstance(one.rows, np.ndarray)]
+        message = PullRows([one.part for one in wanted], optimizer, slot)
+        nbytes = sum(lengths)
+        got: tuple[int, ...] = ()
+
+        def into(_: Message, came: tuple[int, ...]) -> list[memoryview]:
+            nonlocal got
+            got = came
+            if came == lengths:
+                return targets
+            return [to_bytes_view(np.empty(sum(came), np.uint8))]  # thrown away
+
+        def build(_: Peer) -> PullRows:
+            return message
+
+        bulk = max(nbytes, sum(map(len, numbers))) > SMALL_BODY_BYTES
+        received = await self.links[ps].call(build, numbers, bulk=bulk, into=into)
+        if not isinstance(received.message, RowsPulled):
+            raise RemoteProtocolError(
+                f"/job:ps/task:{ps} answered a pull of rows with {type(received.message).__name__}"
+            )
+        if seen is not None:
+            seen.note(received.message.steps)
+        if got != lengths:
+            raise RemoteProtocolError(
+                f"/job:ps/task:{ps} sent other sizes than the rows have: "
+                f"expected {nbytes} bytes, got {sum(got)}"
+            )
+
+
+def check_exist(spec: VariableSpec, rows: np.ndarray) -> None:
+    """Check that a variable has these rows.
+
+    Raises:
+        GradientError: It has not.
+    """
+    if not len(rows):
+        return
+    count = spec.shape[0] if spec.shape else 0
+    lowest, highest = int(rows.min()), int(rows.max())
+    if lowest < 0 or highest >= count:
+        raise GradientError(
+            f'variable "{spec.name}": row {lowest if lowest < 0 else highest} does not exist, '
+            + (f"it has {count}" if spec.shape else "a scalar has no rows")
+        )
+
+
+def _messages_of(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Return what is asked for in one message each: of one ps, and not too much."""
+    messages: list[list[Wanted]] = []
+    open_ones: dict[int, tuple[list[Wanted], int]] = {}  # by ps: the last message and its size
+    for one in wanted:
+        ps, nbytes = one.shard.ps, len(one.target)
+        parts, size = open_ones.get(ps, ([], 0))
+        if not parts or size + nbytes > ROWS_PER_REQUEST_BYTES or len(parts) >= PARTS_PER_REQUEST:
+            parts, size = [], 0
+            messages.append(parts)
+        parts.append(one)
+        open_ones[ps] = parts, size + nbytes
+    return messages
+
+
+def _parts_of(spec: VariableSpec, rows: np.ndarray, made: np.ndarray) -> list[Wanted]:
+    """Return what is wanted of which shard.
+
+    Args:
+        spec: Of the variable.
+        rows: Each once; of more than one shard: ascending.
+        made: Where they belong.
+    """
+    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
+    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+    wanted = []
+    bounds = [0, *rows.searchsorted([shard.offset for shard in spec.shards[1:]]).tolist()]
+    for shard, begin, end in zip(spec.shards, bounds, [*bounds[1:], len(rows)], strict=True):
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
+            target = bytes_of_all[start * row_bytes : stop * row_bytes]
+            wanted.append(Wanted(shard, rows[start:stop] - shard.offset, target))
+    return wanted
+
+
+def _runs_of(spec: VariableSpec, rows: range, made: np.ndarray) -> list[Wanted]:
+    """As ``_parts_of``, of rows that are evenly spaced."""
+    bytes_of_all, row_bytes = to_bytes_view(made), _row_bytes(spec, made.dtype)
+    most = max(1, ROWS_PER_REQUEST_BYTES // max(1, row_bytes))
+    wanted = []
+    for shard in spec.shards:
+        begin, end = _within(rows, shard.offset, shard.offset + (shard.shape or (0,))[0])
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
+            part = rows[start:stop]
+            first, last = part[0] - shard.offset, part[-1] - shard.offset
+            step = part.step if first != last else 1  # of one row any number would do for numpy
+            local = range(first, last + step, step)
+            target = bytes_of_all[start * row_bytes : stop * row_bytes]
+            wanted.append(Wanted(shard, local, target))
+    return wanted
+
+
+def _within(rows: range, low: int, high: int) -> tuple[int, int]:
+    """Return which positions of ``rows`` have numbers from ``low`` to below ``high``."""
+    if rows.step < 0:
+        begin, end = _within(rows[::-1], low, high)
+        return len(rows) - end, len(rows) - begin
+    begin, end = (-((rows.start - bound) // rows.step) for bound in (low, high))
+    return min(max(begin, 0), len(rows)), min(max(end, 0), len(rows))
+
+
+def _row_bytes(spec: VariableSpec, dtype: np.dtype) -> int:
+    return math.prod(spec.shape[1:]) * dtype.itemsize

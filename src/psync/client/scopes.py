@@ -1,0 +1,166 @@
+"""Which strategy's ``scope()`` is open here, and which strategies are running.
+
+Apart from ``strategy`` so that variables can find the scope they are declared in without
+importing the strategy, which knows variables.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+from psync.client.context import forbid_in_dataset
+from psync.client.runtime import Runtime, current_runtime
+from psync.cluster import ClusterSpec
+from psync.errors import ClosedError, UsageError
+from psync.net.process_state import PerProcess
+from psync.placement import Placement
+from psync.specs import VariableSpec
+
+
+class Scope(Protocol):
+    """What a variable needs of the strategy in whose scope it is declared."""
+
+    origin: str
+    runtime: Runtime | None  # the coordinator's; None while no coordinator runs
+    created: bool  # a coordinator has run: variables may exist on ps tasks
+    accumulators: dict[str, Any]  # the handles of all accumulators, by name
+    accumulator_placement: Placement  # apart from that of variables
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The training cluster."""
+
+    @property
+    def worker_index(self) -> int | None:
+        """Which worker this process is, by its place among them; None: it is none."""
+
+    @property
+    def variables(self) -> tuple[Any, ...]:
+        """The handles of all variables, in the order of declaration."""
+
+    @property
+    def trainable_variables(self) -> tuple[Any, ...]:
+        """Those that were declared trainable."""
+
+    def declare(
+        self,
+        initial_value: Any,
+        name: str,
+        dtype: object,
+        shape: tuple[int, ...] | None,
+        trainable: bool,
+        where: str,
+        *,
+        placement: Placement | None = None,
+        partitioned: bool = True,
+    ) -> VariableSpec:
+        """Place a new variable; it is created before anything needs it.
+
+        With a placement of its own it is not partitioned, and takes nobody's turn.
+        """
+
+    def declare_copy(self, original: VariableSpec, name: str, where: str) -> VariableSpec:
+        """Place a new variable beside another one, with whose value it begins."""
+
+    def add(self, variable: Any) -> None:
+        """Note the handle of a variable that was declared."""
+
+
+open_scope: ContextVar[Scope | None] = ContextVar("psync_scope", default=None)
+
+
+_strategies: PerProcess[weakref.WeakSet[Any]] = PerProcess(weakref.WeakSet)
+
+
+def begin_process() -> None:
+    """Forget the strategies of this process: what follows stands for one that has just begun."""
+    _strategies().clear()
+
+
+def add_strategy(scope: Scope) -> None:
+    """Note a new strategy."""
+    _strategies().add(scope)
+
+
+def running_scopes() -> list[Scope]:
+    """Return the strategies of this process whose variables can be reached: one, as a rule."""
+    return [scope for scope in _strategies() if scope.runtime is not None]
+
+
+def current_scope() -> Scope | None:
+    """Return the strategy whose scope is open here, or None."""
+    return open_scope.get()
+
+
+def place_of(frame: FrameType) -> str:
+    """Return where something is declared, for messages."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where the variables of a strategy go that are declared here, instead of taking a turn."""
+
+    strategy: Scope
+    placement: Placement | None = None  # that is asked instead of the strategy's
+    beside: VariableSpec | None = None  # or this variable of several shards: beside each of them
+
+
+_elsewhere: ContextVar[Elsewhere | None] = ContextVar("psync_elsewhere", default=None)
+
+
+def current_elsewhere() -> Elsewhere | None:
+    """Return what is in force here: the innermost."""
+    return _elsewhere.get()
+
+
+@contextmanager
+def elsewhere(where: Elsewhere | None) -> Generator[None, None, None]:
+    """Return a context manager in which ``where`` is in force; None: nothing is."""
+    token = _elsewhere.set(where)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+_RUNNING = (
+    "`async with psync.ClusterCoordinator(strategy):`, or psync.MonitoredTrainingSession(strategy)"
+)
+
+
+def runtime_here(operation: str, scope: Scope | None) -> Runtime:
+    """Return what carries ``operation`` to the ps tasks.
+
+    Args:
+        operation: For messages.
+        scope: The strategy to which what is operated on belongs; None: it is not in this process.
+
+    Returns:
+        That of the step that runs here, else that of the strategy's coordinator or session.
+
+    Raises:
+        UsageError: There is neither; or dataset code is running here.
+        ClosedError: The coordinator or session was closed.
+    """
+    forbid_in_dataset(operation)
+    runtime = current_runtime()
+    if runtime is not None:
+        return runtime
+    if scope is not None and scope.runtime is not None:
+        return scope.runtime
+    if scope is not None and scope.created:
+        raise ClosedError(
+            f"{operation}: the coordinator or session was closed, its variables are gone",
+            hint=f"do it inside {_RUNNING}",
+        )
+    raise UsageError(
+        f"{operation}: no connection to the ps tasks here",
+        hint=f"do it inside {_RUNNING}, or in a step",
+    )

@@ -1,0 +1,332 @@
+"""Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
+
+    StagePush to each ps   keeps its part; no trace of it if what follows never happens
+    Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
+
+A push of at most 64 KiB is no more than the second message, which carries it whole; of a larger
+one it carries ps 0's own part, if that is small.
+
+Every request may be repeated after a lost connection: a push has a number, which its client
+draws anew in each group, and by which ps 0 answers a repetition from memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from psync.client.plans import (
+    BODY_PER_REQUEST,
+    MEMBERS_PER_REQUEST,
+    Plan,
+    Request,
+    Whole,
+    body_of,
+    size_of,
+    whole_of,
+)
+from psync.client.prefetch import PulledAhead, Wanted
+from psync.client.ps_client import PsClient, members_for
+from psync.client.ps_link import knows_set
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ConnectionLost,
+    RemoteProtocolError,
+)
+from psync.net.peer import Peer, Received
+from psync.numerics.blocks import BlockPool
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES, Segment
+from psync.wire.session_messages import AwaitEnd, TrainingOver
+from psync.wire.sync_messages import (
+    AskStep,
+    Contribute,
+    Contributed,
+    InitTokens,
+    Staged,
+    StagePush,
+    SyncStep,
+)
+from psync.wire.tensors import to_bytes_view
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(slots=True)
+class _Group:
+    """What this task knows of one group."""
+
+    next_push: int = 1
+    outstanding: dict[int, None] = field(default_factory=dict)  # pushes without answers, in order
+    token: int | None = None  # the last one
+
+    @property
+    def acked_below(self) -> int:
+        """All smaller numbers have their answers, or nobody wants them any more."""
+        return next(iter(self.outstanding), self.next_push)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a push has for one ps."""
+
+    request: Request
+    segments: Sequence[Segment]
+    rows: list[int] | None  # as the wire has it
+    nbytes: int
+
+
+class SyncClient:
+    """All synchronous groups as one task sees them.
+
+    Args:
+        ps: Links to all ps tasks.
+    """
+
+    def __init__(self, ps: PsClient) -> None:
+        self._ps = ps
+        self._groups: dict[int, _Group] = {}
+        self._staging: set[tuple[int, int]] = set()  # (ps, group): where its config is known
+        self._pool = BlockPool()  # of values that come with tokens
+        self._deciding: set[int] = set()  # groups whose config the rule at ps 0 knows
+
+    def token(self, group: int) -> int | None:
+        """Return the last token that this task got, or None before the first."""
+        known = self._groups.get(group)
+        return None if known is None else known.token
+
+    async def contribute(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray | IndexedSlices],
+        *,
+        group: int,
+        config: dict[str, Any],
+        local_step: int,
+        closure: int,
+        ordinal: int,
+        weight: float,
+        ahead: PulledAhead | None = None,
+    ) -> Contributed:
+        """Contribute a gradient for each of a plan's variables to the group's step.
+
+        Args:
+            plan: Of the variables.
+            gradients: As for ``PsClient.push``.
+            group: Number of the synchronous optimizer.
+            config: ``SyncConfig.to_config()``, for a ps that does not know the group yet.
+            local_step: Of the values that the gradients were computed from; -1: of before
+                the group's first step.
+            closure: Id of the closure, or -1.
+            ordinal: Of the call within the closure.
+            weight: Of these gradients in the mean.
+            ahead: Gets the values that the answer brings; None: none are wanted.
+
+        Returns:
+            What became of it, and the token; there may be a long wait for that.
+
+        Raises:
+            TrainingEnded: No further step will be closed.
+            NotEnoughReplicas: Too few workers have lived for too long.
+            ConfigurationError: The group is known with another configuration; or the variables
+                are too many for one message to a ps. Nothing was contributed.
+            FencedError: This task was replaced.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Cancelled before ps 0 was told, the push does not count: what is staged of it
+            goes with the step. Afterwards it does, and nobody waits for its token.
+        """
+        for request in plan.requests:
+            if request.part:
+                raise ConfigurationError(
+                    f"a synchronous push to /job:ps/task:{request.ps} carries at most "
+                    f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
+                    hint="spread the variables over more ps tasks",
+                )
+        self._ps.failpoints.hit("worker.push.begun")
+        known = self._groups.setdefault(group, _Group())
+        number, known.next_push = known.next_push, known.next_push + 1
+        known.outstanding[number] = None
+
+        along: Whole | None = None  # what need not be staged
+        segments: Sequence[Segment] = ()  # of that
+        rows: list[int] | None = None  # likewise
+        wanted: Wanted | None = None
+        next_set: Whole | None = None
+
+        def build(peer: Peer) -> Contribute:
+            if wanted is not None:
+                wanted.arrays = None  # of an answer that did not come in whole
+            defines = None if group in self._deciding else config
+            return Contribute(
+                group, defines, number, known.acked_below, closure, ordinal, plan.digest,
+                local_step, weight, *_named(peer, along), *_named(peer, next_set), rows,
+                plan.spread,
+            )  # fmt: skip
+
+        def into(message: Message, lengths: tuple[int, ...]) -> list[memoryview]:
+            if wanted is None or lengths != wanted.plan.whole.lengths:
+                raise RemoteProtocolError("ps 0 sent other values with a token than were wanted")
+            return wanted.receive(self._pool)
+
+        try:
+            arrays = [each for each in gradients if isinstance(each, np.ndarray)]
+            if plan.whole.nbytes <= SMALL_BODY_BYTES and len(arrays) == len(gradients):
+                along = plan.whole
+                views = list(map(to_bytes_view, arrays))
+                segments = [views[index][start:end] for index, start, end in along.cuts]
+            elif not await self._is_over(parts := self._parts(plan, gradients), group, local_step):
+                own = _small_part_of_ps_0(parts)
+                if own is not None:
+                    along, segments, rows = whole_of([own.request]), own.segments, own.rows
+                staged = [part for part in parts if part is not own]
+                staging = self._stage(staged, group, config, number, local_step)
+                if "staged_commit" in self._ps.failpoints.without:
+                    unawaited = asyncio.create_task(staging)
+                    unawaited.add_done_callback(lambda task: task.cancelled() or task.exception())
+                else:
+                    await staging
+                if along and staged:
+                    self._ps.failpoints.hit("worker.push.between_ps")
+            self._ps.failpoints.hit("worker.push.staged")
+            if ahead is not None and (wanted := ahead.want()) is not None:
+                next_set = wanted.plan.whole
+                asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
+            received = await self._ps.links[0].call(
+                build,
+                segments,
+                into=into,
+                set_ids=[-each.set_id for each in (along, next_set) if each],
+                at_once=True,  # this task has nothing else to say before it is answered
+            )
+        finally:
+            known.outstanding.pop(number)
+        self._deciding.add(group)
+        answer = _expect(received, Contributed, "a push")
+        known.token = answer.token
+        if ahead is not None:
+            ahead.put(wanted, group, answer.token)
+        self._ps.failpoints.hit("worker.push.answered")
+        return answer
+
+    async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
+        """Put the initial tokens of a group, if nobody has yet; return the group's step.
+
+        Raises:
+            ConfigurationError: They are too few for the first step.
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe; they may have been put.
+        """
+        received = await self._ps.links[0].call(lambda peer: InitTokens(group, config, count))
+        self._deciding.add(group)
+        return _expect(received, SyncStep, "initial tokens").step
+
+    async def wait_ended(self) -> None:
+        """Wait until training has ended, or this task has closed its links. Cancellation: safe."""
+        while True:
+            try:
+                received = await self._ps.links[0].call(lambda peer: AwaitEnd())
+            except ConnectionLost as exc:
+                # It may wait for days, and outlive more connections than a request is allowed.
+                logger.info("waiting on for the end of training: %s", exc.message)
+            except ClosedError:
+                return
+            else:
+                _expect(received, TrainingOver, "a question for the end")
+                return
+
+    def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
+        """Return what goes to each ps."""
+        given = [
+            self._ps.in_order(gradient)
+            if isinstance(gradient, IndexedSlices)
+            else to_bytes_view(gradient)
+            for gradient in gradients
+        ]
+        parts = []
+        for request in plan.requests:
+            segments, rows = body_of(request, given)
+            nbytes = request.nbytes if rows is None else sum(map(size_of, segments))
+            parts.append(_Part(request, segments, rows, nbytes))
+        return parts
+
+    async def _is_over(self, parts: Sequence[_Part], group: int, local_step: int) -> bool:
+        """Ask ps 0, before many bytes travel, whether the push would be stale."""
+        if sum(part.nbytes for part in parts) <= SMALL_BODY_BYTES:
+            return False
+        received = await self._ps.links[0].call(lambda peer: AskStep(group))
+        present = _expect(received, SyncStep, "a question for the step")
+        return (local_step if local_step >= 0 else present.first) < present.step
+
+    async def _stage(
+        self,
+        parts: Sequence[_Part],
+        group: int,
+        config: dict[str, Any],
+        number: int,
+        local_step: int,
+    ) -> None:
+        """Send each ps its part.
+
+        Whether one says "stale" makes no difference: ps 0 decides before any ps can know, so it
+        will say the same of the whole push.
+        """
+        if not parts:
+            return
+
+        async def send(part: _Part) -> None:
+            request = part.request
+            ps = request.ps
+
+            def build(peer: Peer) -> StagePush:
+                defines = None if (ps, group) in self._staging else config
+                members = members_for(peer, request)
+                return StagePush(
+                    group, defines, number, local_step, request.set_id, members, part.rows
+                )
+
+            received = await self._ps.links[ps].call(
+                build,
+                part.segments,
+                bulk=part.nbytes > SMALL_BODY_BYTES,
+                set_id=request.set_id,
+            )
+            _expect(received, Staged, "a part of a push")
+            self._staging.add((ps, group))
+
+        await self._ps.together([send(part) for part in parts])
+
+
+def _small_part_of_ps_0(parts: Sequence[_Part]) -> _Part | None:
+    """Return what goes to ps 0 together with the word that decides: one message instead of two."""
+    for part in parts:
+        if part.request.ps == 0 and part.nbytes <= SMALL_BODY_BYTES:
+            return part
+    return None
+
+
+def _named(peer: Peer, known: Whole | None) -> tuple[int, list[tuple[int, int, int]] | None]:
+    """Return what a message says of a set: its number, and its shards unless they are known.
+
+    ps 0 numbers such sets apart; among those of the link they have negative numbers.
+    """
+    if known is None:
+        return -1, None
+    return known.set_id, None if knows_set(peer, -known.set_id) else known.members
+
+
+def _expect(received: Received, kind: type[M], question: str) -> M:
+    message = received.message
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"a ps answered {question} with {type(message).__name__}")
+    return message

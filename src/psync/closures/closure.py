@@ -1,0 +1,190 @@
+"""The life of a closure: its states, the moves between them, and its record.
+
+Every change of a closure's state goes through ``move`` and ``MOVES``. The coordinator cannot know
+which of the closures that it sent to a worker has started until the worker says so; HELD claims no
+more than that the worker has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from psync.errors import LocalProtocolError
+
+
+class State(Enum):
+    """Where a closure is. The states without moves are final."""
+
+    NEW = "new"  # not scheduled yet
+    WAITING = "waiting"  # for the value of an earlier closure, or for a gang to end
+    QUEUED = "queued"  # for a worker
+    HELD = "held"  # sent to a worker, which has started it or not
+    CANCELLING = "cancelling"  # held, and the worker was asked to stop it
+    FINISHED = "finished"  # has a value
+    FAILED = "failed"  # has an error that join raises
+    EXHAUSTED = "exhausted"  # its data, or that of an input, had ended
+    CANCELLED = "cancelled"  # not run, or stopped
+
+    __hash__ = object.__hash__  # Enum's own is written in Python: 100 ns in every move
+
+
+class Event(Enum):
+    """What happens to a closure."""
+
+    WAIT = "wait for its inputs"
+    QUEUE = "be queued"
+    DISPATCH = "be dispatched"
+    GIVE_BACK = "be given back"
+    LOSE = "lose its worker"
+    ASK_TO_STOP = "be asked to stop"
+    FINISH = "finish"
+    FAIL = "fail"
+    END_OF_DATA = "reach the end of data"
+    CANCEL = "be cancelled"
+
+    __hash__ = object.__hash__
+
+
+MOVES: dict[State, dict[Event, State]] = {
+    State.NEW: {
+        Event.WAIT: State.WAITING,
+        Event.QUEUE: State.QUEUED,
+        Event.FAIL: State.FAILED,
+        Event.END_OF_DATA: State.EXHAUSTED,
+        Event.CANCEL: State.CANCELLED,
+    },
+    State.WAITING: {
+        Event.QUEUE: State.QUEUED,
+        Event.FAIL: State.FAILED,
+        Event.END_OF_DATA: State.EXHAUSTED,
+        Event.CANCEL: State.CANCELLED,
+    },
+    State.QUEUED: {
+        Event.DISPATCH: State.HELD,
+        Event.FAIL: State.FAILED,  # only one that was lost with too many workers
+        Event.CANCEL: State.CANCELLED,
+    },
+    State.HELD: {
+        Event.GIVE_BACK: State.QUEUED,
+        Event.LOSE: State.QUEUED,
+        Event.ASK_TO_STOP: State.CANCELLING,
+        Event.FINISH: State.FINISHED,
+        Event.FAIL: State.FAILED,
+        Event.END_OF_DATA: State.EXHAUSTED,
+    },
+    State.CANCELLING: {
+        Event.GIVE_BACK: State.CANCELLED,
+        Event.LOSE: State.CANCELLED,
+        Event.FINISH: State.FINISHED,
+        Event.FAIL: State.FAILED,
+        Event.END_OF_DATA: State.EXHAUSTED,
+        Event.CANCEL: State.CANCELLED,
+    },
+    State.FINISHED: {},
+    State.FAILED: {},
+    State.EXHAUSTED: {},
+    State.CANCELLED: {},
+}
+
+
+class Closure:
+    """One scheduled call of a step function. Only the queue changes it; others read it.
+
+    ``is_replica``: whether it is one of a gang, see ``Replica``. ``in_collective``: whether it
+    runs and waits for other closures of its gang.
+
+    Args:
+        id: Number of the closure; grows in the order of ``schedule``.
+        payload: Whatever the coordinator needs to send it and to settle it. The queue never looks.
+        name: Name of the step function, for messages.
+        inline_bytes: Size of what is sent with it, in bytes.
+        dependencies: The closures whose values it takes as arguments, all scheduled before it.
+    """
+
+    __slots__ = (
+        "dependencies",
+        "dependents",
+        "error",
+        "id",
+        "inline_bytes",
+        "known_started",
+        "lost_on",
+        "name",
+        "num_missing",
+        "payload",
+        "state",
+        "times_back",
+        "worker",
+    )
+    is_replica = False
+    in_collective = False
+
+    def __init__(
+        self,
+        id: int,
+        payload: Any = None,
+        *,
+        name: str = "",
+        inline_bytes: int = 0,
+        dependencies: Sequence[Closure] = (),
+    ) -> None:
+        self.id = id
+        self.payload = payload
+        self.name = name
+        self.inline_bytes = inline_bytes
+        self.dependencies = dependencies  # emptied once it waits for them no more
+        self.state = State.NEW
+        self.error: BaseException | None = None  # how it ended, if not FINISHED
+        self.worker = ""  # holds it now, or held it last; "" before the first
+        self.lost_on: tuple[str, ...] = ()  # workers that were lost while they held it, in order
+        self.times_back = 0  # how often a worker was gone that held it, for whatever reason
+        self.num_missing = 0  # dependencies that have no value yet
+        self.dependents: list[Closure] | None = None  # those that wait for the value of this one
+        self.known_started = False  # its worker was asked to give it back and did not
+
+    @property
+    def attempts(self) -> int:
+        """How often it came back because its worker was lost, and may be the cause of that."""
+        return len(self.lost_on)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing can happen to it any more."""
+        return not MOVES[self.state]
+
+    def __str__(self) -> str:
+        return f"closure {self.id} ({self.name})" if self.name else f"closure {self.id}"
+
+    def __repr__(self) -> str:
+        where = f" on {self.worker}" if self.worker else ""
+        return f"<{self}, {self.state.value}{where}>"
+
+
+class Replica(Closure):
+    """One of a gang: sent to a certain worker, run once at most, and its end concerns no other.
+
+    Its error is not one of the queue: it does not end what else is scheduled.
+    """
+
+    __slots__ = ("in_collective",)
+    is_replica = True
+
+    def __init__(self, id: int, payload: Any = None, *, name: str = "") -> None:
+        super().__init__(id, payload, name=name)
+        self.in_collective = False
+
+
+def move(closure: Closure, event: Event) -> None:
+    """Change the state of ``closure`` as ``event`` demands.
+
+    Raises:
+        LocalProtocolError: If that cannot happen in its state.
+    """
+    try:
+        closure.state = MOVES[closure.state][event]
+    except KeyError:
+        raise LocalProtocolError(
+            f"{closure} cannot {event.value}: it is {closure.state.value}"
+        ) from None

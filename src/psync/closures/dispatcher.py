@@ -1,0 +1,394 @@
+"""Which worker gets which closure, and when: order, held ahead, given back.
+
+``Dispatcher`` holds the queued closures, in their order (``closure_order``), and knows what each
+living worker holds. It decides where closures run, and nothing about how they end; that is
+``closures``.
+
+**Ahead.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
+while more are queued than there are workers: as many as take ``target_ahead_s`` to run at the pace
+that the worker measured, at least 1 and at most ``max_ahead``, with at most ``max_ahead_bytes`` of
+inline arguments (a worker whose step computes on its event loop does not read). A worker is filled
+up again when half of that is gone, so that messages carry many. It runs what it holds one by
+one, in the order sent, and it alone knows which one has started.
+
+**Nothing waits behind a closure that waits for other workers**, for a token say:
+
+- While a worker is idle, the queue is empty, and every worker that may hold closures it has not
+  started has been asked for the oldest half of them, rounded up: for one at least.
+- A closure that waits for others awaits, so its worker's loop turns and answers. One that computes
+  on the loop delays the answer, but it waits for nobody and ends by itself.
+- What comes back goes to the idle worker. What was asked for and does not come back had started:
+  it runs, or its result is on the way. It is never asked for again, and the next half is, at once.
+  So the asking ends, and when it has, a worker is idle only if every closure anywhere has started.
+- While no worker is idle, each runs a closure, and no policy could start another one.
+
+So there always run as many closures as there are workers, or all there are: what closures need that
+wait for *any* other. One that waits for a certain later closure, other than through a RemoteValue
+argument, is promised nothing (nor is it in TensorFlow). The oldest are asked for, and not the most
+loaded worker alone, because the order should hold and because a silent worker must not keep the
+others from being asked. A worker may also give back unasked, if its step has been waiting for
+long; it is sent nothing ahead until it next reports how a closure ended.
+
+**A worker that leaves** is sent nothing more. It gives back what it has not started, without being
+asked, and reports what it runs.
+
+**A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
+nothing behind it. So from the second loss on there is no doubt which closure was running.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeAlias
+
+from psync.closures.closure import Closure, Event, move
+from psync.closures.closure_order import ClosureOrder
+from psync.errors import LocalProtocolError, RemoteProtocolError
+
+TARGET_AHEAD_S = 0.002  # some round trips on a local network, and soon done by another worker
+MAX_AHEAD = 64
+MAX_AHEAD_BYTES = 64 << 10
+PACE_WEIGHT = 0.25  # of the newest report, in a worker's mean seconds per closure
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send these closures to the worker, to be run one by one in this order."""
+
+    worker: str
+    closures: tuple[Closure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Ask the worker to return those of these closures that it has not started, perhaps none."""
+
+    worker: str
+    ids: tuple[int, ...]
+
+
+DispatchAction: TypeAlias = Dispatch | GiveBack
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """One living worker, at one moment."""
+
+    worker: str
+    in_flight: int  # closures it holds
+    finished: int  # closures it has finished since it joined
+    ahead: int  # closures it may hold beyond the running one
+    mean_s: float | None  # seconds per closure; None before its first result
+
+
+class _Worker:
+    """What is known of one living worker."""
+
+    __slots__ = (
+        "ahead", "asked", "finished", "held", "held_bytes", "leaving", "mean_s", "name", "sated",
+    )  # fmt: skip
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held: dict[int, Closure] = {}  # by id, in the order sent
+        self.held_bytes = 0  # inline bytes of all of them
+        self.ahead = 1  # closures it may hold beyond the running one
+        self.mean_s: float | None = None
+        self.asked: tuple[int, ...] = ()  # ids asked back and not answered for
+        self.sated = False  # gave back and has reported no end since: gets nothing ahead
+        self.leaving = False  # gets nothing any more
+        self.finished = 0
+
+    def take(self, ids: Iterable[int], verb: str) -> list[Closure]:
+        """Remove and return the closures with these ids: all, or none and raise."""
+        held = self.held
+        closures: list[Closure] = []
+        for closure_id in ids:
+            closure = held.pop(closure_id, None)
+            if closure is None:
+                # Their order among the others is lost, but such a worker is dropped next.
+                held.update((taken.id, taken) for taken in closures)
+                raise RemoteProtocolError(
+                    f"{self.name} {verb} closure {closure_id}, which it does not hold"
+                )
+            closures.append(closure)
+        for closure in closures:
+            self.held_bytes -= closure.inline_bytes
+        return closures
+
+    def askable(self) -> tuple[int, ...]:
+        """Return the ids of the oldest half, rounded up, of what it may not have started."""
+        behind_first = islice(self.held.values(), 1, None)
+        unstarted = [closure.id for closure in behind_first if not closure.known_started]
+        return tuple(unstarted[: (len(unstarted) + 1) // 2])
+
+
+class Dispatcher:
+    """The queued closures, the living workers and what they hold.
+
+    Args:
+        target_ahead_s: Seconds of work to keep on a worker beyond the running closure.
+        max_ahead: Most closures to keep there.
+        max_ahead_bytes: Most inline bytes to keep there.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_ahead_s: float = TARGET_AHEAD_S,
+        max_ahead: int = MAX_AHEAD,
+        max_ahead_bytes: int = MAX_AHEAD_BYTES,
+    ) -> None:
+        self._target_ahead_s = target_ahead_s
+        self._max_ahead = max_ahead
+        self._max_ahead_bytes = max_ahead_bytes
+
+        self._queued = ClosureOrder()
+        self._workers: dict[str, _Worker] = {}
+        self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
+        self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
+        self._loaded: dict[_Worker, None] = {}  # may hold unstarted closures and owe no answer
+        self.num_in_flight = 0  # closures that workers hold
+
+    # --- the queue ---
+
+    @property
+    def num_queued(self) -> int:
+        """Closures that no worker holds and that wait for nothing but a worker."""
+        return len(self._queued)
+
+    def add(self, closure: Closure) -> None:
+        """Queue a closure whose id is above all that were added before."""
+        self._queued.add(closure)
+
+    def add_late(self, closure: Closure) -> None:
+        """Queue a closure at its place, before those with higher ids."""
+        self._queued.add_late(closure)
+
+    def discard(self, closure: Closure) -> None:
+        """Take a queued closure out."""
+        self._queued.discard(closure)
+
+    # --- workers ---
+
+    def join(self, worker: str) -> None:
+        """A worker is ready for closures.
+
+        Raises:
+            LocalProtocolError: If it is already here.
+        """
+        if worker in self._workers:
+            raise LocalProtocolError(f"{worker} joined twice")
+        record = self._workers[worker] = _Worker(worker)
+        self._idle.append(record)
+
+    def retire(self, worker: str) -> None:
+        """A worker is about to leave: send it nothing more. What it holds it reports as ever.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        record = self._record(worker)
+        if not record.leaving:
+            record.leaving = True
+            if not record.held:
+                self._idle.remove(record)
+            self._classify(record)
+
+    def leave(self, worker: str) -> list[Closure]:
+        """A worker is gone. Return what it held, in the order sent."""
+        record = self._record(worker)
+        del self._workers[worker]
+        if not record.held and not record.leaving:
+            self._idle.remove(record)
+        self._roomy.pop(record, None)
+        self._loaded.pop(record, None)
+        self.num_in_flight -= len(record.held)
+        return list(record.held.values())
+
+    def give(self, worker: str, closure: Closure) -> Dispatch:
+        """Send a closure, which was not added, to a worker that holds nothing.
+
+        Raises:
+            LocalProtocolError: If no such worker is here, or it holds something.
+        """
+        record = self._record(worker)
+        if record.held or record.leaving:
+            raise LocalProtocolError(f"{closure} cannot be sent to {worker}, which is not idle")
+        self._idle.remove(record)
+        move(closure, Event.DISPATCH)
+        closure.worker = worker
+        record.held[closure.id] = closure
+        record.held_bytes += closure.inline_bytes
+        self.num_in_flight += 1
+        self._classify(record)
+        return Dispatch(worker, (closure,))
+
+    def take(self, worker: str, ids: Sequence[int], verb: str) -> list[Closure]:
+        """Remove from a worker what it says has ended, and return it in the order of ``ids``.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold all of them; then nothing is removed.
+        """
+        record = self._record(worker)
+        closures = record.take(ids, verb)
+        record.sated = False
+        self._released(record, len(closures))
+        return closures
+
+    def take_finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Closure]:
+        """Do as ``take``, and note that they took ``mean_s`` seconds each, in the mean.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold all of them, or the mean is no duration; then
+                nothing is removed.
+        """
+        record = self._record(worker)
+        if not 0 <= mean_s < math.inf:
+            raise RemoteProtocolError(
+                f"{worker} reported {mean_s} s per closure, expected a finite duration"
+            )
+        closures = record.take(ids, "finished")
+        record.sated = False
+        record.finished += len(closures)
+        if closures:
+            if record.mean_s is not None:
+                mean_s = record.mean_s + (mean_s - record.mean_s) * PACE_WEIGHT
+            record.mean_s = mean_s
+            # Compared before it is divided by: it may be 0.
+            many = mean_s * self._max_ahead <= self._target_ahead_s
+            record.ahead = self._max_ahead if many else max(1, int(self._target_ahead_s / mean_s))
+        self._released(record, len(closures))
+        return closures
+
+    def take_back(self, worker: str, ids: Sequence[int]) -> list[Closure]:
+        """Remove from a worker what it gives back, asked or not, and return it.
+
+        What it had been asked for and keeps has started.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold all of them; then nothing is removed.
+        """
+        record = self._record(worker)
+        closures = record.take(ids, "gave back")
+        for closure_id in record.asked:
+            kept = record.held.get(closure_id)
+            if kept is not None:
+                kept.known_started = True
+        record.asked = ()
+        record.sated = bool(record.held)
+        self._released(record, len(closures))
+        return closures
+
+    def held(self) -> list[tuple[str, list[Closure]]]:
+        """Return, for every worker that holds closures, its name and these in the order sent."""
+        return [(w.name, list(w.held.values())) for w in self._workers.values() if w.held]
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """Return a snapshot of every living worker, in the order in which they joined."""
+        return tuple(
+            WorkerStatistics(w.name, len(w.held), w.finished, w.ahead, w.mean_s)
+            for w in self._workers.values()
+        )
+
+    def _record(self, worker: str) -> _Worker:
+        try:
+            return self._workers[worker]
+        except KeyError:
+            raise LocalProtocolError(f"{worker} has not joined, or was lost") from None
+
+    # --- decisions ---
+
+    def decide(self, reporter: str | None = None) -> list[DispatchAction]:
+        """Send closures to workers, and ask for some back if there are too few.
+
+        Args:
+            reporter: The only worker that can have got room since the last call, if there is one:
+                the cost does not depend on the number of workers then. None: any may have.
+
+        Returns:
+            At most one Dispatch for a worker, then at most one GiveBack for a worker.
+        """
+        queued, idle, num_workers = self._queued, self._idle, len(self._workers)
+        batches: dict[_Worker, list[Closure]] = {}
+        while idle and queued:
+            record = idle.popleft()
+            batches[record] = []
+            self._send(record, 1, math.inf, batches[record])
+        if len(queued) > num_workers and self._roomy:
+            records = list(self._roomy) if reporter is None else [self._workers[reporter]]
+            for record in records:
+                # A share of the surplus, so that the last ones are spread over all workers.
+                share = -((num_workers - len(queued)) // num_workers)
+                if share > 0 and record in self._roomy:
+                    self._send_ahead(record, share, batches.setdefault(record, []))
+        actions: list[DispatchAction] = [
+            Dispatch(record.name, tuple(batch)) for record, batch in batches.items() if batch
+        ]
+        if idle and self._loaded:
+            for record in list(self._loaded):
+                record.asked = record.askable()
+                if record.asked:
+                    actions.append(GiveBack(record.name, record.asked))
+            self._loaded.clear()
+        return actions
+
+    def _send_ahead(self, record: _Worker, share: int, batch: list[Closure]) -> None:
+        first = next(iter(record.held.values()))
+        if not first.lost_on:  # or it runs alone
+            room = record.ahead + 1 - len(record.held)
+            budget = self._max_ahead_bytes - (record.held_bytes - first.inline_bytes)
+            self._send(record, min(share, room), budget, batch, ahead=True)
+
+    def _send(
+        self,
+        record: _Worker,
+        most: int,
+        max_bytes: float,
+        batch: list[Closure],
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
+        queued, held, name = self._queued, record.held, record.name
+        while most:
+            closure = queued.first()
+            if (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:
+                break
+            queued.discard(closure)
+            move(closure, Event.DISPATCH)
+            closure.worker = name
+            closure.known_started = False
+            held[closure.id] = closure
+            record.held_bytes += closure.inline_bytes
+            max_bytes -= closure.inline_bytes
+            self.num_in_flight += 1
+            batch.append(closure)
+            most -= 1
+        self._classify(record)
+
+    def _released(self, record: _Worker, num: int) -> None:
+        """Note that a worker, which held them just now, holds ``num`` closures less."""
+        self.num_in_flight -= num
+        if num and not record.held and not record.leaving:
+            self._idle.append(record)
+        self._classify(record)
+
+    def _classify(self, record: _Worker) -> None:
+        num_held = len(record.held)
+        room = record.ahead + 1 - num_held
+        if num_held and 2 * room >= record.ahead and not record.sated and not record.leaving:
+            self._roomy[record] = None
+        else:
+            self._roomy.pop(record, None)
+        if num_held > 1 and not record.asked and not record.leaving:
+            self._loaded[record] = None
+        else:
+            self._loaded.pop(record, None)

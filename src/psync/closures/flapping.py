@@ -1,0 +1,101 @@
+"""Which workers are set aside for a while, because they come and go all the time.
+
+A worker whose machine has no memory left, say, is lost with each closure that it gets, and connects
+again at once: it is of no use, and each closure that it had runs late. So one that is lost more
+often than ``limit`` times within a minute is set aside for half a minute, and each time that this
+is not enough for twice as long, up to five minutes. Its count begins anew when it comes back; the
+time aside does, once it has not been lost for as long as it was set aside last and a minute.
+
+A worker that leaves in order is not lost, nor is one whose session the coordinator ends.
+
+Source: Kubernetes restarts a container that fails again and again likewise, with pauses that double
+up to five minutes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from psync.errors import ConfigurationError
+
+LIMIT = 3
+WINDOW_S = 60.0
+FIRST_S = 30.0
+LONGEST_S = 300.0
+
+
+class _Record:
+    """What is known of one worker."""
+
+    __slots__ = ("last_lost", "losses", "pause_s", "until")
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque()  # times of those within the window, oldest first
+        self.last_lost = 0.0
+        self.pause_s = 0.0  # how long it was set aside last; 0: it never was, or is forgiven
+        self.until = 0.0  # time until which it is set aside
+
+
+class Flapping:
+    """Counts losses. Times are seconds on one clock.
+
+    Args:
+        limit: Losses within the window that are borne; the next one sets the worker aside. None:
+            none is ever set aside.
+        window_s: Length of the window.
+        first_s: For how long a worker is set aside first.
+        longest_s: For how long at most.
+
+    Raises:
+        ConfigurationError: If the limit is below 0.
+    """
+
+    def __init__(
+        self,
+        limit: int | None = LIMIT,
+        *,
+        window_s: float = WINDOW_S,
+        first_s: float = FIRST_S,
+        longest_s: float = LONGEST_S,
+    ) -> None:
+        if limit is not None and limit < 0:
+            raise ConfigurationError(f"max_flaps: expected at least 0 or None, got {limit}")
+        self._limit = limit
+        self._window_s = window_s
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._records: dict[str, _Record] = {}
+
+    def lost(self, worker: str, now: float) -> float:
+        """Count a loss; return for how many seconds the worker is set aside, mostly 0."""
+        if self._limit is None:
+            return 0.0
+        record = self._records.setdefault(worker, _Record())
+        well_since = max(record.until, record.last_lost)
+        if now - well_since >= record.pause_s + self._window_s:
+            record.pause_s = 0.0
+        record.last_lost = now
+        losses = record.losses
+        losses.append(now)
+        while now - losses[0] >= self._window_s:
+            losses.popleft()
+        if len(losses) <= self._limit:
+            return 0.0
+        losses.clear()
+        record.pause_s = min(2 * record.pause_s or self._first_s, self._longest_s)
+        record.until = now + record.pause_s
+        return record.pause_s
+
+    def remaining(self, worker: str, now: float) -> float:
+        """Return for how many seconds more a worker is set aside; 0 if it is not."""
+        record = self._records.get(worker)
+        return max(0.0, record.until - now) if record is not None else 0.0
+
+    def set_aside(self, now: float) -> list[tuple[str, float]]:
+        """Return (worker, seconds left) of all that are set aside, whose time ends first first."""
+        left = [(worker, self.remaining(worker, now)) for worker in self._records]
+        return sorted([pair for pair in left if pair[1] > 0], key=lambda pair: pair[1])
+
+    def forget(self, worker: str) -> None:
+        """Another one may bear this name next."""
+        self._records.pop(worker, None)

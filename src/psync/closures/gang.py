@@ -1,0 +1,307 @@
+"""A gang: one function on several workers at once. Who meets whom, and how all of it ends.
+
+    RUNNING --all replicas have returned--> ENDED
+    RUNNING --an error--> ENDING --all replicas have ended, nothing is merged--> ENDED
+
+Replicas meet in *collectives*. The k-th call of every replica is the k-th collective; when all
+are there it is *merged*: one function is called with the values of all, and its result answered
+to all. Everything is all or none:
+
+    what happens                                       what becomes of it
+    all replicas have come to the k-th                 Merge, then Answer to all
+    one comes to another than the first one has        error: "different collectives"
+    one has returned where another waits               error: "different numbers"
+    a replica fails, or its worker is lost             error that names it
+    a replica gives up waiting                         error that names it
+    somebody outside cancels                           that error
+
+The first error is the gang's. It refuses the collectives of all who wait and of whoever comes
+later, stops what is being merged, and asks the replicas that do not wait to stop: those that do
+learn why. So nobody waits for ever: who waits, waits for a replica that is running, or for a
+function that is; if all replicas that are left wait, they are merged or refused.
+
+Source: ``merge_call`` of TensorFlow's ``mirrored_run``, whose replicas are threads of one process;
+there, a replica that stays away is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from psync.errors import (
+    ClosureCancelled,
+    ContextError,
+    EndOfData,
+    LocalProtocolError,
+    PsyncError,
+    WorkerLost,
+)
+
+
+class GangState(Enum):
+    """Where a gang is."""
+
+    RUNNING = "running"
+    ENDING = "ending"  # there is an error, and not all have ended yet
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """All replicas have come to this collective: call the function; ``merged`` follows."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell every replica what was made in this collective."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell those of these replicas who wait in a collective that it will not be."""
+
+    replicas: tuple[int, ...]
+    error: PsyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ask these replicas to stop. Each still ends, one way or another."""
+
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopMerging:
+    """Cancel the functions that are running; ``merged`` follows for each all the same."""
+
+
+GangAction: TypeAlias = Merge | Answer | Refuse | Stop | StopMerging
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known of one replica."""
+
+    worker: str
+    arrived: int = 0  # collectives that it has come to
+    answered: int = 0  # of these, the ones that it waits in no more
+    ended: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.arrived > self.answered
+
+
+@dataclass(slots=True)
+class _Collective:
+    """One that not all have been answered."""
+
+    what: str  # as the first replica that came calls it
+    first: int  # that replica
+    here: set[int] = field(default_factory=set)
+
+
+class Gang:
+    """One gang that has begun. Single owner, no clock; never blocks.
+
+    Every method that is told something returns the actions that follow; perform all, in order.
+
+    Args:
+        workers: Name of the worker of each replica, by replica id; at least one.
+    """
+
+    def __init__(self, workers: Sequence[str]) -> None:
+        self._replicas = [_Replica(worker) for worker in workers]
+        self._open: dict[int, _Collective] = {}  # by number, in order
+        self._merging: set[int] = set()
+        self._cause: PsyncError | None = None  # as replicas are told of it
+        self.error: BaseException | None = None  # the first
+
+    def __repr__(self) -> str:
+        return f"<Gang of {len(self._replicas)}, {self.state.value}>"
+
+    @property
+    def state(self) -> GangState:
+        """Where it is. ENDED is final."""
+        if all(replica.ended for replica in self._replicas) and not self._merging:
+            return GangState.ENDED
+        return GangState.RUNNING if self._cause is None else GangState.ENDING
+
+    def waits(self, replica: int) -> bool:
+        """Whether a replica is in a collective: it goes on when others have come."""
+        return self._replicas[replica].waits
+
+    def describe(self) -> str:
+        """Say on whom those wait who are in a collective; "" if nobody is."""
+        for number, collective in self._open.items():
+            if number not in self._merging:
+                here = ", ".join(self._name(replica) for replica in sorted(collective.here))
+                away = [r for r in range(len(self._replicas)) if r not in collective.here]
+                missing = ", ".join(self._name(replica) for replica in away)
+                return f"{here} in {collective.what}, and not yet {missing}"
+        if self._merging:
+            return f"{self._open[min(self._merging)].what} is being computed"
+        return ""
+
+    # What replicas do.
+
+    def arrive(self, replica: int, what: str) -> list[GangAction]:
+        """A replica has come to its next collective.
+
+        Raises:
+            LocalProtocolError: It has ended.
+        """
+        record = self._running(replica, "come to a collective")
+        number = record.arrived
+        record.arrived += 1
+        if self._cause is not None:
+            return [self._refuse([replica], self._cause)]
+        collective = self._open.get(number)
+        if collective is None:
+            collective = self._open[number] = _Collective(what, replica)
+        collective.here.add(replica)
+        if collective.what != what:
+            error = ContextError(
+                f"different collectives: {self._name(collective.first)} is in {collective.what}, "
+                f"{self._name(replica)} in {what}",
+                hint="every replica must call the same ones in the same order",
+            )
+            return self._fail(error, error)
+        if left := self._who_left(number):
+            error = self._different_numbers(left[0], replica, number)
+            return self._fail(error, error)
+        if len(collective.here) < len(self._replicas):
+            return []
+        self._merging.add(number)
+        return [Merge(number)]
+
+    def merged(self, number: int) -> list[GangAction]:
+        """The function of a collective has ended, whatever came of it.
+
+        Raises:
+            LocalProtocolError: None was running.
+        """
+        if number not in self._merging:
+            raise LocalProtocolError(f"collective {number} was not being merged")
+        self._merging.discard(number)
+        if self._cause is not None:
+            return []
+        del self._open[number]
+        for record in self._replicas:
+            record.answered += 1
+        return [Answer(number)]
+
+    def gave_up(self, replica: int) -> list[GangAction]:
+        """A replica waits in a collective no more, although nobody has answered."""
+        if self._cause is not None:
+            return []
+        what = next((c.what for c in self._open.values() if replica in c.here), "a collective")
+        error = ClosureCancelled(
+            f"{self._name(replica)} gave up {what}, which needs all replicas",
+            hint="it was cancelled there, as by a timeout, or returned without awaiting it",
+        )
+        return self._fail(error, error)
+
+    def finished(self, replica: int) -> list[GangAction]:
+        """A replica has returned.
+
+        Raises:
+            LocalProtocolError: It has ended before.
+        """
+        record = self._end(replica, "return")
+        if self._cause is not None:
+            return []
+        if record.waits:
+            return self.gave_up(replica)
+        if not self._open:
+            return []
+        number, collective = next(iter(self._open.items()))  # to which it has not come
+        error = self._different_numbers(replica, collective.first, number)
+        return self._fail(error, error)
+
+    def failed(self, replica: int, error: BaseException) -> list[GangAction]:
+        """A replica has raised ``error``, was stopped, or its worker was lost (WorkerLost).
+
+        Raises:
+            LocalProtocolError: It has ended before.
+        """
+        self._end(replica, "fail")
+        if self._cause is not None:
+            return []
+        return self._fail(error, self._cause_of(replica, error))
+
+    def cancel(self, error: PsyncError) -> list[GangAction]:
+        """End the gang from outside; ``error`` is its error, if there is none yet."""
+        if self._cause is not None or self.state is GangState.ENDED:
+            return []
+        return self._fail(error, error)
+
+    # Decisions.
+
+    def _fail(self, error: BaseException, cause: PsyncError) -> list[GangAction]:
+        """End all: ``error`` is the gang's, ``cause`` is what those who wait are told."""
+        self.error, self._cause = error, cause
+        living = [r for r, record in enumerate(self._replicas) if not record.ended]
+        waiting = [r for r in living if self._replicas[r].waits]
+        running = [r for r in living if not self._replicas[r].waits]
+        actions: list[GangAction] = [StopMerging()] if self._merging else []
+        if waiting:
+            actions.append(self._refuse(waiting, cause))
+        if running:
+            actions.append(Stop(tuple(running)))
+        return actions
+
+    def _refuse(self, replicas: Sequence[int], cause: PsyncError) -> Refuse:
+        for replica in replicas:
+            self._replicas[replica].answered = self._replicas[replica].arrived
+        return Refuse(tuple(replicas), cause)
+
+    def _who_left(self, number: int) -> list[int]:
+        """Return the replicas that have returned before they came to this collective."""
+        return [
+            replica
+            for replica, record in enumerate(self._replicas)
+            if record.ended and record.arrived <= number
+        ]
+
+    def _different_numbers(self, left: int, waits: int, number: int) -> ContextError:
+        return ContextError(
+            f"different numbers of collectives: {self._name(left)} returned after "
+            f"{self._replicas[left].arrived}, {self._name(waits)} is in its "
+            f"number {number + 1}, {self._open[number].what}",
+            hint="every replica must call merge_call, all_reduce, apply_gradients and assign "
+            "equally often",
+        )
+
+    def _cause_of(self, replica: int, error: BaseException) -> PsyncError:
+        """Return what the others are told of the end of a replica."""
+        if isinstance(error, WorkerLost):
+            return WorkerLost(error.task, f"was lost with replica {replica}, which all wait for")
+        if isinstance(error, EndOfData):
+            return ClosureCancelled(f"{self._name(replica)} met the end of its data")
+        text = str(error.args[0]) if error.args else ""
+        return ClosureCancelled(
+            f"{self._name(replica)} failed: {type(error).__name__}{f': {text}' if text else ''}"
+        )
+
+    def _name(self, replica: int) -> str:
+        return f"replica {replica} on {self._replicas[replica].worker}"
+
+    def _running(self, replica: int, verb: str) -> _Replica:
+        record = self._replicas[replica]
+        if record.ended:
+            raise LocalProtocolError(f"{self._name(replica)} cannot {verb}: it has ended")
+        return record
+
+    def _end(self, replica: int, verb: str) -> _Replica:
+        record = self._running(replica, verb)
+        record.ended = True
+        return record

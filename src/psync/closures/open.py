@@ -1,0 +1,212 @@
+"""The closures that are not final, and what follows for others when one of them ends.
+
+``closures`` is told what happened, and has the closures moved here. What may run goes to the
+dispatcher; what is to be said of the rest is noted until ``news`` is asked for: who is settled, and
+which worker is to stop what.
+
+A closure that ends without a value takes with it those that needed the value. If that is an error,
+it ends everything: what no worker holds is cancelled, the rest is asked to stop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psync.closures.closure import Closure, Event, State, move
+from psync.closures.closure_errors import QueueErrors, error_of, input_error
+from psync.closures.dispatcher import Dispatcher
+from psync.closures.waits import Waits
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """These closures are final; ``closure.error`` is None for those that have a value.
+
+    In the answer to ``finished`` they begin with those that were reported, in that order.
+    """
+
+    closures: tuple[Closure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ask the worker to stop these closures. It reports how each of them ends all the same."""
+
+    worker: str
+    ids: tuple[int, ...]
+
+
+class OpenClosures:
+    """All closures that are not final, by id.
+
+    Args:
+        dispatcher: Takes those that wait for nothing but a worker.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.last_id = -1  # of the latest closure
+        self.waits = Waits()
+        self.errors = QueueErrors()
+        self.totals: Counter[State] = Counter()  # of final closures
+        self._dispatcher = dispatcher
+        self._open: dict[int, Closure] = {}
+        self._unsettled: deque[int] = deque()  # ids in order; final ones go when they are first
+        self._settled: list[Closure] = []  # for the next news
+        self._cancels: list[Cancel] = []  # for the next news
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, closure_id: int) -> Closure | None:
+        """Return the closure with this id, unless it is final or unknown."""
+        return self._open.get(closure_id)
+
+    def low_water(self) -> int:
+        """Return the lowest id that is not final, or the next one if all are. It never falls."""
+        unsettled, still_open = self._unsettled, self._open
+        while unsettled and unsettled[0] not in still_open:
+            unsettled.popleft()
+        return unsettled[0] if unsettled else self.last_id + 1
+
+    # --- how closures begin ---
+
+    def add(self, closure: Closure) -> None:
+        """Note a closure whose id is above all that were added before."""
+        closure_id = closure.id
+        self.last_id = closure_id
+        self._open[closure_id] = closure
+        self._unsettled.append(closure_id)
+
+    def queue(self, closure: Closure) -> None:
+        """Add a new closure that waits for nothing but a worker."""
+        move(closure, Event.QUEUE)
+        self.add(closure)
+        self._dispatcher.add(closure)
+
+    def wait_or_queue(self, closure: Closure) -> None:
+        """Add a new closure that may have to wait for inputs, or behind a barrier."""
+        if self.waits.begin(closure):
+            move(closure, Event.WAIT)
+            self.add(closure)
+        else:
+            self.queue(closure)
+
+    def queue_late(self, closures: Sequence[Closure]) -> None:
+        """Queue, at their places, those that wait for nothing any more."""
+        for closure in closures:
+            move(closure, Event.QUEUE)
+            self._dispatcher.add_late(closure)
+
+    def come_back(self, closures: list[Closure], event: Event) -> int:
+        """Queue again what no worker holds any more, or end it cancelled; return how many queued.
+
+        All are queued first: one that ends cancelled can fail another, and that ends everything.
+        """
+        stopped = [closure for closure in closures if closure.state is State.CANCELLING]
+        for closure in closures:
+            if closure.state is State.HELD:
+                move(closure, event)
+                self._dispatcher.add_late(closure)
+        for closure in stopped:
+            self.end(closure, event, self.errors.cancelled(closure))
+        return len(closures) - len(stopped)
+
+    # --- how they end ---
+
+    def finish(self, closures: list[Closure]) -> None:
+        """These have their values."""
+        still_open = self._open
+        for closure in closures:
+            move(closure, Event.FINISH)
+            del still_open[closure.id]
+            if closure.dependents is not None:
+                self.queue_late(self.waits.has_value(closure))
+        self._shrink()
+        self._settled += closures
+        self.totals[State.FINISHED] += len(closures)
+
+    def end(self, closure: Closure, event: Event, error: BaseException) -> None:
+        """A closure ends without a value, and those that needed it do. A replica concerns nobody.
+
+        If one of them fails, that ends everything.
+        """
+        self._settle(closure, event, error)
+        if not closure.is_replica:
+            self._ended_without_value(closure)
+
+    def end_without_input(self, closure: Closure, source: Closure) -> None:
+        """The same of a closure whose input ``source`` has ended without a value."""
+        self._settle_without_input(closure, source)
+        self._ended_without_value(closure)
+
+    def ask_to_stop(self, closure: Closure) -> None:
+        """Let the worker that holds a closure be asked to stop it."""
+        move(closure, Event.ASK_TO_STOP)
+        self._cancels.append(Cancel(closure.worker, (closure.id,)))
+
+    def end_all(self, reason: str) -> None:
+        """Cancel what no worker holds, and ask for the rest to be stopped, if not done before."""
+        if self.errors.ending is not None:
+            return
+        self.errors.ending = reason
+        for closure in list(self._open.values()):
+            if closure.state is State.WAITING or closure.state is State.QUEUED:
+                self._settle(closure, Event.CANCEL, self.errors.cancelled(closure))
+        for worker, closures in self._dispatcher.held():
+            running = [closure for closure in closures if closure.state is State.HELD]
+            for closure in running:
+                move(closure, Event.ASK_TO_STOP)
+            if running:
+                self._cancels.append(Cancel(worker, tuple(closure.id for closure in running)))
+
+    def news(self) -> list[Settle | Cancel]:
+        """Return what is to be said since this was asked last: one Settle at most, then Cancels."""
+        news: list[Settle | Cancel] = []
+        if self._settled:
+            news.append(Settle(tuple(self._settled)))
+            self._settled = []
+        if self._cancels:
+            news += self._cancels
+            self._cancels = []
+        return news
+
+    def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
+        """Make a closure final that has no value."""
+        if closure.state is State.QUEUED:
+            self._dispatcher.discard(closure)
+        move(closure, event)
+        closure.error = error
+        closure.dependencies = ()
+        self._open.pop(closure.id, None)
+        self._shrink()
+        self.totals[closure.state] += 1
+        self._settled.append(closure)
+
+    def _shrink(self) -> None:
+        """Keep nothing once nothing is open: a dict keeps the largest table that it needed."""
+        if not self._open:
+            self._open.clear()
+            self._unsettled.clear()
+
+    def _ended_without_value(self, closure: Closure) -> None:
+        """Settle all that needed this closure's value, and end everything if this is an error."""
+        chain = [closure]
+        for source in chain:  # which grows
+            for dependent in self.waits.has_no_value(source):
+                self._settle_without_input(dependent, source)
+                chain.append(dependent)
+        # One error for the whole chain: the others have the same cause.
+        failed = next((c for c in chain if c.state is State.FAILED), None)
+        if failed is not None:
+            self.errors.pending.append(error_of(failed))
+            self.end_all(f"{failed} failed{f' on {failed.worker}' if failed.worker else ''}")
+        if closure.state is State.EXHAUSTED:
+            self.errors.note_end_of_data(closure)
+
+    def _settle_without_input(self, closure: Closure, source: Closure) -> None:
+        """End a closure because its input ``source`` ended without a value."""
+        at_end = source.state is State.EXHAUSTED
+        event = Event.END_OF_DATA if at_end else Event.FAIL
+        self._settle(closure, event, input_error(closure, source))

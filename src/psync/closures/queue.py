@@ -1,0 +1,442 @@
+"""The closure queue: what becomes of every closure, and when a join is over.
+
+``ClosureQueue`` is told what happened and returns what to do, as a list of actions. It knows no
+clock, no network and no function to call. Who runs a closure is decided in ``dispatching``; what
+it waits for before that, in ``closure_waits``; what follows for others when it ends, in
+``open_closures``; which errors a join raises, in ``closure_errors``.
+
+**An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
+stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
+stopped stays in flight until its worker answers (``in_flight`` names it). When nothing is in flight
+any more the error may be raised, and ``collect_error`` makes the queue good again.
+
+**The replicas of a gang** are closures with identities of their own, sent to certain workers; none
+runs twice. How they end concerns the gang alone (``gangs``), but an error that ends everything
+stops them too.
+
+Source: TensorFlow's ``_CoordinatedClosureQueue``. Its guarantees hold: at least once; the first
+error wins, and is raised once; when it is raised, nothing runs any more. Different: closures come
+back to their place instead of the tail, nothing is dispatched once an error is known, further
+errors are kept, and one closure can be cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from psync.closures.closure import Closure, Event, Replica, State, move
+from psync.closures.closure_errors import loss_error
+from psync.closures.dispatcher import (
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    TARGET_AHEAD_S,
+    Dispatch,
+    Dispatcher,
+    GiveBack,
+    WorkerStatistics,
+)
+from psync.closures.open import Cancel, OpenClosures, Settle
+from psync.closures.waits import Barrier
+from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
+
+MAX_LOSSES = 3  # as Dask, which gives a task up when it has taken three workers with it
+
+
+Action: TypeAlias = Settle | Cancel | Dispatch | GiveBack
+"""What to do. In a list: at most one Settle first, then Cancels, Dispatches and GiveBacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatistics:
+    """Where closures are now, and totals since the queue was made."""
+
+    waiting: int  # for an input
+    queued: int
+    in_flight: int
+    finished: int
+    failed: int
+    exhausted: int  # ended because their data, or that of an input, had ended
+    cancelled: int
+    put_back: int  # times a closure was queued again because its worker was gone
+    given_back: int  # times a worker returned a closure unstarted
+    workers: tuple[WorkerStatistics, ...]
+
+
+class ClosureQueue:
+    """All closures that are not final, and the decisions about them.
+
+    Every method that is told something returns the actions that follow; perform all of them, in
+    order. Pass the reports of a worker in the order in which it sent them, and none of them after
+    ``worker_lost``. A report that raises has changed nothing.
+
+    The record of a final closure is not kept here. Whoever keeps it (it may become the dependency
+    of a later one) drops its payload, if that is large.
+
+    Args:
+        target_ahead_s: Seconds of work to keep on a worker beyond the running closure.
+        max_ahead: Most closures to keep there.
+        max_ahead_bytes: Most inline bytes to keep there.
+        max_losses: A closure fails when this many workers were lost while they held it.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_ahead_s: float = TARGET_AHEAD_S,
+        max_ahead: int = MAX_AHEAD,
+        max_ahead_bytes: int = MAX_AHEAD_BYTES,
+        max_losses: int = MAX_LOSSES,
+    ) -> None:
+        self._dispatcher = Dispatcher(
+            target_ahead_s=target_ahead_s, max_ahead=max_ahead, max_ahead_bytes=max_ahead_bytes
+        )
+        self._max_losses = max_losses
+        self._open = OpenClosures(self._dispatcher)
+        self._errors = self._open.errors
+        self._pauses = 0
+        self._num_put_back = 0
+        self._num_given_back = 0
+
+    def __repr__(self) -> str:
+        counts = self.statistics()
+        text = (
+            f"{counts.waiting} waiting, {counts.queued} queued, {counts.in_flight} in flight, "
+            f"{counts.finished} finished, {len(counts.workers)} workers"
+        )
+        return f"<ClosureQueue: {text}{f'; {self.ending}' if self.ending else ''}>"
+
+    # --- what the user does ---
+
+    def schedule(self, closure: Closure) -> list[Action]:
+        """Take a new closure. The next ``dispatch`` sends it, or a report that comes before that.
+
+        It is not sent at once, so that a hundred calls in a row become one message per worker.
+
+        Raises:
+            LocalProtocolError: If its id is not above all earlier ones, or it or a dependency is
+                in the wrong state: the one must be new, the other must have been scheduled.
+        """
+        if closure.id <= self._open.last_id:
+            raise LocalProtocolError(
+                f"{closure} was scheduled after closure {self._open.last_id}, but ids must grow"
+            )
+        if closure.dependencies or self._errors.ending is not None or self._open.waits.barriers:
+            return self._schedule_unusual(closure)
+        self._open.queue(closure)
+        return []
+
+    def _schedule_unusual(self, closure: Closure) -> list[Action]:
+        """Schedule a closure with dependencies, behind a barrier, or after an error."""
+        inputs = closure.dependencies
+        for dependency in inputs:
+            if dependency.state is State.NEW:
+                raise LocalProtocolError(
+                    f"{closure} takes the value of {dependency}, which was not scheduled"
+                )
+        if self._errors.ending is not None:
+            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        elif failed := [c for c in inputs if c.is_final and c.state is not State.FINISHED]:
+            self._open.end_without_input(closure, failed[0])
+        else:
+            self._open.wait_or_queue(closure)
+        self._open.last_id = closure.id
+        return self._actions(dispatch=False)
+
+    def dispatch(self) -> list[Action]:
+        """Send what was scheduled. To be called once in each turn of the loop that scheduled."""
+        return self._actions()
+
+    def cancel(self, closure_id: int) -> list[Action]:
+        """Cancel one closure: at once if no worker holds it, else its worker is asked to stop it.
+
+        A final closure is left as it is, and one is asked to stop only once. Closures that wait for
+        its value fail, if it ends without one.
+        """
+        closure = self._open.get(closure_id)
+        if closure is None or closure.state is State.CANCELLING:
+            return []
+        if closure.state is State.HELD:
+            self._open.ask_to_stop(closure)
+        else:
+            self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        return self._actions()
+
+    def pause(self) -> None:
+        """Dispatch nothing until ``resume`` was called as often as this. Reports go on."""
+        self._pauses += 1
+
+    def resume(self) -> list[Action]:
+        """Take one ``pause`` back.
+
+        Raises:
+            LocalProtocolError: If none is left.
+        """
+        if not self._pauses:
+            raise LocalProtocolError("the closure queue was resumed more often than paused")
+        self._pauses -= 1
+        return self._actions()
+
+    def fail(self, error: BaseException) -> list[Action]:
+        """End everything with an error that is no closure's own, such as the loss of a ps."""
+        self._errors.pending.append(error)
+        self._open.end_all(str(error))
+        return self._actions()
+
+    def stop(self) -> list[Action]:
+        """Cancel everything, now and from now on."""
+        self._errors.stopped = True
+        self._open.end_all("the coordinator was closed")
+        return self._actions()
+
+    # --- gangs ---
+
+    def add_barrier(self) -> Barrier:
+        """Let what is scheduled from now on wait until the barrier is opened."""
+        return self._open.waits.add_barrier(self.next_id)
+
+    def may_begin(self, barrier: Barrier) -> bool:
+        """Whether the gang of this barrier, which is the first, may begin.
+
+        All that comes before is final then, so every worker is idle.
+        """
+        return not self._pauses and self.ending is None and self.low_water() >= barrier.cutoff
+
+    def open_barrier(self, barrier: Barrier) -> list[Action]:
+        """Queue what waited for nothing but this barrier: its gang has ended, or will never be."""
+        self._open.queue_late(self._open.waits.open(barrier))
+        return self._actions()
+
+    def begin_gang(self, replicas: Sequence[tuple[str, Replica]]) -> list[Action]:
+        """Send each replica to its worker.
+
+        Raises:
+            LocalProtocolError: If an id is not above all earlier ones, or a worker is not idle.
+        """
+        sent: list[Dispatch] = []
+        for worker, replica in replicas:
+            if replica.id <= self._open.last_id:
+                raise LocalProtocolError(f"{replica} comes after closure {self._open.last_id}")
+            self._open.last_id = replica.id
+            move(replica, Event.QUEUE)
+            sent.append(self._dispatcher.give(worker, replica))
+            self._open.add(replica)
+        return [*self._actions(dispatch=False), *sent]
+
+    # --- what workers do ---
+
+    def worker_joined(self, worker: str) -> list[Action]:
+        """A worker is ready for closures.
+
+        Raises:
+            LocalProtocolError: If it is already here.
+        """
+        self._dispatcher.join(worker)
+        return self._actions()
+
+    def worker_leaves(self, worker: str) -> list[Action]:
+        """A worker is about to leave: send it nothing more. It gives back what it has not started.
+
+        What it runs it reports, and then it is lost, blamelessly.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        self._dispatcher.retire(worker)
+        return self._actions()
+
+    def worker_lost(self, worker: str, *, blame: bool = True) -> list[Action]:
+        """A worker is gone. What it held is queued again, in its place, or ends cancelled.
+
+        Args:
+            worker: Name of the worker.
+            blame: Whether what it held may be the cause, and is given up when that has happened
+                too often. False where the reason is known: the worker left, or was sent away.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+        """
+        closures = self._dispatcher.leave(worker)
+        for closure in closures:
+            if closure.is_replica:  # none other is held beside it
+                return self._lost_replica(worker, closure)
+            closure.times_back += 1
+            if blame:
+                closure.lost_on += (worker,)
+        self._num_put_back += self._open.come_back(closures, Event.LOSE)
+        for closure in closures:
+            # The first one to be given up ends everything, and cancels the others.
+            if closure.state is State.QUEUED and closure.attempts >= self._max_losses:
+                self._open.end(closure, Event.FAIL, loss_error(closure))
+        return self._actions()
+
+    def finished(self, worker: str, ids: Sequence[int], mean_s: float) -> list[Action]:
+        """A worker ran these closures to their end, and each has a value.
+
+        Once an error ends everything they end cancelled all the same: updates that they made since
+        are refused, on one ps task sooner than on another.
+
+        Args:
+            worker: Name of the worker.
+            ids: Ids of the closures.
+            mean_s: Mean of the seconds that these took, each from its start to its end.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
+        """
+        closures = self._dispatcher.take_finished(worker, ids, mean_s)
+        if self._errors.ending is None:
+            self._open.finish(closures)
+        else:  # ps tasks may have refused its updates since the error, and some of them not
+            for closure in closures:
+                self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        return self._actions(worker)
+
+    def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
+        """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "failed")
+        self._open.end(closure, Event.FAIL, error)
+        return self._actions(worker)
+
+    def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
+        """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "met the end of data in")
+        event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
+        self._open.end(closure, event, error)
+        return self._actions(worker)
+
+    def cancelled(self, worker: str, closure_id: int) -> list[Action]:
+        """A worker stopped a closure, or did not start it, because it was asked to.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold the closure, or was not asked to stop it.
+        """
+        held = self._open.get(closure_id)
+        if held is not None and held.state is State.HELD:
+            raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
+        (closure,) = self._dispatcher.take(worker, (closure_id,), "cancelled")
+        self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
+        return self._actions(worker)
+
+    def given_back(self, worker: str, ids: Sequence[int]) -> list[Action]:
+        """A worker returns closures that it has not started: the answer to a GiveBack, or unasked.
+
+        The answer to a GiveBack may be empty, and must come all the same.
+
+        Raises:
+            LocalProtocolError: If no such worker is here.
+            RemoteProtocolError: If it does not hold one of them.
+        """
+        for closure_id in ids:
+            closure = self._open.get(closure_id)
+            if closure is not None and closure.is_replica:
+                raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
+        closures = self._dispatcher.take_back(worker, ids)
+        self._num_given_back += self._open.come_back(closures, Event.GIVE_BACK)
+        return self._actions()
+
+    # --- what join needs ---
+
+    @property
+    def next_id(self) -> int:
+        """The lowest id that the next closure may have: the cut-off of a join that begins now."""
+        return self._open.last_id + 1
+
+    def low_water(self) -> int:
+        """Return the lowest id that is not final, or ``next_id`` if all are. It never falls."""
+        return self._open.low_water()
+
+    def is_open(self, closure_id: int) -> bool:
+        """Whether a closure has not ended yet."""
+        return self._open.get(closure_id) is not None
+
+    def is_settled(self, cutoff: int) -> bool:
+        """Whether a join with this cut-off is over; ``collect_error`` then says how.
+
+        That is when all closures with lower ids are final, or, if there is an error, when nothing
+        runs any more.
+        """
+        return self.ready_to_raise if self._errors.pending else self.low_water() >= cutoff
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is an error that was not collected."""
+        return bool(self._errors.pending)
+
+    @property
+    def pending_errors(self) -> tuple[BaseException, ...]:
+        """What a join is going to raise and to name, in order."""
+        return tuple(self._errors.pending)
+
+    @property
+    def ready_to_raise(self) -> bool:
+        """Whether there is an error that was not collected, and nothing runs any more."""
+        return bool(self._errors.pending) and not self._dispatcher.num_in_flight
+
+    def collect_error(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
+        """Take what join is to raise, (first, further), or None. The queue is good again then.
+
+        An end of data is the first if there was no error, else the last of the further ones. If
+        several joins wait, one of them collects, and the others are told by the coordinator.
+
+        Raises:
+            LocalProtocolError: If there is an error and closures are still in flight.
+        """
+        if self._errors.pending and self._dispatcher.num_in_flight:
+            raise LocalProtocolError(
+                f"the error was collected while {self._dispatcher.num_in_flight} closures "
+                "were in flight"
+            )
+        return self._errors.collect()
+
+    @property
+    def ending(self) -> str | None:
+        """Why everything is being cancelled, and what is scheduled too; None if it is not."""
+        return self._errors.ending
+
+    @property
+    def num_queued(self) -> int:
+        """Closures that wait for nothing but a worker."""
+        return self._dispatcher.num_queued
+
+    @property
+    def num_in_flight(self) -> int:
+        """Closures that workers hold."""
+        return self._dispatcher.num_in_flight
+
+    def in_flight(self) -> list[tuple[str, Closure]]:
+        """Return (worker, closure) for all that workers hold, by worker in the order they run."""
+        return [(worker, c) for worker, closures in self._dispatcher.held() for c in closures]
+
+    def statistics(self) -> QueueStatistics:
+        """Return a snapshot."""
+        queued, in_flight = self._dispatcher.num_queued, self._dispatcher.num_in_flight
+        return QueueStatistics(
+            waiting=len(self._open) - queued - in_flight,
+            queued=queued,
+            in_flight=in_flight,
+            finished=self._open.totals[State.FINISHED],
+            failed=self._open.totals[State.FAILED],
+            exhausted=self._open.totals[State.EXHAUSTED],
+            cancelled=self._open.totals[State.CANCELLED],
+            put_back=self._num_put_back,
+            given_back=self._num_given_back,
+            workers=self._dispatcher.statistics(),
+        )
+
+    def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
+        """A worker was lost with a replica, which is not run again: its gang is over."""
+        event = Event.FAIL if closure.state is State.HELD else Event.LOSE
+        error = WorkerLost(worker, f"was lost while it ran {closure}, a replica of a gang")
+        self._open.end(closure, event, error)
+        return self._actions()
+
+    def _actions(self, reporter: str | None = None, *, dispatch: bool = True) -> list[Action]:
+        """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
+        actions: list[Action] = [*self._open.news()]
+        if dispatch and self._errors.ending is None and not self._pauses:
+            actions += self._dispatcher.decide(reporter)
+        return actions

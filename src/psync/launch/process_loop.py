@@ -1,0 +1,177 @@
+"""The event loop of a task's process: which one, and how signals and a launcher end what it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from psync.errors import ConfigurationError
+from psync.launch.task_output import release_blocked_output
+from psync.net.task_reports import report_on_signal
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LAST_WORDS_S = 3.0
+"""How long a worker may go on that is told to exit when its training session has ended. Less than
+the launcher's patience (``lifeline.GRACE_S``)."""
+
+
+def run_loop(
+    main: Callable[[], Awaitable[T]],
+    *,
+    terminated_code: int = 143,
+    last_words: asyncio.Event | None = None,
+) -> T:
+    """Run ``main`` on a new loop; SIGTERM, SIGHUP and Ctrl-C cancel it: everything is closed in
+    order. A SIGHUP that is ignored (``nohup``), or for which the program has a handler, is left so.
+
+    SIGUSR1 is answered by a report of what the process does; see ``task_reports``.
+
+    Args:
+        main: Coroutine function without arguments.
+        terminated_code: With which the process ends after SIGTERM: 128 + 15, or 0 where that is
+            the orderly end, as of a ps that serves. After SIGHUP: 128 + 1, or 0.
+        last_words: Once it is set, SIGTERM leaves ``main`` some seconds to end by itself. See also
+            ``asked_first``.
+
+    Raises:
+        SystemExit: After a signal.
+    """
+    ended_by = 0  # the signal
+    report_on_signal()
+    heard = 0  # of the signals that came
+
+    async def body() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            nonlocal heard
+            heard += 1
+            if heard == 1 and _first_words is not None:
+                _first_words()
+            elif last_words is not None and last_words.is_set():
+                loop.call_later(LAST_WORDS_S, task.cancel)
+            else:
+                task.cancel()
+
+        came = 0
+
+        def on_signal(signum: int, frame: object) -> None:
+            nonlocal came, ended_by
+            came += 1
+            ended_by = signum
+            release_blocked_output(signum, frame)
+            loop.call_soon_threadsafe(terminate)
+            if _first_words is not None:
+                watcher = threading.Thread(target=_watch, args=(lambda: heard, came), daemon=True)
+                watcher.start()
+
+        # Not the loop's own handlers: those are not called while a step computes on the loop.
+        signals = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+            signals.append(signal.SIGHUP)
+        before = {signum: signal.signal(signum, on_signal) for signum in signals}
+        try:
+            return await main()
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(body())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except asyncio.CancelledError:
+        if ended_by:
+            sys.exit(128 + ended_by if terminated_code else 0)
+        raise
+
+
+_first_words: Callable[[], None] | None = None
+"""What the first SIGTERM calls, instead of ending what ``run_loop`` runs."""
+
+BUSY_S = 1.0
+"""A loop that does not turn for so long computes: nothing can be said to what it runs."""
+
+
+@contextlib.contextmanager
+def asked_first(begin_to_end: Callable[[], None]) -> Iterator[None]:
+    """Return a context in which the first SIGTERM calls ``begin_to_end``.
+
+    The second ends what ``run_loop`` runs. While a step computes on the loop the first is only
+    noted in the log, and the second ends the process with code 143 as it is.
+    """
+    global _first_words
+    _first_words = begin_to_end
+    try:
+        yield
+    finally:
+        _first_words = None
+
+
+def _watch(heard: Callable[[], int], came: int) -> None:
+    """Say, or do, what the loop does not come to. Runs in a thread of its own."""
+    time.sleep(BUSY_S)
+    if heard() >= came:
+        return
+    if came == 1:
+        logger.info("SIGTERM waits for what computes on the event loop; another one ends it")
+    else:
+        logger.warning("a second SIGTERM ends this process in the middle of what it computes")
+        logging.shutdown()
+        os._exit(128 + signal.SIGTERM)
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's, where it is installed and not turned off with ``PSYNC_LOOP=asyncio``.
+
+    Raises:
+        ConfigurationError: If ``PSYNC_LOOP`` names neither.
+    """
+    name = os.environ.get("PSYNC_LOOP", "uvloop")
+    if name not in ("uvloop", "asyncio"):
+        raise ConfigurationError(f"PSYNC_LOOP: expected uvloop or asyncio, got {name!r}")
+    if name == "asyncio":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+@contextlib.contextmanager
+def end_of_run(fd: int) -> Iterator[asyncio.Event]:
+    """Return a context manager for an event that is set once the launcher says that the run ends.
+
+    Args:
+        fd: Read end of a pipe, ``PSYNC_RUN_FD``, which is closed with the context. Nobody writes
+            to it; its end is the message, so that one who begins to listen late hears it too.
+    """
+    os.set_inheritable(fd, False)
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+
+    def ended() -> None:
+        loop.remove_reader(fd)
+        over.set()
+
+    loop.add_reader(fd, ended)
+    try:
+        yield over
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

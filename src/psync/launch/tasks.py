@@ -1,0 +1,334 @@
+"""Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from psync.cluster import task_name
+from psync.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ConnectFailed,
+    PsyncError,
+    RemoteProtocolError,
+    TrainingEnded,
+    UsageError,
+)
+from psync.launch.identity import OwnTask, own_task
+from psync.launch.lifeline import watch_lifeline
+from psync.launch.process_loop import asked_first, end_of_run, run_loop
+from psync.launch.shut_down import shut_down
+from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
+from psync.net.chief_presence import (
+    TrainingPresence,
+    chief_timeouts,
+    naming_who_is_awaited,
+    until_told,
+)
+from psync.net.environment import (
+    added_workers,
+    note_incarnation,
+    platform_of,
+    run_over,
+    script_is_shared,
+    tell_launcher,
+    training_began,
+    training_over,
+    training_presence,
+)
+from psync.net.platform import Platform
+from psync.net.resolvers import ClusterResolver, TFConfigClusterResolver
+from psync.net.task_reports import described_by
+from psync.net.transport import SocketNetwork
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from psync.ps_task import PsTask
+    from psync.worker_task import WorkerTask
+
+T = TypeVar("T")
+
+SETUP_ERRORS = (ConfigurationError, ConnectFailed, AuthenticationError, RemoteProtocolError)
+"""What is wrong with the cluster rather than with the program, until training has begun."""
+
+
+def run(
+    main: Callable[[], Awaitable[T]],
+    resolver: ClusterResolver | None = None,
+    *,
+    on_workers: bool = False,
+    evaluator: Callable[[], Awaitable[Any]] | None = None,
+) -> T:
+    """Run this process as the task that the cluster says it is.
+
+    On the chief: run ``main()`` to its end, then tell ps and worker tasks to exit (under
+    ``psync run`` the launcher does that). On a ps or worker: serve until told to stop, then
+    exit with code 0; nothing after this call runs there. On an evaluator, likewise, run
+    ``evaluator()`` to its end; it takes no part in training, and needs no secret.
+
+    Args:
+        main: Coroutine function without arguments: the training program.
+        resolver: Default: ``TFConfigClusterResolver()``.
+        on_workers: Whether workers run ``main()``, too, instead of serving a coordinator: for
+            programs that train in a ``MonitoredTrainingSession``. A worker then exits by itself.
+            In a cluster without a chief, worker 0 tells the ps tasks to exit.
+        evaluator: Coroutine function without arguments, which runs where the task type is
+            ``evaluator``: as a rule a ``SidecarEvaluator``. SIGTERM ends it with code 0.
+
+    Returns:
+        What ``main`` returned.
+
+    Raises:
+        SystemExit: Where a task serves (code 0). With code 2, and the reason instead of a
+            traceback on stderr, where the set-up is wrong: the cluster's description or an option,
+            there is no secret or another one, an address is taken, a task is not there or is
+            another one. That is so until a coordinator or session has started, and the other tasks
+            then go on waiting for a chief. Likewise with code 1 where a task serves and no chief
+            comes, or an evaluator sees nobody train (``PSYNC_CHIEF_TIMEOUT``), and where ``main``
+            runs on workers and training has ended before its time, as when the chief was lost. With
+            code 130 after Ctrl-C and 143 after SIGTERM, which cancel ``main``.
+        Exception: What else ``main`` raised, and all that it raised once a coordinator or session
+            had started. The other tasks are told to exit.
+
+    Example:
+        if __name__ == "__main__":
+            psync.run(main)
+    """
+    for function in (main, *([] if evaluator is None else [evaluator])):
+        if not inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"run: expected a coroutine function, got {type(function).__name__}",
+                hint="psync.run(main) with `async def main():`",
+            )
+    began = asyncio.Event()
+    try:
+        own = own_task(resolver)
+        job = own.job
+        launched = _prepare_process(own)
+        if job == "chief" or (on_workers and job == "worker"):
+            jobs = ("ps",) if on_workers else ("worker", "ps")
+            over = asyncio.Event()
+            return run_loop(
+                lambda: _run_main(main, own, () if launched else jobs, began, over),
+                last_words=over if job == "worker" else None,
+            )
+        serving = (
+            _evaluate(evaluator, own, began)
+            if job == "evaluator"
+            else partial(_serve, own, insecure=False, shared=True)
+        )
+        run_loop(serving, terminated_code=0)
+        sys.exit(0)
+    except SETUP_ERRORS as exc:
+        if began.is_set():
+            raise
+        _exit(exc, 2)
+    except TrainingEnded as exc:
+        if job == "chief" and not on_workers:
+            raise
+        _exit(exc, 1)  # something went wrong elsewhere, and is said there
+
+
+async def _run_main(
+    main: Callable[[], Awaitable[T]],
+    own: OwnTask,
+    stopping: Sequence[str],
+    began: asyncio.Event,
+    over: asyncio.Event,
+) -> T:
+    """Run the program; then tell the tasks of some jobs to exit, if it is for this one to say."""
+    script_is_shared.set(True)
+    training_began.set(began)
+    training_over.set(over)
+    added_workers.set({})
+    note_incarnation(0)
+    tasks_end, since = own.leads, time.time_ns()
+    try:
+        return await main()
+    except SETUP_ERRORS:
+        # Whoever corrects what is wrong here, or starts who is missing, finds the others still
+        # there. They may also serve a chief that has a better right to them.
+        tasks_end = tasks_end and began.is_set()
+        raise
+    finally:
+        if tasks_end:
+            await shut_down(own, stopping, since)
+
+
+def _evaluate(
+    evaluator: Callable[[], Awaitable[Any]] | None, own: OwnTask, began: asyncio.Event
+) -> Callable[[], Awaitable[Any]]:
+    """Return what runs on an evaluator."""
+    if evaluator is None:
+        raise ConfigurationError(
+            "this process is the evaluator, and the program has none",
+            hint="psync.run(main, evaluator=evaluate) with `async def evaluate():`",
+        )
+    fd = os.environ.pop("PSYNC_RUN_FD", None)
+    patience = chief_timeouts(os.environ)
+    tasks = {
+        task_name(job, index): own.cluster.task_address(job, index)
+        for job in ("ps", "worker")
+        if job in own.cluster.jobs
+        for index in own.cluster.task_indices(job)
+    }
+
+    async def evaluate() -> None:
+        training_began.set(began)
+        if fd is None:
+            training_presence.set(TrainingPresence(SocketNetwork(), tasks, patience))
+            await evaluator()
+            return
+        with end_of_run(int(fd)) as over:
+            run_over.set(over)
+            await evaluator()
+
+    return evaluate
+
+
+async def serve(resolver: ClusterResolver | None = None, *, insecure: bool = False) -> None:
+    """Serve as the ps or worker that the cluster says this process is, until told to stop.
+
+    Args:
+        resolver: Default: ``TFConfigClusterResolver()``.
+        insecure: Whether to serve without a secret, to everybody who can reach the address.
+
+    Raises:
+        ConfigurationError: This process is neither; no secret; the address is taken.
+        TrainingEnded: No chief has come for too long (``PSYNC_CHIEF_TIMEOUT``).
+
+    Cancellation: Updates that have begun are finished, then everything is closed.
+    """
+    own = own_task(resolver or TFConfigClusterResolver())
+    await _serve(own, insecure=insecure, shared=False)
+
+
+def serve_forever(*, insecure: bool = False, chief_timeout: str | None = None) -> None:
+    """Do ``serve`` in this process until a message or SIGTERM says stop; for ``psync serve``.
+
+    Args:
+        insecure: As ``serve``.
+        chief_timeout: In place of ``PSYNC_CHIEF_TIMEOUT``.
+
+    Raises:
+        ConfigurationError, TrainingEnded: As ``serve``.
+    """
+    own = own_task(TFConfigClusterResolver())
+    _watch_launcher()
+    run_loop(
+        lambda: _serve(own, insecure=insecure, shared=False, chief_timeout=chief_timeout),
+        terminated_code=0,
+    )
+
+
+async def _serve(
+    own: OwnTask, *, insecure: bool, shared: bool, chief_timeout: str | None = None
+) -> None:
+    if own.job not in ("ps", "worker"):
+        raise ConfigurationError(
+            f"only ps and worker tasks serve, this process is {own.name}",
+            hint="the chief and an evaluator run programs: psync.run(main, evaluator=evaluate)",
+        )
+    timeouts = chief_timeouts(os.environ, chief_timeout)
+    platform = platform_of(own.resolver, own.address, insecure=insecure, listens=True)
+    task = make_task(platform, own.job, own.index, own.address, main_by_name=shared)
+    await task.start()
+    # Who started this task by hand waits for this line; a launcher knows.
+    level = logging.DEBUG if os.environ.get("PSYNC_LAUNCHED") else logging.INFO
+    logger.log(level, "%s serves at %s", task.task, own.address)
+    awaited = ""
+    if own.job == "worker" and "chief" not in own.cluster.jobs:
+        awaited = (
+            f"{task.task} waits for a chief, and its cluster's description names none: a chief "
+            f"takes it in with add_worker({own.address!r}, index={own.index})"
+        )
+    naming = naming_who_is_awaited(lambda: "" if task.chief.is_here else awaited)
+    try:
+        with described_by(task.describe), _leaving_first(task), naming:
+            await until_told(task.task, task.stopped, task.chief, timeouts)
+    finally:
+        await task.close()
+    if getattr(task, "is_torn", False):  # a ps
+        raise PsyncError(f"{task.task} ended: an update failed half-way, see the log")
+
+
+@contextlib.contextmanager
+def _leaving_first(task: PsTask | WorkerTask) -> Iterator[None]:
+    """Let a worker leave in order when it gets its first SIGTERM, as before a machine is taken."""
+    leave = getattr(task, "leave", None)
+    if leave is None:  # a ps
+        yield
+        return
+    leaving: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        work = leave("SIGTERM", hint="; another SIGTERM ends it at once")
+        leaving.append(asyncio.get_running_loop().create_task(work))
+
+    with asked_first(begin):
+        yield
+
+
+def make_task(
+    platform: Platform, job: str, index: int, address: str, *, main_by_name: bool = False
+) -> PsTask | WorkerTask:
+    """Return a ps or worker task, not started."""
+    # Imported here: the chief needs neither, and each of them only one.
+    if job == "ps":
+        from psync.ps_task import PsTask
+
+        return PsTask(platform, index, address)
+    from psync.worker_task import WorkerTask
+
+    return WorkerTask(platform, index, address, main_by_name=main_by_name)
+
+
+# The process.
+
+
+def _exit(error: PsyncError, code: int) -> NoReturn:
+    """Say what is wrong, and where the program met it, and exit."""
+    lines = [f"psync: error: {error.message}"]
+    if error.hint:
+        lines.append(f"hint: {error.hint}")
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
+    places = [
+        frame
+        for frame in frames
+        if os.path.isabs(frame.filename) and not frame.filename.startswith(ours)
+    ]
+    if places and places[-1].name != "<module>":  # that one only calls run()
+        lines.append(f"at {places[-1].filename}:{places[-1].lineno}, in {places[-1].name}")
+    print(*lines, sep="\n", file=sys.stderr)
+    sys.exit(code)
+
+
+def _prepare_process(own: OwnTask) -> bool:
+    """Set up logging and the lifeline; return whether a launcher started this process."""
+    fill_standard_streams()
+    tell_launcher()
+    launched = bool(os.environ.get("PSYNC_LAUNCHED"))
+    if launched:
+        write_whole_lines()
+    level = os.environ.get("PSYNC_LOG_LEVEL", "info")
+    configure_logging(level, None if launched else f"{own.job}-{own.index}")
+    _watch_launcher()
+    return launched
+
+
+def _watch_launcher() -> None:
+    lifeline = os.environ.pop("PSYNC_LIFELINE_FD", None)
+    if lifeline:
+        watch_lifeline(int(lifeline))

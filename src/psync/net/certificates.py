@@ -1,0 +1,132 @@
+"""Certificates for a cluster: an authority that signs one of them, and is then forgotten.
+
+All tasks of a cluster share one certificate and its key, as they share the secret. The key of the
+authority is never written: so nobody, the owner included, can sign another certificate that these
+tasks would trust. For further hosts make new files for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from psync.errors import ConfigurationError
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+CA_NAME, CERT_NAME, KEY_NAME = "ca.pem", "cert.pem", "key.pem"
+SKEW = datetime.timedelta(hours=1)
+"""Clocks of hosts may differ by that much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What is made, as PEM.
+
+    Attributes:
+        ca: Certificate of the authority: what tasks trust.
+        cert: Certificate that tasks show.
+        key: Its private key.
+    """
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+
+
+def own_hosts() -> list[str]:
+    """Return how this machine is addressed by itself, and its name."""
+    name = socket.gethostname()
+    return [*LOCAL_HOSTS, *([name] if name and name not in LOCAL_HOSTS else [])]
+
+
+def mint(hosts: Sequence[str], days: float, now: datetime.datetime | None = None) -> Certificates:
+    """Make an authority and a certificate for these hosts.
+
+    Args:
+        hosts: Names and IP addresses, as they stand in the cluster's description.
+        days: How long the certificates are valid, from ``now`` on.
+        now: Default: now.
+
+    Raises:
+        ConfigurationError: If the package ``cryptography`` is not installed, or a host is none.
+    """
+    try:
+        from psync.net.signing import Authority
+    except ImportError as exc:
+        raise ConfigurationError(
+            "certificates are made with the package cryptography, which is not installed",
+            hint="pip install 'psync[tls]'; TLS itself does not need it",
+        ) from exc
+    now = now or datetime.datetime.now(datetime.UTC)
+    authority = Authority(now - SKEW, now + datetime.timedelta(days=days))
+    return Certificates(authority.certificate, *authority.issue(hosts))
+
+
+def write(certificates: Certificates, directory: Path) -> tuple[Path, Path, Path]:
+    """Write the files ``ca.pem``, ``cert.pem`` and ``key.pem`` (mode 600) into a directory.
+
+    Returns:
+        Their paths, in this order.
+
+    Raises:
+        ConfigurationError: If one of them is there already, or cannot be written: then none is
+            left.
+    """
+    contents = (
+        (CA_NAME, certificates.ca, 0o644),
+        (CERT_NAME, certificates.cert, 0o644),
+        (KEY_NAME, certificates.key, 0o600),
+    )
+    written: list[Path] = []
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, content, mode in contents:
+            path = directory / name
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            written.append(path)
+            with open(descriptor, "wb") as file:
+                file.write(content)
+    except OSError as exc:
+        for path in written:
+            path.unlink(missing_ok=True)
+        hint = None
+        if isinstance(exc, FileExistsError):
+            hint = "choose another directory, or remove it: a new key fits no old certificate"
+        raise ConfigurationError(
+            f"{exc.filename or directory}: cannot be written: {(exc.strerror or str(exc)).lower()}",
+            hint=hint,
+        ) from exc
+    ca, cert, key = written
+    return ca, cert, key
+
+
+@contextlib.contextmanager
+def temporary(days: float) -> Iterator[dict[str, str]]:
+    """Return a context manager for the variables of certificates that last as long as it does.
+
+    They are for this machine alone. Their directory is private, and is removed at the end.
+
+    Args:
+        days: How long they are valid, if the end is not before.
+
+    Raises:
+        ConfigurationError: As ``mint``.
+    """
+    made = mint(LOCAL_HOSTS, days)
+    with tempfile.TemporaryDirectory(prefix="psync-tls-") as directory:  # mode 700
+        yield variables(*write(made, Path(directory)))
+
+
+def variables(ca: Path, cert: Path, key: Path) -> dict[str, str]:
+    """Return the environment variables with which tasks use these files."""
+    return {
+        "PSYNC_TLS_CA_FILE": str(ca),
+        "PSYNC_TLS_CERT_FILE": str(cert),
+        "PSYNC_TLS_KEY_FILE": str(key),
+    }

@@ -1,0 +1,424 @@
+"""A task's place on the network: it listens, connects, and owns its peers and handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from psync.closures.membership import backoff
+from psync.errors import (
+    AuthenticationError,
+    ClosedError,
+    ConfigurationError,
+    ConnectFailed,
+    FencedError,
+    ProtocolError,
+    PsyncError,
+)
+from psync.net.handshake_limits import (
+    DISPLACED,
+    FailedHandshakes,
+    LogQuota,
+    Place,
+    displaced,
+    source_of,
+)
+from psync.net.peer import Handler, Peer
+from psync.net.platform import Platform
+from psync.net.transport import Listener, reason
+from psync.numerics.blocks import BlockPool
+from psync.wire.codec import Message
+from psync.wire.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
+from psync.wire.messages import Hello, Refused
+from psync.wire.protocol import State
+
+logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 5.0
+"""A connection that is not up by then is reported, and again at doubling intervals."""
+
+OWN_NAME_WITHIN_S = 60.0
+"""By then the name at which a task listens can be resolved. That of a pod of Kubernetes comes into
+the DNS some seconds after the pod has begun, and that it was not there stays in caches."""
+
+_PROVED = ("fenced", "early")
+"""Why peers are refused that hold the secret."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""A peer that has not taken by then what we had to say to it will not get it."""
+
+
+class Endpoint:
+    """Where a task's connections begin and end.
+
+    Args:
+        platform: Network, secret, randomness.
+        task: Own task name.
+        incarnation: Own incarnation; may be raised later (``incarnation`` attribute), for
+            connections made from then on.
+        handlers: Who serves which message.
+        pool: Memory for received segments.
+        admit: Last word on a peer that has proved itself; None admits all.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        task: str,
+        incarnation: int,
+        handlers: dict[type[Message], Handler],
+        pool: BlockPool | None = None,
+        admit: Callable[[Hello], Refused | None] | None = None,
+    ) -> None:
+        self.platform = platform
+        self.task = task
+        self.incarnation = incarnation
+        self.handlers = handlers
+        self.pool = pool if pool is not None else BlockPool()
+        self.on_peer: list[Callable[[Peer], None]] = []  # told of each accepted connection
+        self._admit = admit
+        self._peers: dict[Peer, None] = {}  # open, or in their handshake, in this order
+        # Of them, accepted ones in their handshake, the oldest first, and where they come from.
+        self._unproven: dict[Peer, Place] = {}
+        self._failures = FailedHandshakes(platform.limits.handshake_failures)
+        self._log_quota = LogQuota()
+        self._untold: asyncio.TimerHandle | None = None  # None: every line was written
+        self._untold_level = logging.NOTSET  # the highest of the lines that were not
+        self._tasks: set[asyncio.Task[None]] = set()  # handlers that run
+        self._listeners: list[Listener] = []
+        self._closed = False
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The open connections."""
+        return [peer for peer in self._peers if peer.is_open]
+
+    async def listen(self, address: str) -> Listener:
+        """Accept connections at ``address``. A name that cannot be resolved yet is waited for.
+
+        Raises:
+            ConfigurationError: The address is in use or not this machine's, or its name is none.
+
+        Cancellation: Safe.
+        """
+        self._check_not_closed()
+        try:
+            listener = await self._listen(address)
+        except OSError as exc:
+            raise ConfigurationError(
+                f"{self.task} cannot listen on {address}: {reason(exc)}",
+                hint="does another process listen there, a task of an earlier run perhaps? "
+                "is it an address of this machine?",
+            ) from exc
+        self._listeners.append(listener)
+        return listener
+
+    async def _listen(self, address: str) -> Listener:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + OWN_NAME_WITHIN_S
+        attempt = 0
+        while True:
+            try:
+                return await self.platform.network.listen(address, self._accept)
+            except socket.gaierror as exc:
+                if loop.time() >= deadline:
+                    raise
+                if not attempt:
+                    logger.warning(
+                        "%s cannot listen on %s yet, and tries again for %.0f s: %s",
+                        self.task, address, OWN_NAME_WITHIN_S, reason(exc),
+                    )  # fmt: skip
+            await asyncio.sleep(backoff(attempt, self.platform.uniform()))
+            attempt += 1
+
+    async def connect(self, address: str, expect: str, lane: str = "control") -> Peer:
+        """Open one connection to the task ``expect`` at ``address``; one attempt.
+
+        Raises:
+            ConnectFailed: Nobody answers there, or not in time, or has no room for us.
+            AuthenticationError: It does not hold our secret, or refused us.
+            FencedError: It knows a newer incarnation of this task.
+            ProtocolError: Something else than that task answers.
+            ClosedError: This endpoint is closed.
+
+        Cancellation: Safe; the connection is closed.
+        """
+        self._check_not_closed()
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_opened(peer: Peer) -> None:
+            if not opened.done():
+                opened.set_result(None)
+
+        def on_closed(peer: Peer, error: Exception | None) -> None:
+            self._peers.pop(peer, None)
+            if opened.done():
+                if peer.task:  # else the caller is told
+                    self._report_closed(peer, error)
+            elif isinstance(error, ProtocolError | AuthenticationError | FencedError):
+                opened.set_exception(error)
+            else:
+                why = _one_line(error) if error is not None else "the connection was closed"
+                opened.set_exception(ConnectFailed(f"{expect} at {address}: {why}"))
+
+        secret, incarnation = self.platform.secret, self.incarnation
+        handshake = ClientHandshake(
+            secret.value if secret is not None else None,
+            self.task, incarnation, lane, self.platform.random_bytes(NONCE_BYTES), expect,
+        )  # fmt: skip
+        peer = self._new_peer(handshake, on_opened, on_closed)
+        try:
+            async with asyncio.timeout(self.platform.limits.handshake_seconds):
+                await self.platform.network.connect(address, lambda: peer.connection)
+                await opened
+            if incarnation != self.incarnation:  # who speaks over it would be taken for another
+                raise ConnectFailed(
+                    f"{expect} at {address}: the connection was begun under incarnation "
+                    f"{incarnation}, which is {self.incarnation} by now"
+                )
+        except BaseException as exc:
+            self._peers.pop(peer, None)
+            peer.abort()
+            if not opened.cancel() and not opened.cancelled():
+                opened.exception()  # seen, even if something else came first
+            if isinstance(exc, PsyncError):
+                raise
+            if isinstance(exc, TimeoutError):
+                seconds = self.platform.limits.handshake_seconds
+                raise ConnectFailed(f"{expect} at {address}: no answer within {seconds} s") from exc
+            if isinstance(exc, OSError):
+                raise ConnectFailed(f"{expect} at {address}: {reason(exc)}") from exc
+            raise
+        return peer
+
+    async def connect_retrying(
+        self,
+        address: str,
+        expect: str,
+        lane: str = "control",
+        *,
+        timeout_s: float | None = None,
+        level: int = logging.WARNING,
+    ) -> Peer:
+        """As ``connect``, again and again with growing pauses until it works.
+
+        Args:
+            address: As for ``connect``.
+            expect: As for ``connect``.
+            lane: As for ``connect``.
+            timeout_s: Seconds until it is given up; None: never.
+            level: Of the log, for saying that it takes long.
+
+        Raises:
+            ConnectFailed: Not within ``timeout_s`` seconds (an attempt that is under way then
+                is waited for); names the task, the address and the last reason.
+            AuthenticationError, FencedError, ProtocolError, ClosedError: At once; waiting would
+                not help.
+
+        Cancellation: Safe.
+        """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        # As a time, not as what has been waited: near it, rounding would leave pauses of nothing.
+        deadline = None if timeout_s is None else start + timeout_s
+        report_after_s = REPORT_AFTER_S
+        attempt = 0
+        while True:
+            try:
+                return await self.connect(address, expect, lane)
+            except ConnectFailed as exc:
+                now = loop.time()
+                waited = now - start
+                if deadline is not None and now >= deadline:
+                    raise ConnectFailed(
+                        f"no connection within {timeout_s:g} s: {exc.message}",
+                        hint=f"is {expect} running, and is this its address?",
+                    ) from exc
+                if waited >= report_after_s:
+                    logger.log(
+                        level, "%s has been waiting for a connection for %.0f s: %s",
+                        self.task, waited, exc.message,
+                    )  # fmt: skip
+                    report_after_s = 2 * waited
+                pause = backoff(attempt, self.platform.uniform())
+                if deadline is not None:
+                    pause = min(pause, deadline - now)
+                await asyncio.sleep(pause)
+                attempt += 1
+
+    async def close(self) -> None:
+        """Stop listening, close every connection, cancel the handlers and wait for them.
+
+        Cancellation: Connections are closed; handlers may still be ending.
+        """
+        self._closed = True
+        for listener in self._listeners:
+            listener.close()
+        self._tell_untold()
+        for peer in list(self._peers):
+            peer.close()
+        handlers = self._tasks - {asyncio.current_task()}
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._wait_closed()
+        except TimeoutError:
+            for peer in list(self._peers):
+                peer.abort()
+            await self._wait_closed()
+        for listener in self._listeners:
+            await listener.wait_closed()
+
+    def statistics(self) -> dict[str, int]:
+        """Return the number of open connections, and the bytes sent and received over them."""
+        connections = [peer.connection for peer in self.peers]
+        return {
+            "connections": len(connections),
+            "bytes_sent": sum(connection.bytes_sent for connection in connections),
+            "bytes_received": sum(connection.bytes_received for connection in connections),
+        }
+
+    # Accepting.
+
+    def _accept(self) -> asyncio.BufferedProtocol:
+        limits, secret = self.platform.limits, self.platform.secret
+        handshake = ServerHandshake(
+            secret.value if secret is not None else None,
+            self.task, self.incarnation, self.platform.random_bytes(NONCE_BYTES),
+        )  # fmt: skip
+        refused: Refused | None = None
+        if len(self._peers) >= limits.connections:
+            refused = Refused("full", f"it has {limits.connections} connections")
+        peer = self._new_peer(
+            handshake, self._on_accepted_opened, self._on_accepted_closed, refused
+        )
+        if refused is None:
+            peer.connection.on_made = functools.partial(self._take_place, peer)
+        if self._closed:
+            peer.abort()
+        return peer.connection
+
+    def _take_place(self, peer: Peer, peername: object) -> None:
+        source, now = source_of(peername), asyncio.get_running_loop().time()
+        if not self._failures.allows(source, now):
+            peer.abort()
+            return
+        place = self._failures.place(source)
+        oldest = displaced(self._unproven, place, self.platform.limits.handshakes)
+        if oldest is not None:
+            self._count_failure(self._unproven.pop(oldest).source, DISPLACED)
+            oldest.connection.refuse(Refused("full", "its place was needed for a newer connection"))
+        self._unproven[peer] = place
+
+    def _on_accepted_opened(self, peer: Peer) -> None:
+        self._failures.succeeded(self._unproven.pop(peer).source)
+        for listener in self.on_peer:
+            listener(peer)
+
+    def _on_accepted_closed(self, peer: Peer, error: Exception | None) -> None:
+        self._peers.pop(peer, None)
+        place = self._unproven.pop(peer, None)
+        self._report_closed(peer, error)
+        if place is None or self._closed:
+            return
+        refused = peer.connection.wire.refused
+        if refused is not None and refused.reason in _PROVED:
+            self._failures.succeeded(place.source)
+        else:
+            self._count_failure(place.source)
+
+    def _count_failure(self, source: str | None, failures: float = 1.0) -> None:
+        if self._failures.failed(source, asyncio.get_running_loop().time(), failures):
+            self._log_stranger(
+                logging.WARNING,
+                "%s: %d handshakes with %s have failed; most connections from there are closed at "
+                "once, until that ends", self.task, self.platform.limits.handshake_failures, source,
+            )  # fmt: skip
+
+    # Both.
+
+    def _new_peer(
+        self,
+        handshake: ClientHandshake | ServerHandshake,
+        on_opened: Callable[[Peer], None],
+        on_closed: Callable[[Peer, Exception | None], None],
+        refused: Refused | None = None,
+    ) -> Peer:
+        peer = Peer(
+            handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
+            on_opened, on_closed, self._admit, refused, self.platform.losses,
+        )  # fmt: skip
+        self._peers[peer] = None
+        return peer
+
+    def _report_closed(self, peer: Peer, error: Exception | None) -> None:
+        connection = peer.connection
+        refused = connection.wire.refused
+        who = f"{peer.task or connection.wire.peer_task or 'a stranger'} ({connection.peername})"
+        if refused is not None:
+            # Whoever finds no room tries again, and says so himself when it takes too long.
+            level = {"full": logging.INFO, "early": logging.DEBUG}.get(
+                refused.reason, logging.WARNING
+            )
+            log = logger.log if refused.reason in _PROVED else self._log_stranger
+            log(level, "%s refused %s: %s", self.task, who, refused.detail)
+        elif self._closed:
+            return
+        elif connection.wire.state is State.AWAIT_PROOF and not isinstance(error, PsyncError):
+            # It has seen our proof. It died, or it has another secret: that stands in its own log.
+            self._log_stranger(
+                logging.INFO, "%s: %s left before its handshake was over", self.task, who
+            )
+        elif isinstance(error, PsyncError):
+            log = logger.log if peer.task else self._log_stranger
+            log(logging.WARNING, "%s lost %s: %s", self.task, who, _one_line(error))
+
+    def _log_stranger(self, level: int, text: str, *args: object) -> None:
+        """Write a line about somebody who has not proved himself, unless there are too many."""
+        if not logger.isEnabledFor(level):
+            return
+        loop = asyncio.get_running_loop()
+        if self._log_quota.allows(loop.time()):
+            logger.log(level, text, *args)
+        elif not self._closed:
+            self._untold_level = max(self._untold_level, level)
+            if self._untold is None:
+                self._untold = loop.call_at(self._log_quota.ends, self._tell_untold)
+
+    def _tell_untold(self) -> None:
+        if self._untold is not None:
+            self._untold.cancel()
+            self._untold = None
+            logger.log(
+                self._untold_level,
+                "%s: %d more lines about strangers in the last minute were left out",
+                self.task, self._log_quota.untold(),
+            )  # fmt: skip
+            self._untold_level = logging.NOTSET
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.task} has closed its connections and makes no new ones")
+
+    async def _wait_closed(self) -> None:
+        for peer in list(self._peers):
+            if peer.connection.is_connected:
+                await peer.wait_closed()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, PsyncError):
+        return error.message if error.hint is None else f"{error.message} ({error.hint})"
+    return reason(error) if isinstance(error, OSError) else str(error)

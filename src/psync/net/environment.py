@@ -1,0 +1,173 @@
+"""The platform of a task that runs in a process of its own, from its environment variables."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+
+from psync.errors import ConfigurationError
+from psync.net.chief_presence import TrainingPresence
+from psync.net.failpoints import Failpoints
+from psync.net.message_loss import MessageLosses
+from psync.net.platform import Platform
+from psync.net.resolvers import ClusterResolver
+from psync.net.secret import insecure_by_environ, load_secret, require_secret
+from psync.net.tls_config import load_tls
+from psync.net.tls_network import TlsNetwork
+from psync.net.transport import Network, SocketNetwork
+from psync.wire.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+script_is_shared: ContextVar[bool] = ContextVar("psync_script_is_shared", default=False)
+"""Whether workers run this script too: then classes of its ``__main__`` travel by name."""
+
+training_began: ContextVar[asyncio.Event | None] = ContextVar("psync_training_began", default=None)
+"""Set once the set-up has proved right: a coordinator or training session has started, or the
+evaluator has found a checkpoint. What goes wrong from then on is the program's own."""
+
+training_over: ContextVar[asyncio.Event | None] = ContextVar("psync_training_over", default=None)
+"""Set by a training session that ends: the program now says its last words."""
+
+added_workers: ContextVar[dict[str, str] | None] = ContextVar("psync_added_workers", default=None)
+"""Address of each worker that the program has added, by name: they, too, hear of its end."""
+
+run_over: ContextVar[asyncio.Event | None] = ContextVar("psync_run_over", default=None)
+"""Set when the run ends beside which a launcher has started this evaluator; None: none has."""
+
+training_presence: ContextVar[TrainingPresence | None] = ContextVar(
+    "psync_training_presence", default=None
+)
+"""What this evaluator sees of the training tasks; not set where a launcher says when that ends."""
+
+
+_newest_incarnation = 0  # under which this process is, or was, a coordinator
+
+
+def platform_of(
+    resolver: ClusterResolver,
+    address: str,
+    *,
+    insecure: bool = False,
+    listens: bool = False,
+    warn: Callable[[str], None] = logger.warning,
+) -> Platform:
+    """Return the platform for the task that ``resolver`` says this process is.
+
+    Args:
+        resolver: One that a local cluster made brings its own platform.
+        address: Where the task listens, or is known by.
+        insecure: Whether the task may run without a secret.
+        listens: Whether it will listen there: then it gets the socket that a launcher passed on.
+        warn: Told what running without a secret means, where that is allowed.
+
+    Raises:
+        ConfigurationError: No secret, certificates that cannot be used, or a variable that cannot
+            be understood.
+    """
+    tell_launcher()
+    own = getattr(resolver, "platform", None)
+    if isinstance(own, Platform):
+        return own
+    environ = os.environ
+    insecure = insecure or insecure_by_environ(environ)
+    secret = require_secret(load_secret(environ), insecure, address, warn)
+    tls = load_tls(environ)
+    network: Network = SocketNetwork(_inherited(address) if listens else {})
+    return Platform(
+        network if tls is None else TlsNetwork(network, tls),
+        secret,
+        limits=limits_of(environ),
+        failpoints=Failpoints.from_environment(environ),
+        losses=MessageLosses.from_environment(environ),
+        apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
+    )
+
+
+def tell_launcher() -> None:
+    """Tell the launcher, if there is one, that this program takes part in its cluster."""
+    known = os.environ.pop("PSYNC_MEMBER_FD", None)
+    if known is None:
+        return
+    fd, _, inode = known.partition(":")
+    with contextlib.suppress(OSError):  # it has gone
+        # A process that the program has started has the variable, and another file there, or none.
+        if os.fstat(int(fd)).st_ino == int(inode):
+            os.write(int(fd), b"1")
+            os.close(int(fd))
+
+
+def note_training_began() -> None:
+    """Whatever was to be connected to is there; see ``training_began``."""
+    began = training_began.get()
+    if began is not None:
+        began.set()
+
+
+def newest_incarnation() -> int:
+    """Return the last incarnation under which this process was a coordinator; 0: it was none."""
+    return _newest_incarnation
+
+
+def note_incarnation(granted: int) -> None:
+    """This process is the coordinator of this incarnation from now on; 0: forget earlier ones."""
+    global _newest_incarnation
+    _newest_incarnation = granted
+
+
+def watchdog_timeout(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return after how many seconds of silence the watchdog reports; None: never.
+
+    TensorFlow's variable is read where psync's own is not set. 0 or less turns the watchdog off.
+
+    Raises:
+        ConfigurationError: If the one that counts is no number.
+    """
+    for variable in ("PSYNC_WATCHDOG_TIMEOUT", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT"):
+        text = environ.get(variable, "").strip()
+        if not text:
+            continue
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not math.isfinite(seconds):
+            raise ConfigurationError(f"{variable}: expected seconds, got {text!r}")
+        return seconds if seconds > 0 else None
+    return None
+
+
+def _inherited(address: str) -> dict[str, socket.socket]:
+    """Return the listening socket that a launcher passed on, if it did; it has one owner."""
+    number = os.environ.pop("PSYNC_LISTEN_FD", None)
+    if not number:
+        return {}
+    try:
+        listening = socket.socket(fileno=int(number))
+    except (ValueError, OSError) as exc:
+        raise ConfigurationError(
+            f"PSYNC_LISTEN_FD: expected an open socket's number, got {number!r} ({exc})"
+        ) from exc
+    os.set_inheritable(listening.fileno(), False)
+    return {address: listening}
+
+
+def limits_of(environ: Mapping[str, str]) -> Limits:
+    """Return the limits, each of which ``PSYNC_LIMIT_<NAME>`` can set."""
+    given: dict[str, int] = {}
+    for field in dataclasses.fields(Limits):
+        variable = f"PSYNC_LIMIT_{field.name.upper()}"
+        text = environ.get(variable)
+        if text is None:
+            continue
+        if not text.isascii() or not text.isdigit() or int(text) == 0:
+            raise ConfigurationError(f"{variable}: expected a number above 0, got {text!r}")
+        given[field.name] = int(text)
+    return dataclasses.replace(Limits(), **given)

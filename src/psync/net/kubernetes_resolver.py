@@ -1,0 +1,403 @@
+"""The cluster that pods of Kubernetes make: by their DNS names, or by labels from the API.
+
+Pods of a StatefulSet, and those of an indexed Job, have names that count from 0 and that a
+headless service puts into the DNS: ``train-ps-0.train``. That is all a task has to know, so by
+default no API is asked, no right is needed, and a pod that does not run yet is simply one that is
+not reached yet. The API is for pods without such names.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from psync.cluster import ClusterSpec
+from psync.errors import ConfigurationError, ConnectFailed
+from psync.net.resolvers import ClusterResolver
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0
+"""Pause between two questions to the API, while pods are waited for."""
+
+REPORT_EVERY_S = 10.0
+"""Between two lines that say which pods are waited for."""
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+"""Where a pod reads its own namespace."""
+
+_ENDED = ("Succeeded", "Failed")
+_DNS_NAME = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_SOURCE = "KubernetesClusterResolver"
+
+
+class ExecutableLocation(enum.Enum):
+    """Where this process runs: that says how it finds the Kubernetes API."""
+
+    WITHIN_CLUSTER = "within_cluster"  # in a pod: by the pod's service account
+    OFF_CLUSTER = "off_cluster"  # elsewhere: by the user's kubeconfig
+
+
+class PodLister(Protocol):
+    """What is used of ``kubernetes.client.CoreV1Api``."""
+
+    def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:
+        """Return an object whose ``items`` are the pods of a namespace that have these labels."""
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """The pods of StatefulSets or indexed Jobs, by name; or those that carry given labels.
+
+    **By name**, if ``jobs`` and ``service`` say what there is: task 2 of job ``ps`` is at
+    ``SERVICE-ps-2.SERVICE``. So it is if each job is a StatefulSet or an indexed Job named
+    ``SERVICE-JOB``, whose pods have the headless service as their ``serviceName`` or ``subdomain``.
+    The service needs ``publishNotReadyAddresses: true``. The API is not asked.
+
+    **By labels**, if ``job_to_label_mapping`` or ``override_client`` is given, or the location is
+    off the cluster: the tasks of a job are the pods of its first selector in the order of their
+    names, with numbers as numbers, then those of the next. ``cluster_spec`` blocks until all of
+    them run; pods that have ended are passed over. The API is asked again each time.
+
+    Either way the task of this process is the one that its pod's name says (``HOSTNAME``), unless
+    ``task_type`` and ``task_id`` are assigned.
+
+    Args:
+        job_to_label_mapping: Label selectors of each job: ``{"ps": ["job-name=ps"], …}``. None,
+            where the API is asked: ``{"worker": ["job-name=tensorflow"]}``.
+        tf_server_port: Where each task listens.
+        rpc_layer: What ``master()`` puts before addresses.
+        override_client: Asked instead of the Kubernetes API: see ``PodLister``.
+        executable_location: Where this process runs, as an ``ExecutableLocation`` or its value.
+        jobs: Number of tasks of each job: ``{"chief": 1, "ps": 2, "worker": 4}``. By labels, so
+            many pods are waited for; of a job that is not named, as many as there are.
+        service: The headless service.
+        names: StatefulSet or indexed Job of a job, where that is not ``SERVICE-JOB``. For a JobSet
+            ``train``, which is its own service, ``{"ps": "train-ps-0", …}``.
+        namespace: Of the pods. None: by name, that of this pod, without being named; by labels,
+            that of this pod, or of the kubeconfig's context.
+        use_pod_ip: By labels, whether a task is at its pod's address instead of its host's. That of
+            the host is for pods that share their host's network.
+        timeout_s: By labels, seconds for which pods are waited for.
+        environ: Where ``HOSTNAME`` is looked up; None: the environment of this process.
+
+    Raises:
+        ImportError: If the API is needed, and the package ``kubernetes`` is not installed.
+        ConfigurationError: If an argument is not what it should be, or there is no configuration of
+            the API.
+
+    Source: TensorFlow ``KubernetesClusterResolver``, which knows labels only.
+    """
+
+    source = _SOURCE
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = None,
+        override_client: PodLister | None = None,
+        executable_location: ExecutableLocation | str = ExecutableLocation.WITHIN_CLUSTER,
+        *,
+        jobs: Mapping[str, int] | None = None,
+        service: str | None = None,
+        names: Mapping[str, str] | None = None,
+        namespace: str | None = None,
+        use_pod_ip: bool = True,
+        timeout_s: float = 600.0,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        try:
+            location = ExecutableLocation(executable_location)
+        except ValueError:
+            raise ConfigurationError(
+                f"{_SOURCE}: executable_location: expected one of "
+                f"{[place.value for place in ExecutableLocation]}, got {executable_location!r}"
+            ) from None
+        counts = dict(jobs or {})
+        for job, count in counts.items():
+            if type(count) is not int or count < 1:
+                raise ConfigurationError(
+                    f"{_SOURCE}: jobs: {job!r}: expected the number of its tasks, got {count!r}"
+                )
+        self._rpc_layer = rpc_layer
+        host = (os.environ if environ is None else environ).get("HOSTNAME") or socket.gethostname()
+        self._host = host.partition(".")[0]
+        self._found: _Names | _Labels
+        in_pod = location is ExecutableLocation.WITHIN_CLUSTER
+        if job_to_label_mapping is None and override_client is None and in_pod:
+            self._found = _Names(counts, service, dict(names or {}), namespace, tf_server_port)
+            return
+        if service is not None or names is not None:
+            raise ConfigurationError(
+                f"{_SOURCE}: service and names are for pods that are found by their names, not by "
+                "labels",
+                hint="give either service and jobs, or job_to_label_mapping",
+            )
+        mapping = job_to_label_mapping
+        if mapping is None:
+            mapping = {"worker": ["job-name=tensorflow"]}
+        if unknown := sorted(counts.keys() - mapping.keys()):
+            raise ConfigurationError(f"{_SOURCE}: jobs: {unknown[0]!r} has no label selectors")
+        selectors = {job: _selectors(job, mapping) for job in mapping}
+        client = _client(location) if override_client is None else override_client
+        namespace = namespace or _own_namespace(location if override_client is None else None)
+        self._found = _Labels(
+            client, namespace, selectors, counts, tf_server_port, use_pod_ip, timeout_s
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the tasks; by labels, once all their pods run. Blocks meanwhile.
+
+        Raises:
+            ConnectFailed: If the API does not answer, or refuses, or pods do not run in time.
+            ConfigurationError: If two tasks have one address.
+        """
+        return self._found.cluster_spec()
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this pod; None if it carries none of the labels. May be assigned.
+
+        Raises:
+            ConfigurationError: If pods are found by their names, and this one has none of them.
+        """
+        return self._own()[0] if self._task_type is None else self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this pod in its job; None if it carries none of the labels. May be assigned.
+
+        Raises:
+            ConfigurationError: As ``task_type``.
+        """
+        return self._own()[1] if self._task_id is None else self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    def _own(self) -> tuple[str, int] | tuple[None, None]:
+        return self._found.task_of(self._host)
+
+
+class _Names:
+    """Tasks that are known by the names of their pods."""
+
+    def __init__(
+        self,
+        counts: dict[str, int],
+        service: str | None,
+        names: dict[str, str],
+        namespace: str | None,
+        port: int,
+    ) -> None:
+        if not counts or service is None:
+            missing = "jobs" if not counts else "service"
+            raise ConfigurationError(
+                f"{_SOURCE}: {missing} is missing",
+                hint='jobs={"chief": 1, "ps": 2, "worker": 4}, service="train", where the headless '
+                'service "train" is that of StatefulSets or indexed Jobs train-chief, train-ps and '
+                "train-worker; or job_to_label_mapping, to ask the API",
+            )
+        if unknown := sorted(names.keys() - counts.keys()):
+            raise ConfigurationError(f"{_SOURCE}: names: {unknown[0]!r} is not one of jobs")
+        self._counts = counts
+        self._names = {job: names.get(job, f"{service}-{job}") for job in counts}
+        for name in (service, *self._names.values(), *([namespace] if namespace else [])):
+            if not re.fullmatch(_DNS_NAME, name):
+                raise ConfigurationError(
+                    f"{_SOURCE}: expected a name of small letters, digits and dashes, got {name!r}"
+                )
+        self._domain = f"{service}.{namespace}.svc" if namespace else service
+        self._port = port
+
+    def cluster_spec(self) -> ClusterSpec:
+        return ClusterSpec(
+            {
+                job: [
+                    f"{self._names[job]}-{index}.{self._domain}:{self._port}"
+                    for index in range(count)
+                ]
+                for job, count in self._counts.items()
+            }
+        )
+
+    def task_of(self, host: str) -> tuple[str, int]:
+        name, _, number = host.rpartition("-")
+        for job, count in self._counts.items():
+            if self._names[job] == name and number.isdecimal() and int(number) < count:
+                return job, int(number)
+        ranges = [f"{self._names[job]}-[0…{count - 1}]" for job, count in self._counts.items()]
+        raise ConfigurationError(
+            f'{_SOURCE}: this pod is called "{host}", and tasks are {", ".join(ranges)}',
+            hint="say how the StatefulSets or indexed Jobs are called with names=…, how many tasks "
+            "they have with jobs=…; or assign task_type and task_id",
+        )
+
+
+class _Labels:
+    """Tasks whose pods carry given labels."""
+
+    def __init__(
+        self,
+        client: PodLister,
+        namespace: str,
+        selectors: dict[str, tuple[str, ...]],
+        counts: dict[str, int],
+        port: int,
+        use_pod_ip: bool,
+        timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._selectors = selectors
+        self._counts = counts
+        self._port = port
+        self._use_pod_ip = use_pod_ip
+        self._timeout_s = timeout_s
+        self._pods: dict[str, list[Any]] | None = None  # as found last; None before
+
+    def cluster_spec(self) -> ClusterSpec:
+        start = time.monotonic()
+        reported = start
+        while True:
+            self._pods, missing = {}, []
+            for job in self._selectors:
+                self._pods[job], reasons = self._running(job)
+                missing += reasons
+            if not missing:
+                break
+            now = time.monotonic()
+            why = "; ".join(missing)
+            if now - start >= self._timeout_s:
+                raise ConnectFailed(
+                    f"{_SOURCE}: not all pods run after {self._timeout_s:g} s: {why}",
+                    hint=f"kubectl describe pods --namespace {self._namespace}",
+                )
+            if now - reported >= REPORT_EVERY_S:
+                reported = now
+                logger.warning("%s has been waiting for %.0f s: %s", _SOURCE, now - start, why)
+            time.sleep(min(POLL_S, start + self._timeout_s - now))
+        jobs = {job: [self._address(pod) for pod in pods] for job, pods in self._pods.items()}
+        try:
+            return ClusterSpec(jobs)
+        except ConfigurationError as exc:
+            hint = None if self._use_pod_ip else "use_pod_ip=True: a host has several of the pods"
+            raise ConfigurationError(f"{_SOURCE}: {exc.message}", hint=hint) from None
+
+    def task_of(self, host: str) -> tuple[str, int] | tuple[None, None]:
+        if self._pods is None:
+            self.cluster_spec()
+        assert self._pods is not None  # a cluster_spec that returns has found them
+        for job, pods in self._pods.items():
+            for index, pod in enumerate(pods):
+                name = str(pod.metadata.name)
+                # A pod of an indexed Job is called NAME-INDEX-xxxxx, and its host NAME-INDEX.
+                if name == host or (re.search(r"-\d+$", host) and name[:-6] == host):
+                    return job, index
+        return None, None
+
+    def _running(self, job: str) -> tuple[list[Any], list[str]]:
+        """Return the pods that run, in order, and for what else there is to wait."""
+        running, reasons = [], []
+        for selector in self._selectors[job]:
+            for pod in self._list(selector):
+                phase = pod.status.phase
+                if phase in _ENDED or getattr(pod.metadata, "deletion_timestamp", None):
+                    continue
+                if phase != "Running":
+                    reasons.append(f'pod "{pod.metadata.name}" is {phase}')
+                elif not self._ip(pod):
+                    reasons.append(f'pod "{pod.metadata.name}" has no address yet')
+                else:
+                    running.append(pod)
+        expected = self._counts.get(job)
+        if expected is not None and len(running) != expected:
+            reasons.append(f"{len(running)} of {expected} pods of job {job!r} run")
+        elif not running and not reasons:
+            labels = " or ".join(map(repr, self._selectors[job]))
+            reasons.append(f"no pod with {labels} runs in namespace {self._namespace!r}")
+        return running, reasons
+
+    def _list(self, selector: str) -> list[Any]:
+        """Return the pods with these labels in the order of their names, 10 after 2."""
+        try:
+            pods = self._client.list_namespaced_pod(self._namespace, label_selector=selector).items
+        except Exception as exc:  # of the client, its HTTP library, or the API
+            raise ConnectFailed(
+                f"{_SOURCE}: the pods with {selector!r} in namespace {self._namespace!r} could not "
+                f"be listed: {exc}",
+                hint="the service account needs a role of that namespace that may list pods; "
+                "with jobs=… and service=… it needs none",
+            ) from exc
+        return sorted(pods, key=lambda pod: _in_parts(str(pod.metadata.name)))
+
+    def _ip(self, pod: Any) -> Any:
+        return pod.status.pod_ip if self._use_pod_ip else pod.status.host_ip
+
+    def _address(self, pod: Any) -> str:
+        ip = self._ip(pod)
+        return f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}"
+
+
+def _in_parts(name: str) -> list[tuple[int, str]]:
+    """Return a key by which names are in order with their numbers as numbers."""
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.findall(r"\d+|\D+", name)
+    ]
+
+
+def _selectors(job: str, mapping: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    selectors = mapping[job]
+    if isinstance(selectors, str) or not all(isinstance(text, str) for text in selectors):
+        raise ConfigurationError(
+            f"{_SOURCE}: job {job!r}: expected a list of label selectors, got {selectors!r}"
+        )
+    return tuple(selectors)
+
+
+def _own_namespace(location: ExecutableLocation | None) -> str:
+    """Return the namespace of this pod, or of the kubeconfig's context."""
+    if location is ExecutableLocation.OFF_CLUSTER:
+        from kubernetes import config
+
+        _, context = config.list_kube_config_contexts()
+        return str(context["context"].get("namespace") or "default")
+    try:
+        return NAMESPACE_FILE.read_text(encoding="ascii").strip() or "default"
+    except OSError:  # not in a pod, or one without a service account
+        return "default"
+
+
+def _client(location: ExecutableLocation) -> PodLister:
+    """Return a client of the Kubernetes API."""
+    try:
+        from kubernetes import client, config
+    except ImportError as exc:
+        raise ImportError(
+            f"{_SOURCE} needs the package kubernetes\nhint: pip install 'psync[kubernetes]'; "
+            "with jobs=… and service=… it needs none"
+        ) from exc
+    try:
+        if location is ExecutableLocation.OFF_CLUSTER:
+            config.load_kube_config()
+        else:
+            config.load_incluster_config()
+    except config.ConfigException as exc:
+        raise ConfigurationError(
+            f"{_SOURCE}: {location.value}: {exc}",
+            hint="outside of a pod: executable_location='off_cluster'",
+        ) from exc
+    made: PodLister = client.CoreV1Api()
+    return made

@@ -1,0 +1,369 @@
+"""Requests and replies between tasks, both ways on one connection.
+
+``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, knows
+who waits for which reply, and says where the bodies that come belong; ``serving`` answers theirs.
+One message is dealt with before the next one of the same connection is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from psync.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    LocalProtocolError,
+    PsyncError,
+    RemoteProtocolError,
+)
+from psync.net.connection import Connection
+from psync.net.exchanges import Call, Refusal, Then, fail
+from psync.net.exchanges import Into as Into
+from psync.net.exchanges import Later as Later
+from psync.net.exchanges import Received as Received
+from psync.net.exchanges import Reply as Reply
+from psync.net.message_loss import LossyServer, MessageLosses
+from psync.net.serving import Handler as Handler
+from psync.net.serving import RequestServer, Spawn
+from psync.numerics.blocks import BlockPool
+from psync.wire.codec import Message, decode, encode
+from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment, encode_frame
+from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.limits import Limits
+from psync.wire.messages import Failure, Refused
+from psync.wire.protocol import Admit, Protocol
+from psync.wire.remote_errors import exception_of
+from psync.wire.tensors import to_bytes_view
+
+# Members of an enum are slow to look up.
+_REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
+_NOTIFY, _CANCEL, _PING, _PONG = map(int, (Kind.NOTIFY, Kind.CANCEL, Kind.PING, Kind.PONG))
+
+
+class Peer:
+    """One open connection to another task.
+
+    Invariant: each call ends with its reply, the peer's error, ConnectionLost or
+    DeadlineExceeded; none is left hanging when the connection goes.
+
+    Args:
+        handshake: This side's half.
+        handlers: Who serves which message.
+        pool: Memory for received segments.
+        limits: In force for both directions.
+        spawn: Starts a handler that takes time.
+        on_opened: Told when the handshake is over.
+        on_closed: Told when the connection is gone, unless it was never made.
+        admit: See ``wire.protocol.Protocol``.
+        refused: Likewise.
+        losses: Which of the peer's requests a test wants to be lost.
+    """
+
+    def __init__(
+        self,
+        handshake: ClientHandshake | ServerHandshake,
+        handlers: dict[type[Message], Handler],
+        pool: BlockPool,
+        limits: Limits,
+        spawn: Spawn,
+        on_opened: Callable[[Peer], None],
+        on_closed: Callable[[Peer, Exception | None], None],
+        admit: Admit | None = None,
+        refused: Refused | None = None,
+        losses: MessageLosses | None = None,
+    ) -> None:
+        wire = Protocol(handshake, limits, self._sink, admit, refused)
+        self.connection = Connection(wire, self)
+        self.task = ""  # the peer's name; proven, and "" until the connection is open
+        self.incarnation = 0  # the peer's
+        self.lane = ""  # one of handshake.LANES
+        self.state: dict[str, Any] = {}  # what handlers keep per connection
+        self.error: Exception | None = None  # why it closed, once it has
+        self.is_open = False
+        self.is_closed = False
+        self.on_closed: list[Callable[[Peer], None]] = []  # told once, in order
+        self._pool = pool
+        self._limits = limits
+        self._report_opened = on_opened
+        self._report_closed = on_closed
+        self._calls: dict[int, Call] = {}
+        self._next_id = 1
+        serving = (self, handlers, limits, spawn)
+        self._server = RequestServer(*serving) if losses is None else LossyServer(losses, *serving)
+        self._pongs: deque[asyncio.Future[None]] = deque()
+        self._gone = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "closed" if self.is_closed else "opening"
+        return f"<Peer {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
+
+    # Our requests.
+
+    async def call(
+        self,
+        message: Message,
+        segments: Sequence[Segment] = (),
+        *,
+        into: Into | None = None,
+        deadline: float | None = None,
+        at_once: bool = False,
+    ) -> Received:
+        """Send a request and wait for its reply.
+
+        Args:
+            message: The request.
+            segments: Its body. Above 64 KiB it is not copied, and must not change before the
+                reply; if there is none, because of a cancellation or a deadline, before the
+                connection is closed.
+            into: Says where the reply's body belongs, given its message and the lengths of
+                its segments. The reply's ``segments`` are then empty.
+            deadline: Loop time (seconds) at which to give up; None: never.
+            at_once: Whether it is written now, since nothing else will be said in this turn.
+
+        Raises:
+            ConnectionLost: The connection went; the request may or may not have been served.
+            DeadlineExceeded: Likewise.
+            LocalProtocolError: The request is larger than the limits allow.
+            PsyncError: What the handler there raised; RemoteError for foreign exceptions.
+
+        Cancellation: The peer is told and memory given by ``into`` is not written any more.
+        """
+        self._check_open()
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        buffers = self.encode(_REQUEST, request_id, message, segments)
+        future: asyncio.Future[Received] = self._loop.create_future()
+        call = self._calls[request_id] = Call(future, into)
+        if deadline is not None:
+            call.timer = self._loop.call_at(deadline, self._expire, call, message)
+        self.connection.send(buffers)
+        if at_once:
+            self.connection.flush()
+        try:
+            return await future
+        finally:
+            self._give_up(request_id, call, buffers)
+            if call.timer is not None:
+                call.timer.cancel()
+
+    def _give_up(self, request_id: int, call: Call, buffers: list[Buffer]) -> None:
+        """Nobody wants an answer any more; nothing if it is there."""
+        if self._calls.pop(request_id, None) is not None:
+            self.connection.wire.redirect(call)
+            if not self.connection.withdraw(buffers):
+                self.connection.send(encode_frame(_CANCEL, request_id, b""))
+
+    def ask(
+        self,
+        message: Message,
+        segments: Sequence[Segment],
+        then: Callable[[Received | Exception], None],
+        into: Into | None = None,
+    ) -> Callable[[], None]:
+        """Send a request as ``call`` does, without a coroutine that waits for its reply.
+
+        Args:
+            message: As for ``call``.
+            segments: As for ``call``.
+            then: Called once with the reply, or with what ``call`` would raise. Must not raise.
+            into: As for ``call``.
+
+        Returns:
+            What to call to give the request up: then nothing else is called, and memory of
+            ``into`` is not written any more.
+
+        Raises:
+            ConnectionLost, LocalProtocolError: As ``call``: nothing was sent.
+        """
+        self._check_open()
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        buffers = self.encode(_REQUEST, request_id, message, segments)
+        call = self._calls[request_id] = Call(Then(then), into)
+        self.connection.send(buffers)
+        return functools.partial(self._give_up, request_id, call, buffers)
+
+    def flush(self) -> None:
+        """Let what was said so far be on its way: this task has other things to do first."""
+        self.connection.flush()
+
+    def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Send a message that has no reply; lost without a word if the connection is gone.
+
+        Raises:
+            LocalProtocolError: It is larger than the limits allow.
+        """
+        if self.is_open:
+            self.connection.send(self.encode(_NOTIFY, 0, message, segments))
+
+    async def ping(self) -> None:
+        """Wait for the peer's loop to answer.
+
+        Raises:
+            ConnectionLost: The connection went.
+
+        Cancellation: Safe.
+        """
+        self._check_open()
+        pong: asyncio.Future[None] = self._loop.create_future()
+        self._pongs.append(pong)
+        self.connection.send(encode_frame(_PING, 0, b""))
+        await pong
+
+    def close(self) -> None:
+        """Close once everything is written."""
+        self.connection.close()
+
+    def abort(self, error: Exception | None = None) -> None:
+        """Close at once; open calls fail with ConnectionLost caused by ``error``."""
+        self.connection.abort(error)
+
+    async def wait_closed(self) -> None:
+        """Wait until the connection is gone. Cancellation: safe."""
+        await self._gone.wait()
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise self._lost() if self.is_closed else ConnectionLost("there is no connection yet")
+
+    def _lost(self) -> ConnectionLost:
+        what = f"the connection to {self.task or 'the peer'}"
+        if self.error is None:
+            return ConnectionLost(f"{what} was closed")
+        text = self.error.message if isinstance(self.error, PsyncError) else str(self.error)
+        lost = ConnectionLost(f"{what} was lost: {text}")
+        lost.__cause__ = self.error
+        return lost
+
+    def _expire(self, call: Call, message: Message) -> None:
+        what = f"{self.task} did not answer {type(message).__name__} in time"
+        fail(call.future, DeadlineExceeded(what))
+
+    def encode(
+        self, kind: int, request_id: int, message: Message, segments: Sequence[Segment]
+    ) -> list[Buffer]:
+        """Return the buffers of a frame.
+
+        Raises:
+            LocalProtocolError: It is larger than the limits allow.
+        """
+        try:
+            return encode_frame(kind, request_id, encode(message), segments, self._limits)
+        except LocalProtocolError as exc:
+            exc.add_note(f"while sending {type(message).__name__} to {self.task}")
+            raise
+
+    # connection.ConnectionOwner.
+
+    def opened(self) -> None:
+        """The handshake is over."""
+        wire = self.connection.wire
+        self.task, self.incarnation, self.lane = wire.peer_task, wire.peer_incarnation, wire.lane
+        self.is_open = True
+        self._report_opened(self)
+
+    def received(self, frame: Frame) -> None:
+        """Serve or settle what came."""
+        kind = frame.kind
+        if kind == _REPLY or kind == _ERROR:
+            self._settle(frame)
+        elif kind == _REQUEST or kind == _NOTIFY:
+            self._server.serve(frame)
+        elif kind == _PING:
+            self.connection.send(encode_frame(_PONG, 0, b""))
+        elif kind == _PONG:
+            if self._pongs and not (pong := self._pongs.popleft()).done():
+                pong.set_result(None)
+        elif kind == _CANCEL:
+            self._server.give_up(frame.request_id)
+        else:
+            raise RemoteProtocolError(f"got a frame {Kind(kind).name} after the handshake")
+
+    def closed(self, error: Exception | None) -> None:
+        """Fail what is open and tell who asked to be told."""
+        self.is_open, self.is_closed, self.error = False, True, error
+        for call in list(self._calls.values()):
+            fail(call.future, self._lost())
+        for pong in self._pongs:
+            fail(pong, self._lost())
+        self._calls.clear()
+        self._pongs.clear()
+        self._gone.set()
+        self._server.closed()
+        self._report_closed(self, error)
+        for listener in self.on_closed:
+            listener(self)
+
+    # Where bodies go.
+
+    def _sink(self, frame: Frame) -> Sequence[memoryview] | None:
+        kind = frame.kind
+        if kind == _REPLY:
+            call = self._calls.get(frame.request_id)
+            if call is None or call.future.done():
+                return None
+            if call.into is not None:
+                frame.token = call
+                call.reply = decode(frame.header)
+                try:
+                    return _fitting(call.into(call.reply, frame.lengths), frame)
+                except Exception as exc:
+                    fail(call.future, exc)
+                    return None
+        elif kind == _REQUEST or kind == _NOTIFY:
+            frame.token = message = decode(frame.header)
+            handler = self._server.handler_of(message)
+            if handler.prepare is not None:
+                try:
+                    views = handler.prepare(self, message, frame.lengths)
+                    frame.segments = _fitting(views, frame)
+                    return frame.segments
+                except Exception as exc:
+                    frame.token = Refusal(exc)
+                    return None
+        else:
+            raise RemoteProtocolError(f"got a frame {Kind(kind).name} with a body")
+        return self._anywhere(frame)
+
+    def _anywhere(self, frame: Frame) -> Sequence[memoryview]:
+        """Small bodies share one buffer; large segments get recycled ones of their own."""
+        total = frame.nbytes
+        if total <= SMALL_BODY_BYTES:
+            whole = memoryview(bytearray(total))
+            at = 0
+            for length in frame.lengths:
+                frame.segments.append(whole[at : at + length])
+                at += length
+            return [whole]
+        for length in frame.lengths:
+            root = self._pool.take(length)
+            frame.segments.append(to_bytes_view(root))
+            self._pool.give(root)  # handed out again once nobody sees this segment any more
+        return frame.segments
+
+    # Replies.
+
+    def _settle(self, frame: Frame) -> None:
+        call = self._calls.get(frame.request_id)
+        if call is None:  # we gave up
+            return
+        if frame.kind == _REPLY:
+            received = Received(call.reply or decode(frame.header), frame.segments)
+            if not call.future.done():
+                call.future.set_result(received)
+        else:
+            failure = decode(frame.header)
+            if not isinstance(failure, Failure):
+                raise RemoteProtocolError(f"got {type(failure).__name__} in a frame ERROR")
+            fail(call.future, exception_of(failure, self.task))
+        del self._calls[frame.request_id]  # not before: what is there fails with the connection
+
+
+def _fitting(views: Sequence[memoryview], frame: Frame) -> list[memoryview]:
+    given = sum(map(len, views))
+    if given != frame.nbytes:
+        raise LocalProtocolError(f"{given} bytes of memory were given for a body of {frame.nbytes}")
+    return list(views)

@@ -1,0 +1,83 @@
+"""What a task is given instead of reaching for it: network, randomness, clock, secret.
+
+A test gives an in-memory network, a seeded generator and a counter; the defaults are the
+machine's. Time inside a loop is the loop's (``loop.time()``), which may be virtual.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from psync.net.failpoints import Failpoints
+from psync.net.secret import Secret
+from psync.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from psync.net.message_loss import MessageLosses
+    from psync.net.transport import Network
+
+
+entropy: ContextVar[Callable[[int], bytes]] = ContextVar("psync_entropy", default=os.urandom)
+"""Random bytes for names that must differ from process to process; a simulation draws them."""
+
+
+def random_hex(num_bytes: int) -> str:
+    """Return a random name of twice as many hexadecimal digits."""
+    return entropy.get()(num_bytes).hex()
+
+
+class GivenUp:
+    """Tasks that will not come back, by address: whoever started them does not start them again."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+        self._listeners: dict[Callable[[str, str], None], None] = {}
+
+    def note(self, address: str, reason: str) -> None:
+        """The task at ``address`` is gone for good.
+
+        Args:
+            address: Where it listened.
+            reason: What became of it, as in "exited with code 1 and is not started again".
+        """
+        self._reasons[address] = reason
+        for listener in list(self._listeners):
+            listener(address, reason)
+
+    def reason(self, address: str) -> str | None:
+        """Return what became of a task; None: it is there, or may come."""
+        return self._reasons.get(address)
+
+    def listen(self, listener: Callable[[str, str], None]) -> Callable[[], object]:
+        """Call ``listener(address, reason)`` for each, also for those that are gone already.
+
+        Returns:
+            What ends that.
+        """
+        for address, reason in self._reasons.items():
+            listener(address, reason)
+        self._listeners[listener] = None
+        return lambda: self._listeners.pop(listener, None)
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The surroundings of one task."""
+
+    network: Network
+    secret: Secret | None = None  # None: the cluster runs without one
+    limits: Limits = field(default_factory=Limits)
+    failpoints: Failpoints = field(default_factory=Failpoints)
+    losses: MessageLosses | None = None  # requests of others that a test wants to be lost here
+    apply_log: str = ""  # directory in which a ps writes down what it applies, for tests
+    random_bytes: Callable[[int], bytes] = os.urandom  # nonces
+    uniform: Callable[[], float] = random.random  # jitter, in [0, 1)
+    new_incarnation: Callable[[], int] = time.time_ns  # grows each time a task starts
+    given_up: GivenUp = field(default_factory=GivenUp)  # told by whoever starts the tasks
+    threads: bool = True  # whether user code may run in threads: not under a virtual clock

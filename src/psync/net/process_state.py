@@ -1,0 +1,44 @@
+"""State that there is once in a process, and how a fresh process is had without starting one.
+
+Registries and counters of this process are made here, and nowhere else, so that a simulation can
+run in a process as if nothing had run there before, and leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+_all: list[PerProcess[Any]] = []
+
+
+class PerProcess(Generic[_T]):
+    """A value that each process has one of; call this for the one of here.
+
+    Args:
+        make: Returns the value with which a process begins.
+    """
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self.make = make
+        self.value = make()
+        _all.append(self)
+
+    def __call__(self) -> _T:
+        return self.value
+
+
+@contextlib.contextmanager
+def fresh_process() -> Iterator[None]:
+    """Let everything be as in a process that has just begun; afterwards it is as it was."""
+    before = {id(each): each.value for each in _all}
+    for each in _all:
+        each.value = each.make()
+    try:
+        yield
+    finally:
+        for each in _all:  # a module may have been imported meanwhile
+            each.value = before[id(each)] if id(each) in before else each.make()

@@ -1,0 +1,373 @@
+"""Which cluster this process belongs to, and as which task: read from where it is said.
+
+A resolver has TensorFlow's face, so that programs keep theirs. What it says is checked by
+``training_cluster``, which the strategy and ``serve`` call before anything is connected: a wrong
+``TF_CONFIG`` is one line that names the field, not a job that waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from psync.cluster import ClusterSpec
+from psync.cluster_roles import validate_for_training, with_chief
+from psync.errors import ConfigurationError
+
+
+class ClusterResolver(ABC):
+    """What every resolver answers: the cluster, and this process's place in it.
+
+    A subclass defines ``cluster_spec``, and ``task_type`` and ``task_id`` unless they are assigned.
+    Answers may change from call to call.
+
+    Source: TensorFlow ``tf.distribute.cluster_resolver.ClusterResolver``. psync computes where the
+    user's array library does, so resolvers look for no accelerators.
+    """
+
+    source: ClassVar[str] = "cluster resolver"  # where the answers come from, for messages
+
+    # Given to the constructor or assigned; None: as the source says.
+    _task_type: str | None = None
+    _task_id: int | None = None
+    _rpc_layer: str | None = None
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the jobs and addresses of the cluster as they are known now."""
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process; None if it is not one of the tasks. May be assigned."""
+        return self._task_type
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its job; None if it is not one of the tasks. May be assigned."""
+        return self._task_id
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What ``master`` puts before an address, as in ``grpc://host:port``. May be assigned."""
+        return self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of a task.
+
+        Args:
+            task_type: Its job; None: that of this process.
+            task_id: Its index; None: that of this process.
+            rpc_layer: Put before the address; None: the resolver's ``rpc_layer``.
+
+        Raises:
+            ConfigurationError: If the cluster has no such task, or none is given and this process
+                is not one.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            raise ConfigurationError(
+                f"{self.source}: master() needs a task type and a task index, got {job!r} and "
+                f"{index!r}"
+            )
+        return _url(self.cluster_spec().task_address(job, index), rpc_layer or self.rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """What the launcher calls the surroundings (``cloud``), or an empty string."""
+        return ""
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Return the number of accelerators by kind: none, unless the resolver was told."""
+        return {}
+
+
+def _url(address: str, rpc_layer: str | None) -> str:
+    return f"{rpc_layer}://{address}" if rpc_layer and address else address
+
+
+def training_cluster(resolver: ClusterResolver) -> tuple[ClusterSpec, str | None, int | None]:
+    """Return what a parameter-server job uses of the resolver's answers, checked.
+
+    Returns:
+        (cluster without evaluators, task type, task index); both None if the program describes
+        the cluster itself and is not one of its tasks.
+
+    Raises:
+        ConfigurationError: If no parameter-server job can run on that; the message names the field.
+    """
+    spec, task_type, task_id = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    if spec and task_type is None and isinstance(resolver, TFConfigClusterResolver):
+        raise ConfigurationError(
+            "TF_CONFIG: task.type is missing",
+            hint='say which task this process is: "task": {"type": "worker", "index": 0}',
+        )
+    return validate_for_training(spec, task_type, task_id, source=resolver.source)
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that the program itself describes.
+
+    Args:
+        cluster_spec: The cluster.
+        master: What ``master()`` returns when no task is given.
+        task_type: Job of this process, or None.
+        task_id: Its index, or None.
+        environment: What ``environment`` returns.
+        num_accelerators: What ``num_accelerators()`` returns.
+        rpc_layer: What ``master()`` puts before addresses.
+
+    Raises:
+        TypeError: If ``cluster_spec`` is no ClusterSpec or ``master`` no str.
+
+    Source: TensorFlow ``SimpleClusterResolver``.
+    """
+
+    source = "SimpleClusterResolver"
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                f"cluster_spec: expected a psync.ClusterSpec, got {reprlib.repr(cluster_spec)}"
+            )
+        if not isinstance(master, str):
+            raise TypeError(f"master: expected a str, got {reprlib.repr(master)}")
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._task_type = task_type
+        self._task_id = task_id
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster given to the constructor."""
+        return self._cluster_spec
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of the given task; with either missing, the constructor's ``master``.
+
+        Raises:
+            ConfigurationError: If the cluster has no such task.
+        """
+        address = self._master
+        if task_type is not None and task_id is not None:
+            address = self._cluster_spec.task_address(task_type, task_id)
+        return _url(address, rpc_layer or self.rpc_layer)
+
+    @property
+    def environment(self) -> str:
+        """What the constructor was given."""
+        return self._environment
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Return a copy of what the constructor was given."""
+        return dict(self._num_accelerators)
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster that the environment variable ``TF_CONFIG`` describes.
+
+    ``{"cluster": {job: [address, …] or {index: address}}, "task": {"type": …, "index": …}}``, and
+    optionally ``rpc_layer``, ``session_master`` and ``environment``. Other fields are ignored; the
+    job ``master`` is the older name of ``chief``, and is given as ``chief``.
+
+    The variable is read again at every access. What was given to the constructor wins over it, and
+    what is assigned to ``task_type``, ``task_id`` or ``rpc_layer`` wins over both.
+
+    Args:
+        task_type: Job of this process, instead of the variable's.
+        task_id: Its index, instead of the variable's.
+        rpc_layer: What ``master()`` puts before addresses, instead of the variable's.
+        environment: What ``environment`` returns, instead of the variable's.
+        environ: Where ``TF_CONFIG`` is looked up; None: the environment of this process.
+
+    Raises:
+        ConfigurationError: From every access, not from the constructor, if the variable is set and
+            malformed. The message names the field.
+
+    Source: TensorFlow ``TFConfigClusterResolver``; there a malformed field surfaces where it is
+    used, as whatever error that gives.
+    """
+
+    source = "TF_CONFIG"
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._task_type = task_type
+        self._task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment = environment
+        self._environ = os.environ if environ is None else environ
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster of ``TF_CONFIG``, evaluators included; empty if it has none."""
+        cluster = _object_in(self._config(), "cluster")
+        try:
+            return with_chief(ClusterSpec(cluster))
+        except ConfigurationError as exc:
+            raise ConfigurationError(f"TF_CONFIG: cluster: {exc.message}", hint=exc.hint) from None
+        except TypeError as exc:
+            raise ConfigurationError(f"TF_CONFIG: cluster: {exc}") from None
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process; None if nothing tells it. May be assigned."""
+        kind = self._task_type
+        if kind is None:
+            kind = _task_type_in(_object_in(self._config(), "task"))
+        return "chief" if kind == "master" else kind
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its job; None if nothing tells it. May be assigned."""
+        if self._task_id is not None:
+            return self._task_id
+        return _task_index_in(_object_in(self._config(), "task"))
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """What ``master`` puts before an address. May be assigned."""
+        return self._rpc_layer or _text_in(self._config(), "rpc_layer")
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    @property
+    def environment(self) -> str:
+        """What the launcher calls the surroundings (``cloud``), or an empty string."""
+        if self._environment is not None:
+            return self._environment
+        return _text_in(self._config(), "environment") or ""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Return the address of the given task, or of this one.
+
+        ``session_master`` of ``TF_CONFIG`` is returned as it stands. An empty string where there is
+        no cluster, or one that is a single task.
+
+        Raises:
+            ConfigurationError: If the cluster has no such task.
+        """
+        session_master = _text_in(self._config(), "session_master")
+        if session_master is not None:
+            return session_master
+        spec = self.cluster_spec()
+        if not spec or [len(spec.job_tasks(job)) for job in spec.jobs] == [1]:
+            return ""
+        return super().master(task_type, task_id, rpc_layer)
+
+    def _config(self) -> dict[str, Any]:
+        text = self._environ.get("TF_CONFIG")
+        if text is None:
+            return {}
+        try:
+            config = json.loads(text)
+        except (ValueError, RecursionError) as exc:
+            raise ConfigurationError(
+                f"TF_CONFIG: expected a JSON object, got text that is not JSON: {exc}",
+                hint='for example {"cluster": {"chief": ["host:port"], "ps": […], "worker": […]}, '
+                '"task": {"type": "worker", "index": 0}}',
+            ) from None
+        if not isinstance(config, dict):
+            raise ConfigurationError(
+                f"TF_CONFIG: expected a JSON object, got {reprlib.repr(config)}"
+            )
+        return config
+
+
+def _object_in(config: dict[str, Any], field: str) -> dict[str, Any]:
+    value = config.get(field)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigurationError(
+            f"TF_CONFIG: {field}: expected an object, got {reprlib.repr(value)}"
+        )
+    return value or {}
+
+
+def _text_in(config: dict[str, Any], field: str) -> str | None:
+    value = config.get(field)
+    if value is not None and not isinstance(value, str):
+        raise ConfigurationError(f"TF_CONFIG: {field}: expected text, got {reprlib.repr(value)}")
+    return value
+
+
+def _task_type_in(task: dict[str, Any]) -> str | None:
+    value = task.get("type")
+    if type(value) is int:  # TensorFlow takes it; the check of the cluster says what is wrong
+        return str(value)
+    if value is not None and not isinstance(value, str):
+        raise ConfigurationError(f"TF_CONFIG: task.type: expected text, got {reprlib.repr(value)}")
+    return value
+
+
+def _task_index_in(task: dict[str, Any]) -> int | None:
+    value = task.get("index")
+    if value is None or type(value) is int:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
+        return int(value)
+    raise ConfigurationError(
+        f"TF_CONFIG: task.index: expected a whole number, got {reprlib.repr(value)}"
+    )

@@ -1,0 +1,213 @@
+"""The requests of a peer, served: at once, when it is time, or by a task.
+
+A handler is a plain function that returns the reply, or a coroutine for it. Those that
+need no waiting are called and answered in the same turn of the loop: no task is made for
+a small pull. ``Handler.prepare`` runs as soon as a request's header is there and says
+where its body belongs, or refuses it before memory is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from psync.errors import LocalProtocolError, RemoteProtocolError
+from psync.net.exchanges import Later, Refusal, Reply, Serving
+from psync.wire.codec import Message, decode
+from psync.wire.frames import Frame, Kind
+from psync.wire.limits import Limits
+from psync.wire.remote_errors import failure_of
+
+if TYPE_CHECKING:
+    from psync.net.peer import Peer
+
+# Members of an enum are slow to look up.
+_REQUEST, _REPLY, _ERROR = int(Kind.REQUEST), int(Kind.REPLY), int(Kind.ERROR)
+
+Answer = Reply | Later | None
+
+Run = Callable[["Peer", Any, list[memoryview]], "Answer | Awaitable[Answer]"]
+Prepare = Callable[["Peer", Any, tuple[int, ...]], Sequence[memoryview]]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """How one type of message is served.
+
+    Attributes:
+        run: Called with (peer, message, segments) once the message is complete. Returns a
+            Reply, a Later, or an awaitable of either; for notifications, None or an awaitable of
+            None.
+            What it raises goes to the caller; for notifications, it ends the connection.
+            Cancelled when the caller gives up, or this task closes; not when the connection
+            goes. A caller that gives up cancels it at its first await at the earliest: what
+            was noted before can be undone there.
+        prepare: Called with (peer, message, lengths of the segments) when the header is
+            there, if there are segments. Returns where the body belongs, as views whose
+            borders need not be those of the segments, and which ``run`` gets as its
+            ``segments``; or raises to refuse the message.
+    """
+
+    run: Run
+    prepare: Prepare | None = None
+
+
+class RequestServer:
+    """Serves what comes in on one connection.
+
+    Invariant: each request is answered once, with a reply or an error, unless the peer gives it up
+    or the connection goes.
+
+    Args:
+        peer: The connection, as handlers know it.
+        handlers: Who serves which message.
+        limits: How many bytes handlers may work on before no more is read.
+        spawn: Starts a handler that takes time.
+    """
+
+    def __init__(
+        self, peer: Peer, handlers: dict[type[Message], Handler], limits: Limits, spawn: Spawn
+    ) -> None:
+        self._peer = peer
+        self._connection = peer.connection
+        self._handlers = handlers
+        self._limits = limits
+        self._spawn = spawn
+        self._serving: dict[int, Serving | Later] = {}  # requests that take time, by id
+        self._unfinished_bytes = 0  # bodies that handlers still work on
+        self._reading_paused = False
+
+    def handler_of(self, message: Message) -> Handler:
+        """Return who serves a message.
+
+        Raises:
+            RemoteProtocolError: Nobody does.
+        """
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise RemoteProtocolError(f"this task does not serve {type(message).__name__}")
+        return handler
+
+    def serve(self, frame: Frame) -> None:
+        """Serve a request or notification that is complete.
+
+        Raises:
+            RemoteProtocolError: The peer must not send that.
+        """
+        request_id, token = frame.request_id, frame.token
+        if (request_id == 0) is (frame.kind == _REQUEST) or request_id in self._serving:
+            raise RemoteProtocolError(f"request id {request_id} cannot be used")
+        if isinstance(token, Refusal):
+            self._failed(request_id, token.error)
+            return
+        message = token if isinstance(token, Message) else decode(frame.header)
+        handler = self.handler_of(message)
+        try:
+            answer = handler.run(self._peer, message, frame.segments)
+        except Exception as exc:
+            self._failed(request_id, exc)
+            return
+        if answer is None or isinstance(answer, Reply):
+            self._answer(request_id, answer)
+        elif isinstance(answer, Later):
+            self._answer_later(request_id, answer)
+        else:
+            self._serve_slowly(request_id, answer, frame.nbytes)
+
+    def give_up(self, request_id: int) -> None:
+        """The caller does not want an answer any more."""
+        serving = self._serving.pop(request_id, None)
+        if serving is not None:
+            serving.give_up()
+
+    def closed(self) -> None:
+        """The connection is gone. What waits for its time is given up; handlers go on."""
+        for serving in list(self._serving.values()):
+            if isinstance(serving, Later):
+                serving.give_up()
+
+    def _answer_later(self, request_id: int, later: Later) -> None:
+        """Answer when that is given; the bytes that came are the business of who gives it."""
+        has_to_wait = later.outcome is None
+
+        def deliver(outcome: Reply | Exception) -> None:
+            if self._serving.get(request_id) is later:
+                del self._serving[request_id]
+            if isinstance(outcome, Exception):
+                self._failed(request_id, outcome)
+            else:
+                self._answer(request_id, outcome)
+            if has_to_wait:  # long enough, while others of this turn are still to be answered
+                self._connection.flush()
+
+        if self._peer.is_closed:
+            later.give_up()
+            return
+        if request_id:
+            self._serving[request_id] = later
+        later.deliver_to(deliver)
+
+    def _serve_slowly(self, request_id: int, answer: Awaitable[Answer], nbytes: int) -> None:
+        serving = Serving()
+        if request_id:
+            self._serving[request_id] = serving
+        task = self._spawn(self._answer_when_ready(request_id, answer, serving))
+        # The bodies that handlers work on are bounded: above that nothing more is read.
+        self._unfinished_bytes += nbytes
+        if self._unfinished_bytes > self._limits.unfinished_bytes and not self._reading_paused:
+            self._reading_paused = True
+            self._connection.pause_reading()
+
+        def served(task: asyncio.Task[None]) -> None:
+            if self._serving.get(request_id) is serving:
+                del self._serving[request_id]
+            if asyncio.iscoroutine(answer):
+                answer.close()  # if the task was cancelled before its first step: we close
+            self._unfinished_bytes -= nbytes
+            if self._reading_paused and self._unfinished_bytes <= self._limits.unfinished_bytes:
+                self._reading_paused = False
+                self._connection.resume_reading()
+
+        task.add_done_callback(served)
+
+    async def _answer_when_ready(
+        self, request_id: int, answer: Awaitable[Answer], serving: Serving
+    ) -> None:
+        serving.begin()
+        try:
+            reply = await answer
+        except asyncio.CancelledError as exc:
+            if request_id and not serving.given_up:
+                self._answer_error(request_id, exc)
+            raise
+        except Exception as exc:
+            self._failed(request_id, exc)
+        else:
+            if isinstance(reply, Later):
+                self._answer_later(request_id, reply)
+            else:
+                self._answer(request_id, reply)
+
+    def _answer(self, request_id: int, reply: Reply | None) -> None:
+        if not request_id:
+            return
+        try:
+            if reply is None:
+                raise LocalProtocolError("the handler of a request gave no reply")
+            buffers = self._peer.encode(_REPLY, request_id, *reply)
+        except LocalProtocolError as exc:
+            self._answer_error(request_id, exc)
+        else:
+            self._connection.send(buffers)
+
+    def _failed(self, request_id: int, exc: Exception) -> None:
+        if request_id:
+            self._answer_error(request_id, exc)
+        else:
+            self._connection.fail(exc)  # nobody waits for an answer, but it must not be lost
+
+    def _answer_error(self, request_id: int, exc: BaseException) -> None:
+        self._connection.send(self._peer.encode(_ERROR, request_id, failure_of(exc), ()))

@@ -1,0 +1,346 @@
+"""Update rules that scale each element by the size of its gradients so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from psync.numerics.rule_options import flag, number
+from psync.numerics.update_rule import UpdateRule
+from psync.schedules import Schedule
+
+
+def decay_towards(
+    average: np.ndarray, value: np.ndarray, rho: float, out: np.ndarray, temp: np.ndarray
+) -> None:
+    """Compute ``rho * average + (1 - rho) * value``; ``temp`` may be ``value``."""
+    np.multiply(value, 1 - rho, out=temp)
+    np.multiply(average, rho, out=out)
+    np.add(out, temp, out=out)
+
+
+class Adagrad(UpdateRule):
+    """Divides by the root of the sum of all squared gradients.
+
+    ``accumulator += g * g`` and ``w -= lr * g / sqrt(accumulator + epsilon)``.
+
+    Args:
+        learning_rate: A number or a schedule.
+        initial_accumulator_value: What the accumulator begins with, at least 0.
+        epsilon: At least 0.
+
+    Raises:
+        ConfigurationError: If an argument is out of range.
+
+    Source: Duchi et al., 2011; ``keras.optimizers.Adagrad``.
+    """
+
+    name = "adagrad"
+    arguments = ("learning_rate", "initial_accumulator_value", "epsilon")
+    temporaries = 2
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.initial_accumulator_value = number(
+            "adagrad", "initial_accumulator_value", initial_accumulator_value, 0
+        )
+        self.epsilon = number("adagrad", "epsilon", epsilon, 0)
+
+    def own_slots(self) -> tuple[str, ...]:
+        """Return ("accumulator",)."""
+        return ("accumulator",)
+
+    def initial_slot(self, name: str) -> float:
+        """Return the value that all elements of slot ``name`` begin with."""
+        return self.initial_accumulator_value if name == "accumulator" else 0.0
+
+    def _update(
+        self,
+        param: np.ndarray,
+        grad: np.ndarray,
+        slots: Sequence[np.ndarray],
+        out_param: np.ndarray,
+        out_slots: Sequence[np.ndarray],
+        coefficients: tuple[float, ...],
+        scratch: Sequence[np.ndarray],
+    ) -> None:
+        (rate,) = coefficients
+        a, b = scratch[:2]
+        accumulator = out_slots[0]
+        np.multiply(grad, grad, out=a)
+        np.add(slots[0], a, out=accumulator)
+        np.add(accumulator, self.epsilon, out=a)
+        np.sqrt(a, out=a)
+        np.multiply(grad, rate, out=b)
+        np.divide(b, a, out=b)
+        np.subtract(param, b, out=out_param)
+
+
+class Adadelta(UpdateRule):
+    """Steps in the unit of the parameter, by the sizes of gradients and of steps so far.
+
+    ``accumulated_grad = rho * accumulated_grad + (1 - rho) * g * g``,
+    ``delta = sqrt(accumulated_delta_var + epsilon) * g / sqrt(accumulated_grad + epsilon)``,
+    ``accumulated_delta_var = rho * accumulated_delta_var + (1 - rho) * delta * delta``, and
+    ``w -= lr * delta``.
+
+    Args:
+        learning_rate: A number or a schedule; 1 is the paper's.
+        rho: Decay of both averages, in [0, 1].
+        epsilon: At least 0.
+
+    Raises:
+        ConfigurationError: If an argument is out of range.
+
+    Source: Zeiler, 2012; ``keras.optimizers.Adadelta``.
+    """
+
+    name = "adadelta"
+    arguments = ("learning_rate", "rho", "epsilon")
+    temporaries = 2
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.rho = number("adadelta", "rho", rho, 0, 1)
+        self.epsilon = number("adadelta", "epsilon", epsilon, 0)
+
+    def own_slots(self) -> tuple[str, ...]:
+        """Return ("accumulated_grad", "accumulated_delta_var")."""
+        return ("accumulated_grad", "accumulated_delta_var")
+
+    def _update(
+        self,
+        param: np.ndarray,
+        grad: np.ndarray,
+        slots: Sequence[np.ndarray],
+        out_param: np.ndarray,
+        out_slots: Sequence[np.ndarray],
+        coefficients: tuple[float, ...],
+        scratch: Sequence[np.ndarray],
+    ) -> None:
+        (rate,) = coefficients
+        a, delta = scratch[:2]
+        squares = out_slots[0]
+        np.multiply(grad, grad, out=a)
+        decay_towards(slots[0], a, self.rho, squares, a)
+        np.add(slots[1], self.epsilon, out=delta)
+        np.sqrt(delta, out=delta)
+        np.multiply(delta, grad, out=delta)
+        np.add(squares, self.epsilon, out=a)
+        np.sqrt(a, out=a)
+        np.divide(delta, a, out=delta)
+        np.multiply(delta, delta, out=a)
+        decay_towards(slots[1], a, self.rho, out_slots[1], a)
+        np.multiply(delta, rate, out=delta)
+        np.subtract(param, delta, out=out_param)
+
+
+class RMSprop(UpdateRule):
+    """Divides by the root of a moving average of squared gradients.
+
+    ``velocity = rho * velocity + (1 - rho) * g * g``; ``d = velocity``, or if ``centered``
+    ``average_gradient = rho * average_gradient + (1 - rho) * g`` and
+    ``d = velocity - average_gradient ** 2``. Then ``step = lr * g / sqrt(d + epsilon)``; and
+    ``w -= step``, or ``m = momentum * m + step`` and ``w -= m``.
+
+    Args:
+        learning_rate: A number or a schedule.
+        rho: Decay of the averages, in [0, 1].
+        momentum: In [0, 1]; 0 needs no slot.
+        epsilon: At least 0.
+        centered: Whether to divide by the deviation instead of the size.
+
+    Raises:
+        ConfigurationError: If an argument is out of range.
+
+    Source: Hinton, 2012; Graves, 2013, for the centered form; ``keras.optimizers.RMSprop``.
+    """
+
+    name = "rmsprop"
+    arguments = ("learning_rate", "rho", "momentum", "epsilon", "centered")
+    temporaries = 2
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.rho = number("rmsprop", "rho", rho, 0, 1)
+        self.momentum = number("rmsprop", "momentum", momentum, 0, 1)
+        self.epsilon = number("rmsprop", "epsilon", epsilon, 0)
+        self.centered = flag("rmsprop", "centered", centered)
+
+    def own_slots(self) -> tuple[str, ...]:
+        """Return "velocity", "momentum" if there is one, "average_gradient" if centered."""
+        wanted = (True, self.momentum, self.centered)
+        names = ("velocity", "momentum", "average_gradient")
+        return tuple(name for name, needed in zip(names, wanted, strict=True) if needed)
+
+    def _update(
+        self,
+        param: np.ndarray,
+        grad: np.ndarray,
+        slots: Sequence[np.ndarray],
+        out_param: np.ndarray,
+        out_slots: Sequence[np.ndarray],
+        coefficients: tuple[float, ...],
+        scratch: Sequence[np.ndarray],
+    ) -> None:
+        (rate,) = coefficients
+        a, step = scratch[:2]
+        velocity = out_slots[0]
+        np.multiply(grad, grad, out=a)
+        decay_towards(slots[0], a, self.rho, velocity, a)
+        if self.centered:
+            average = out_slots[-1]
+            decay_towards(slots[-1], grad, self.rho, average, a)
+            np.multiply(average, average, out=a)
+            np.subtract(velocity, a, out=a)
+            np.maximum(a, 0, out=a)  # a variance, which only rounding makes negative
+            np.add(a, self.epsilon, out=a)
+        else:
+            np.add(velocity, self.epsilon, out=a)
+        np.sqrt(a, out=a)
+        np.multiply(grad, rate, out=step)
+        np.divide(step, a, out=step)
+        if self.momentum:
+            momentum = out_slots[1]
+            np.multiply(slots[1], self.momentum, out=momentum)
+            np.add(momentum, step, out=momentum)
+            step = momentum
+        np.subtract(param, step, out=out_param)
+
+
+class Ftrl(UpdateRule):
+    """Follow the regularized leader: keeps elements at 0 whose gradients are small.
+
+    With ``p = -learning_rate_power``, ``l1``, ``l2`` and ``shrinkage`` the strengths:
+    ``new = accumulator + g * g``,
+    ``linear += g + 2 * shrinkage * w - (new ** p - accumulator ** p) / lr * w``,
+    ``w = (clip(linear, -l1, l1) - linear) / (new ** p / lr + 2 * l2 + beta / lr)``, and
+    ``accumulator = new``. At a learning rate of 0 nothing moves; what never had a gradient is 0.
+
+    Args:
+        learning_rate: A number or a schedule.
+        learning_rate_power: At most 0; 0 is a learning rate that does not fall.
+        initial_accumulator_value: At least 0.
+        l1_regularization_strength: At least 0.
+        l2_regularization_strength: At least 0.
+        l2_shrinkage_regularization_strength: At least 0; a penalty on the size of the parameter.
+        beta: At least 0; the paper's.
+
+    Raises:
+        ConfigurationError: If an argument is out of range.
+
+    Source: McMahan et al., 2013; ``keras.optimizers.Ftrl``, where both of these are NaN.
+    """
+
+    name = "ftrl"
+    arguments = (
+        "learning_rate", "learning_rate_power", "initial_accumulator_value",
+        "l1_regularization_strength", "l2_regularization_strength",
+        "l2_shrinkage_regularization_strength", "beta",
+    )  # fmt: skip
+    temporaries = 3
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+    ) -> None:
+        super().__init__(learning_rate)
+        self.learning_rate_power = number(
+            "ftrl", "learning_rate_power", learning_rate_power, -math.inf, 0
+        )
+        self.initial_accumulator_value = _strength(
+            "initial_accumulator_value", initial_accumulator_value
+        )
+        self.l1_regularization_strength = _strength(
+            "l1_regularization_strength", l1_regularization_strength
+        )
+        self.l2_regularization_strength = _strength(
+            "l2_regularization_strength", l2_regularization_strength
+        )
+        self.l2_shrinkage_regularization_strength = _strength(
+            "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
+        )
+        self.beta = _strength("beta", beta)
+
+    def own_slots(self) -> tuple[str, ...]:
+        """Return ("accumulator", "linear")."""
+        return ("accumulator", "linear")
+
+    def initial_slot(self, name: str) -> float:
+        """Return the value that all elements of slot ``name`` begin with."""
+        return self.initial_accumulator_value if name == "accumulator" else 0.0
+
+    def _coefficients(self, rate: float, t: int) -> tuple[float, ...]:
+        regularization = self.l2_regularization_strength + self.beta / (2 * rate) if rate else 0.0
+        return rate, 2 * regularization
+
+    def _update(
+        self,
+        param: np.ndarray,
+        grad: np.ndarray,
+        slots: Sequence[np.ndarray],
+        out_param: np.ndarray,
+        out_slots: Sequence[np.ndarray],
+        coefficients: tuple[float, ...],
+        scratch: Sequence[np.ndarray],
+    ) -> None:
+        rate, l2 = coefficients
+        accumulator, linear = out_slots
+        if not rate:
+            for value, out in zip((param, *slots), (out_param, *out_slots), strict=True):
+                np.copyto(out, value)
+            return
+        new_power, change, a = scratch[:3]
+        np.multiply(grad, grad, out=a)
+        self._power(slots[0], change)
+        np.add(slots[0], a, out=accumulator)
+        self._power(accumulator, new_power)
+        np.subtract(new_power, change, out=change)
+        np.divide(change, rate, out=change)
+        np.multiply(change, param, out=change)
+        np.multiply(param, 2 * self.l2_shrinkage_regularization_strength, out=a)
+        np.add(grad, a, out=a)
+        np.subtract(a, change, out=a)
+        np.add(slots[1], a, out=linear)
+        np.maximum(linear, -self.l1_regularization_strength, out=a)
+        np.minimum(a, self.l1_regularization_strength, out=a)
+        np.subtract(a, linear, out=a)
+        np.divide(new_power, rate, out=new_power)
+        np.add(new_power, l2, out=new_power)
+        np.maximum(new_power, np.finfo(new_power.dtype).tiny, out=new_power)
+        np.divide(a, new_power, out=out_param)
+
+    def _power(self, accumulator: np.ndarray, out: np.ndarray) -> None:
+        if self.learning_rate_power == -0.5:
+            np.sqrt(accumulator, out=out)
+        else:
+            np.power(accumulator, -self.learning_rate_power, out=out)
+
+
+def _strength(name: str, value: float) -> float:
+    return number("ftrl", name, value, 0)

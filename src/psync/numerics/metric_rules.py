@@ -1,0 +1,393 @@
+"""What metrics add up, and what comes of the sums.
+
+A metric is a vector of float64 sums. ``contribution`` turns a batch into what it adds, ``result``
+turns the sums into the value. So the sums of any number of workers can be added in any order, and a
+batch that is counted once is counted once.
+
+Source: ``keras.metrics`` of Keras 3, whose weights, averages and formulas these are. There sums are
+float32, in which a count stops at 16,777,216.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from psync.errors import ConfigurationError, GradientError
+from psync.specs import DTYPE_NAMES
+
+EDGE = 1e-7
+"""How far the outermost thresholds of an AUC lie outside of [0, 1]."""
+
+
+class MetricRule(ABC):
+    """How a metric is computed."""
+
+    name: ClassVar[str]  # for messages, and of the metric by default
+    takes: ClassVar[tuple[str, ...]] = ("y_true", "y_pred")  # what a batch is
+    shape: tuple[int, ...]  # of the sums
+
+    def contribution(self, *batch: Any, sample_weight: Any = None) -> np.ndarray:
+        """Return what a batch adds to the sums.
+
+        Args:
+            batch: As ``takes`` says.
+            sample_weight: Of each example, or of each value; None: 1.
+
+        Raises:
+            GradientError: They are not these, no numbers, or do not fit together.
+        """
+        if len(batch) != len(self.takes):
+            raise GradientError(
+                f"{self.name}: expected ({', '.join(self.takes)}), got {len(batch)} arguments"
+            )
+        parts = [as_floats(self.name, part) for part in batch]
+        weights = None if sample_weight is None else as_floats(self.name, sample_weight)
+        with np.errstate(all="ignore"):  # infinities and NaN are results
+            return self.counted(*parts, weights=weights)
+
+    @abstractmethod
+    def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """Do ``contribution`` of arrays of float64."""
+
+    @abstractmethod
+    def result(self, sums: np.ndarray) -> float:
+        """Return the metric's value; 0.0 if nothing was counted."""
+
+
+class Averaged(MetricRule):
+    """A mean over examples: sums are (weighted total, weight)."""
+
+    shape = (2,)
+
+    def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """As ``MetricRule.counted``."""
+        per_example, weights = per_sample(self.name, self.values(*batch), weights, np.mean)
+        if weights is not None:
+            count = weights.sum()
+        else:
+            count = per_example.shape[0] if per_example.ndim else 1
+        return np.array([per_example.sum(), count], np.float64)
+
+    def result(self, sums: np.ndarray) -> float:
+        """As ``MetricRule.result``."""
+        total, count = sums
+        return float(total / count) if count else 0.0
+
+    @abstractmethod
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return what is averaged; axis 0 are the examples."""
+
+
+class Mean(Averaged):
+    """Mean of what it is given, over examples."""
+
+    name = "mean"
+    takes = ("values",)
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return the values themselves."""
+        return batch[0]
+
+
+class Sum(MetricRule):
+    """Sum of what it is given."""
+
+    name = "sum"
+    takes = ("values",)
+    shape = (1,)
+
+    def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """As ``MetricRule.counted``."""
+        per_example, _ = per_sample(self.name, batch[0], weights, np.sum)
+        return np.array([per_example.sum()], np.float64)
+
+    def result(self, sums: np.ndarray) -> float:
+        """As ``MetricRule.result``."""
+        return float(sums[0])
+
+
+class Accuracy(Averaged):
+    """How often predictions equal labels."""
+
+    name = "accuracy"
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return 1 where they are equal."""
+        y_true, y_pred = alike(self.name, *batch)
+        return np.asarray(y_true == y_pred, np.float64)
+
+
+class BinaryAccuracy(Averaged):
+    """How often predictions, rounded at a threshold, equal labels.
+
+    Args:
+        threshold: In (0, 1): above it a prediction is 1.
+    """
+
+    name = "binary_accuracy"
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        if not isinstance(threshold, int | float) or not 0 < threshold < 1:
+            raise ConfigurationError(
+                f"{self.name}: expected threshold between 0 and 1, got {threshold!r}"
+            )
+        self.threshold = float(threshold)
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return 1 where they are equal."""
+        y_true, y_pred = alike(self.name, *batch)
+        return np.asarray(y_true == (y_pred > self.threshold), np.float64)
+
+
+class SparseCategoricalAccuracy(Averaged):
+    """How often the likeliest class is the label; labels are class numbers."""
+
+    name = "sparse_categorical_accuracy"
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return 1 where they are equal."""
+        y_true, y_pred = batch
+        if not y_pred.ndim or not y_pred.shape[-1]:
+            got = y_pred.shape if y_pred.ndim else "a scalar"
+            raise GradientError(f"{self.name}: expected y_pred of shape (…, classes), got {got}")
+        if y_true.ndim == y_pred.ndim and y_true.shape[-1] == 1:
+            y_true = y_true[..., 0]
+        if y_true.shape != y_pred.shape[:-1]:
+            raise GradientError(
+                f"{self.name}: expected y_true of shape {y_pred.shape[:-1]} for y_pred of shape "
+                f"{y_pred.shape}, got {y_true.shape}"
+            )
+        return np.asarray(y_true == y_pred.argmax(axis=-1), np.float64)
+
+
+class MeanSquaredError(Averaged):
+    """Mean of squared differences."""
+
+    name = "mean_squared_error"
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return the squares."""
+        y_true, y_pred = alike(self.name, *batch)
+        return np.asarray(np.square(y_true - y_pred))
+
+
+class MeanAbsoluteError(Averaged):
+    """Mean of absolute differences."""
+
+    name = "mean_absolute_error"
+
+    def values(self, *batch: np.ndarray) -> np.ndarray:
+        """Return the differences without their sign."""
+        y_true, y_pred = alike(self.name, *batch)
+        return np.asarray(np.abs(y_true - y_pred))
+
+
+class AUC(MetricRule):
+    """Area under the ROC or the precision-recall curve, by a Riemann sum over thresholds.
+
+    Sums are, for each threshold: true positives, false positives, true negatives, false negatives.
+
+    Args:
+        num_thresholds: At least 2, the outermost just outside of [0, 1].
+        curve: "ROC" or "PR".
+        summation_method: "interpolation" (trapezoids; for PR the interpolation of Davis and
+            Goadrich 2006), "minoring" or "majoring".
+        thresholds: In [0, 1], to be used with the outermost ones instead of even ones.
+        from_logits: Whether predictions are to go through a sigmoid first.
+    """
+
+    name = "auc"
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: str = "ROC",
+        summation_method: str = "interpolation",
+        thresholds: Any = None,
+        from_logits: bool = False,
+    ) -> None:
+        if curve not in ("ROC", "PR"):
+            raise ConfigurationError(f"{self.name}: expected curve 'ROC' or 'PR', got {curve!r}")
+        if summation_method not in ("interpolation", "minoring", "majoring"):
+            raise ConfigurationError(
+                f"{self.name}: expected summation_method 'interpolation', 'minoring' or "
+                f"'majoring', got {summation_method!r}"
+            )
+        if thresholds is not None:
+            try:
+                inner = np.sort(np.asarray(thresholds, np.float64), axis=None)
+            except (TypeError, ValueError):
+                inner = np.array([np.nan])
+            if np.ndim(thresholds) != 1 or not np.all((inner >= 0) & (inner <= 1)):
+                raise ConfigurationError(
+                    f"{self.name}: expected a list of thresholds from 0 to 1, got {thresholds!r}"
+                )
+        elif isinstance(num_thresholds, int) and num_thresholds > 1:
+            inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+        else:
+            raise ConfigurationError(
+                f"{self.name}: expected num_thresholds above 1, got {num_thresholds!r}"
+            )
+        self.curve = curve
+        self.summation_method = summation_method
+        self.from_logits = from_logits
+        self.thresholds = np.concatenate(([0.0 - EDGE], inner, [1.0 + EDGE]))
+        self.shape = (4, len(self.thresholds))
+
+    def counted(self, *batch: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """As ``MetricRule.counted``; y_true above 0 is positive."""
+        y_true, y_pred = alike(self.name, *batch)
+        if self.from_logits:
+            y_pred = 1 / (1 + np.exp(-y_pred))
+        if y_pred.size and not (y_pred.min() >= 0 and y_pred.max() <= 1):
+            raise GradientError(
+                f"{self.name}: expected predictions from 0 to 1, got {y_pred.min()} to "
+                f"{y_pred.max()}",
+                hint="AUC(from_logits=True) puts them through a sigmoid",
+            )
+        if weights is None:
+            weights = np.ones(y_pred.shape)
+        elif weights.ndim < y_pred.ndim:
+            weights = weights.reshape(weights.shape + (1,) * (y_pred.ndim - weights.ndim))
+        weights = broadcast(self.name, weights, y_pred.shape)
+        # Of each prediction: how many thresholds lie below it.
+        below = np.searchsorted(self.thresholds, y_pred.ravel(), side="left")
+        positive, flat = y_true.ravel() > 0, weights.ravel()
+        true = self._counted(below[positive], flat[positive])
+        false = self._counted(below[~positive], flat[~positive])
+        return np.stack([true, false, flat[~positive].sum() - false, flat[positive].sum() - true])
+
+    def _counted(self, below: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Return for each threshold the weight of the predictions above it."""
+        count = len(self.thresholds)
+        by_position = np.bincount(below, weights, minlength=count + 1)
+        total: np.ndarray = by_position[::-1].cumsum()[::-1][1:]
+        return total
+
+    def result(self, sums: np.ndarray) -> float:
+        """As ``MetricRule.result``."""
+        true, false, not_false, not_true = sums
+        if self.curve == "PR" and self.summation_method == "interpolation":
+            return _interpolated_pr(true, false, not_true)
+        recall = ratio(true, true + not_true)
+        if self.curve == "ROC":
+            x, y = ratio(false, false + not_false), recall
+        else:
+            x, y = recall, ratio(true, true + false)
+        if self.summation_method == "interpolation":
+            heights = (y[:-1] + y[1:]) / 2
+        elif self.summation_method == "minoring":
+            heights = np.minimum(y[:-1], y[1:])
+        else:
+            heights = np.maximum(y[:-1], y[1:])
+        return float(((x[:-1] - x[1:]) * heights).sum())
+
+
+def _interpolated_pr(true: np.ndarray, false: np.ndarray, not_true: np.ndarray) -> float:
+    """Return the area below a precision-recall curve between whose points counts are linear."""
+    positives = true + false
+    slope = ratio(true[:-1] - true[1:], np.maximum(positives[:-1] - positives[1:], 0))
+    intercept = true[1:] - slope * positives[1:]
+    both = (positives[:-1] > 0) & (positives[1:] > 0)
+    growth = np.where(both, ratio(positives[:-1], positives[1:]), 1.0)
+    growth[growth <= 0] = 1.0
+    steps = slope * (true[:-1] - true[1:] + intercept * np.log(growth))
+    return float(ratio(steps, true[1:] + not_true[1:]).sum())
+
+
+def ratio(dividend: np.ndarray, divisor: np.ndarray) -> np.ndarray:
+    """Return the quotients, 0 where the divisor is 0."""
+    quotients: np.ndarray = np.zeros(dividend.shape)
+    np.divide(dividend, divisor, out=quotients, where=divisor != 0)
+    return quotients
+
+
+def as_floats(name: str, value: Any) -> np.ndarray:
+    """Return ``value`` as a float64 array.
+
+    Raises:
+        GradientError: It is none.
+    """
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as exc:
+        raise GradientError(f"{name}: expected numbers, got {type(value).__name__}") from exc
+    if array.dtype.kind not in "biuf" and array.dtype.name not in DTYPE_NAMES:
+        got = type(value).__name__ if array.dtype.kind in "OUS" else array.dtype.name
+        raise GradientError(f"{name}: expected numbers, got {got}")
+    return array.astype(np.float64)
+
+
+def alike(name: str, y_true: np.ndarray, y_pred: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both in one shape; a last axis of 1 that only one has is dropped.
+
+    Raises:
+        GradientError: The shapes differ otherwise.
+    """
+    if y_pred.ndim == y_true.ndim + 1 and y_pred.shape[-1] == 1:
+        y_pred = y_pred[..., 0]
+    elif y_true.ndim == y_pred.ndim + 1 and y_true.shape[-1] == 1:
+        y_true = y_true[..., 0]
+    if y_true.shape != y_pred.shape:
+        raise GradientError(
+            f"{name}: expected y_true and y_pred of one shape, got {y_true.shape} and "
+            f"{y_pred.shape}"
+        )
+    return y_true, y_pred
+
+
+def per_sample(
+    name: str, values: np.ndarray, weights: np.ndarray | None, reduce: Any
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return (weighted value of each example, weight of each example or None).
+
+    Args:
+        name: Of the metric.
+        values: Axis 0 are the examples; may be a scalar.
+        weights: Of a shape that the values' shape begins with, or None.
+        reduce: ``np.mean`` or ``np.sum``: over what the weights do not tell apart, and over all
+            axes but the first.
+
+    Raises:
+        GradientError: The weights do not fit; or there are examples, and no values of them.
+    """
+    if not values.size and reduce is np.mean:  # of nothing there is no mean
+        if values.shape[0]:
+            raise GradientError(
+                f"{name}: expected values of each example, got shape {values.shape}"
+            )
+        return np.zeros(0), None
+    if weights is not None:
+        if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
+            weights = weights[..., 0]
+        if weights.ndim > values.ndim:
+            raise GradientError(
+                f"{name}: expected sample_weight of at most {values.ndim} axes, as the values "
+                f"have, got {weights.ndim}"
+            )
+        if weights.ndim < values.ndim:
+            values = reduce(values, axis=tuple(range(weights.ndim, values.ndim)))
+        weights = broadcast(name, weights, values.shape)
+        values = values * weights
+        if weights.ndim > 1:
+            weights = reduce(weights, axis=tuple(range(1, weights.ndim)))
+    if values.ndim > 1:
+        values = reduce(values, axis=tuple(range(1, values.ndim)))
+    return values, weights
+
+
+def broadcast(name: str, weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the weights in a shape.
+
+    Raises:
+        GradientError: They do not fit.
+    """
+    try:
+        return np.broadcast_to(weights, shape)
+    except ValueError:
+        raise GradientError(
+            f"{name}: expected sample_weight of shape {shape}, got {weights.shape}"
+        ) from None

@@ -1,0 +1,334 @@
+"""Blocks that lie side by side, so that rows all over an array are read and written at once.
+
+A lookup names a few thousand rows of millions, each in another block. Going from block to block
+costs a microsecond a row, and more the larger the table is. So the blocks of an array whose
+rows are asked for have their *homes* in one mapping of memory, one behind the other: rows are
+gathered and scattered by one call of numpy, whatever the size of the table.
+
+Memory comes page by page, as it is first written. Which rows were ever written is noted, row by
+row: others are what the array was filled with, without having been looked at. So a table of
+many gigabytes of which few rows are used takes the memory of these rows' pages.
+
+What may be in flight is not changed here either. A block that somebody sees (it was exported, see
+``blocks``) and of which a row is written moves *away*: it is copied to a block of its own, and its
+home stays as it is. When nobody sees the home any more the block comes back, at the next update
+or lookup that needs it. Rows are mostly read by lookups, which copy and hold nothing, so blocks
+are away rarely, and their rows are found block by block, or one by one if they straddle blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+
+import numpy as np
+
+from psync.numerics.blocks import Block, BlockArray, BlockPool
+from psync.numerics.row_sets import starts_of
+
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""A table may be larger than the memory that there is, as long as few of its rows are used.
+Python knows the name from 3.13 on."""
+
+_RAW: dict[int, np.dtype] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+"""Rows are moved as integers: numpy knows no quick way for foreign dtypes such as bfloat16."""
+
+
+class RowBlocks(BlockArray):
+    """A BlockArray of rows. Single owner.
+
+    Args:
+        num_rows: Number of rows.
+        row_size: Elements of a row.
+        dtype: Of the elements.
+        fill: Value of all elements.
+        dense: Whether most rows will be written. Memory then comes in large pages where the system
+            has them: a third less time to gather rows, and 2 MiB for the first row of each page.
+    """
+
+    __slots__ = (
+        "_away",
+        "_complete",
+        "_memory",
+        "_raw_fill",
+        "_seen",
+        "_table",
+        "_written",
+        "row_size",
+    )
+
+    def __init__(
+        self,
+        num_rows: int,
+        row_size: int,
+        dtype: np.dtype,
+        fill: float | np.ndarray = 0,
+        *,
+        dense: bool = False,
+    ) -> None:
+        super().__init__(num_rows * row_size, dtype, fill)
+        self.row_size = row_size
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        # Not from numpy, which asks for large pages whatever they are for.
+        self._memory = mmap.mmap(-1, max(1, self.nbytes), flags=flags)
+        if dense and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a system without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = _RAW[dtype.itemsize]
+        self._table = np.frombuffer(self._memory, raw, self.size).reshape(num_rows, row_size)
+        self._written = np.zeros(num_rows, np.bool_)  # whether a row is more than the fill
+        self._complete = False  # whether all rows are known to be
+        self._raw_fill = np.full(1, fill, dtype).view(raw)
+        # In ``_blocks`` are those that somebody may see, by number here too; the others are at
+        # home, and nobody sees them.
+        self._seen: set[int] = set()
+        self._away: dict[int, Block] = {}  # the homes of blocks that lie elsewhere
+
+    # As any BlockArray.
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no row was ever written."""
+        return not self._written.any()
+
+    def block(self, i: int) -> Block:
+        """Return block ``i``, whose rows all are written then."""
+        block = self._blocks[i]
+        if block is None:
+            rows = slice(*self._rows_of(i))
+            untouched = np.flatnonzero(~self._written[rows])
+            if len(untouched) and self._raw_fill:
+                self._table[untouched + rows.start] = self._raw_fill
+            self._written[rows] = True
+            block = self._blocks[i] = Block(self._home(i), self.dtype)
+            self._seen.add(i)
+        return block
+
+    def writable(self, i: int, pool: BlockPool) -> Block:
+        """Return where the new contents of block ``i`` go; back home, where that can be."""
+        home = self._away.get(i)
+        return super().writable(i, pool) if home is None or home.held() else home
+
+    def commit(self, i: int, block: Block, pool: BlockPool) -> bool:
+        """Make ``block`` the block ``i``. Returns whether it replaced another one."""
+        old = self.block(i)
+        if old is block:
+            return False
+        self._blocks[i] = block
+        home = self._away.setdefault(i, old)
+        if home is block:
+            del self._away[i]
+        if home is not old:
+            old.retire(pool)
+        return True
+
+    def _readable(self, i: int) -> Block:
+        if self._blocks[i] is None and not self._written[slice(*self._rows_of(i))].any():
+            return self._untouched() or self.block(i)
+        return self.block(i)
+
+    def settle(self, i: int) -> bool:
+        """Write out what is constant in block ``i`` if the rest is not; whether there was such."""
+        if self._complete or self._blocks[i] is not None:
+            return False
+        written = self._written[slice(*self._rows_of(i))]
+        if not written.any() or written.all():
+            return False
+        self.block(i)
+        return True
+
+    # Rows. All row numbers are int64 and exist.
+
+    def take_over(self, i: int, block: Block) -> None:
+        """Let block ``i`` begin with the contents of another array's; none of its rows was seen."""
+        rows = slice(*self._rows_of(i))
+        untouched = np.flatnonzero(~self._written[rows])
+        for row in untouched[[0, -1]] + rows.start if len(untouched) else ():
+            self._table[row] = self._raw_fill  # the part of it that lies in another block
+        self._written[rows] = True
+        start, stop = self.bounds(i)
+        self._table.reshape(-1)[start:stop] = block.array.view(self._table.dtype)
+
+    def taken_over(self) -> None:
+        """All blocks that there were have been taken over."""
+        self._complete = bool(self._written.all())
+
+    def blocks_of(self, rows: np.ndarray) -> np.ndarray:
+        """Return the numbers of all blocks in which ascending rows lie, each once, ascending."""
+        if not self.row_size or not len(rows):
+            return rows[:0]
+        numbers: np.ndarray
+        if self._aligned:
+            numbers = rows // (self._per_block // self.row_size)
+        else:
+            first = rows * self.row_size // self._per_block
+            last = ((rows + 1) * self.row_size - 1) // self._per_block
+            if int((last - first).max()) > 1:  # rows that are larger than blocks
+                spans = map(np.arange, first.tolist(), (last + 1).tolist())
+                numbers = np.concatenate(list(spans))
+            else:
+                numbers = np.stack((first, last), 1).reshape(-1)  # ascending, as the rows are
+        each: np.ndarray = numbers[starts_of(numbers)]
+        return each
+
+    def num_blocks_of(self, rows: np.ndarray) -> int:
+        """Return in how many blocks rows lie; one counts again where they come back to it."""
+        if not len(rows) or not self.row_size:
+            return 0
+        if not self._aligned:
+            return len(self.blocks_of(np.unique(rows)))
+        numbers = rows // (self._per_block // self.row_size)
+        return 1 + int(np.count_nonzero(numbers[1:] != numbers[:-1]))
+
+    @property
+    def any_seen(self) -> bool:
+        """Whether somebody may see a block, or one lies away."""
+        return bool(self._seen)
+
+    def held_among(self, blocks: np.ndarray) -> list[int]:
+        """Return which of these blocks cannot be written where they are, or lie away."""
+        held = []
+        for i in [i for i in blocks.tolist() if i in self._seen]:
+            block = self._blocks[i]
+            if i in self._away or (block is not None and block.held()):
+                held.append(i)
+            else:
+                self._unsee(i)
+        return held
+
+    def free(self, i: int, pool: BlockPool) -> bool:
+        """Make it possible to write rows in block ``i``. Returns whether it had to be copied."""
+        block, home = self._blocks[i], self._away.get(i)
+        if home is not None and not home.held():
+            self._come_home(i, pool)
+            return True
+        if block is None or not block.held():
+            return False
+        fresh = Block(pool.take(self._nbytes(i)), self.dtype)
+        np.copyto(fresh.array.view(np.uint8), block.array.view(np.uint8))
+        return self.commit(i, fresh, pool)
+
+    def gather(self, rows: np.ndarray, out: np.ndarray, pool: BlockPool) -> None:
+        """Copy rows.
+
+        Args:
+            rows: In any order.
+            out: Shape (number of rows, elements of a row), C-contiguous, of the array's dtype.
+            pool: Where blocks go that are not needed any more.
+        """
+        made = out.view(self._table.dtype)
+        written = None if self._complete else self._written.take(rows)
+        if written is None or written.all():
+            self._table.take(rows, 0, made, "clip")
+        elif not written.any():
+            made[...] = self._raw_fill
+        else:  # pages that were never written are not looked at
+            somewhere = rows[written.argmax()]
+            self._table.take(np.where(written, rows, somewhere), 0, made, "clip")
+            made[~written] = self._raw_fill
+        for i in [i for i, home in self._away.items() if not home.held()]:
+            self._come_home(i, pool)
+            touched = np.flatnonzero(self._in_block(rows, i))
+            made[touched] = self._table[rows[touched]]
+        for i in self._away:
+            touched = np.flatnonzero(self._in_block(rows, i))
+            if self._aligned:
+                made[touched] = self._away_rows(i)[rows[touched] - self._rows_of(i)[0]]
+                continue
+            for position in touched.tolist():
+                there, here = self._common(i, int(rows[position]))
+                made[position, here] = self._away_array(i)[there]
+
+    def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+        """Write rows, in blocks that are ``free``.
+
+        Args:
+            rows: Each once.
+            values: Shape (number of rows, elements of a row), C-contiguous, of the array's dtype.
+        """
+        made = values.view(self._table.dtype)
+        self._written[rows] = True
+        at_home = np.ones(len(rows), np.bool_)
+        for i in self._away:
+            inside = self._in_block(rows, i)
+            at_home &= ~inside
+            if self._aligned:
+                self._away_rows(i)[rows[inside] - self._rows_of(i)[0]] = made[inside]
+                continue
+            for position in np.flatnonzero(inside).tolist():
+                there, here = self._common(i, int(rows[position]))
+                self._away_array(i)[there] = made[position, here]
+        if at_home.all():
+            self._whole_rows(self._table)[rows] = self._whole_rows(made)
+            return
+        self._table[rows[at_home]] = made[at_home]
+        if self._aligned:
+            return
+        for position in np.flatnonzero(~at_home).tolist():
+            row = int(rows[position])
+            for i in range(*self._blocks_of_row(row)):
+                if i not in self._away:  # the rest of a row that is partly away
+                    there, here = self._common(i, row)
+                    start = self.bounds(i)[0]
+                    whole = self._table.reshape(-1)
+                    whole[start + there.start : start + there.stop] = made[position, here]
+
+    def _whole_rows(self, array: np.ndarray) -> np.ndarray:
+        """Return an array of rows with each row as one element, which numpy writes faster."""
+        if not self.row_size:
+            return array
+        row = np.dtype((np.void, self.row_size * self.dtype.itemsize))
+        whole: np.ndarray = array.view(row).reshape(len(array))
+        return whole
+
+    def _home(self, i: int) -> np.ndarray:
+        """Return a root for block ``i``: its base is no array, so views of it count here."""
+        start, _ = self.bounds(i)
+        offset = start * self.dtype.itemsize
+        return np.frombuffer(self._memory, np.uint8, self._nbytes(i), offset)
+
+    def _come_home(self, i: int, pool: BlockPool) -> None:
+        home = self._away.pop(i)
+        block = self._blocks[i]
+        assert block is not None, "only a block that was seen can be away"
+        np.copyto(home.array.view(np.uint8), block.array.view(np.uint8))
+        block.retire(pool)
+        self._unsee(i)
+
+    def _unsee(self, i: int) -> None:
+        self._blocks[i] = None
+        self._seen.discard(i)
+
+    def _away_array(self, i: int) -> np.ndarray:
+        block = self._blocks[i]
+        assert block is not None, "only a block that was seen can be away"
+        return block.array.view(self._table.dtype)
+
+    @property
+    def _aligned(self) -> bool:
+        """Whether no row lies in two blocks."""
+        return not self._per_block % self.row_size
+
+    def _away_rows(self, i: int) -> np.ndarray:
+        return self._away_array(i).reshape(-1, self.row_size)
+
+    def _rows_of(self, i: int) -> tuple[int, int]:
+        """Return the first row of which a part is in block ``i``, and the one after the last."""
+        start, stop = self.bounds(i)
+        return start // self.row_size, (stop - 1) // self.row_size + 1
+
+    def _blocks_of_row(self, row: int) -> tuple[int, int]:
+        start, stop = row * self.row_size, (row + 1) * self.row_size
+        return start // self._per_block, (stop - 1) // self._per_block + 1
+
+    def _in_block(self, rows: np.ndarray, i: int) -> np.ndarray:
+        first, end = self._rows_of(i)
+        inside: np.ndarray = (rows >= first) & (rows < end)
+        return inside
+
+    def _common(self, i: int, row: int) -> tuple[slice, slice]:
+        """Return what block and row have in common: as elements of the block, and of the row."""
+        (start, stop), begin = self.bounds(i), row * self.row_size
+        low, high = max(start, begin), min(stop, begin + self.row_size)
+        return slice(low - start, high - start), slice(low - begin, high - begin)

@@ -1,0 +1,116 @@
+"""What can be asked of every update rule, besides its own arguments.
+
+Data, and the checks that rules share. Who does what of it: a rule decays weights and clips by
+value, since both are elementwise; the ps accumulates gradients, and knows which variables do not
+decay; norms are clipped by the worker, which holds the whole gradients, or, of the mean of a
+synchronous step, by the ps tasks together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from psync.errors import ConfigurationError
+from psync.schedules import as_number
+
+MAX_WORDS = 10_000
+"""That exclude variables from weight decay."""
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Arguments that all rules have in common. None: not asked for.
+
+    Args:
+        weight_decay: ``w -= learning_rate * weight_decay * w`` before each update ("decoupled").
+        clipnorm: Longest gradient of a variable; a longer one is shortened to it.
+        global_clipnorm: The same for all gradients of a push, taken as one vector.
+        clipvalue: Largest absolute value of an element of a gradient.
+        gradient_accumulation_steps: Pushes to a variable whose mean makes one update, at least 2.
+        excluded_names: Variables of these names do not decay.
+        excluded_words: Nor do those in whose name one of these words occurs.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or more than one says how to clip.
+
+    Source: ``keras.optimizers.Optimizer`` of Keras 3.
+    """
+
+    weight_decay: float | None = None
+    clipnorm: float | None = None
+    global_clipnorm: float | None = None
+    clipvalue: float | None = None
+    gradient_accumulation_steps: int | None = None
+    excluded_names: tuple[str, ...] = ()
+    excluded_words: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.weight_decay is not None:
+            self._set("weight_decay", number("optimizer", "weight_decay", self.weight_decay, 0))
+        clips = ("clipnorm", "global_clipnorm", "clipvalue")
+        given = [name for name in clips if getattr(self, name) is not None]
+        if len(given) > 1:
+            values = ", ".join(f"{name}={getattr(self, name)}" for name in given)
+            raise ConfigurationError(
+                f"optimizer: expected at most one of {', '.join(clips)}, got {values}"
+            )
+        for name in given:
+            self._set(name, number("optimizer", name, getattr(self, name), math.ulp(0.0)))
+        steps = self.gradient_accumulation_steps
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+            raise ConfigurationError(
+                f"optimizer: expected a whole number as gradient_accumulation_steps, got {steps!r}"
+            )
+        if steps is not None and not 2 <= steps < 1 << 31:
+            raise ConfigurationError(
+                f"optimizer: expected gradient_accumulation_steps between 2 and {(1 << 31) - 1}, "
+                f"got {steps}",
+                hint="leave it out to apply each gradient at once",
+            )
+        for name in ("excluded_names", "excluded_words"):
+            self._set(name, _words(getattr(self, name)))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def excludes_any(self) -> bool:
+        """Whether some variables may decay and others not."""
+        return bool(self.weight_decay and (self.excluded_names or self.excluded_words))
+
+    def excludes(self, variable: str) -> bool:
+        """Return whether the variable of this name does not decay."""
+        return variable in self.excluded_names or any(
+            word in variable for word in self.excluded_words
+        )
+
+
+def number(rule: str, name: str, value: object, minimum: float, maximum: float = math.inf) -> float:
+    """Return a number in range as a float.
+
+    Raises:
+        ConfigurationError: It is none; the message begins with ``rule``.
+    """
+    plain = as_number(f"{rule}: {name}", value)
+    if not minimum <= plain <= maximum:
+        raise ConfigurationError(
+            f"{rule}: expected {name} between {minimum} and {maximum}, got {plain}"
+        )
+    return float(plain)
+
+
+def flag(rule: str, name: str, value: object) -> bool:
+    """Return a bool. Raises ConfigurationError if ``value`` is none."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{rule}: expected {name} to be True or False, got {value!r}")
+    return value
+
+
+def _words(value: object) -> tuple[str, ...]:
+    words = value if isinstance(value, list | tuple) and len(value) <= MAX_WORDS else (None,)
+    if not all(isinstance(word, str) and word for word in words):
+        raise ConfigurationError(
+            f"exclude_from_weight_decay: expected at most {MAX_WORDS} words, got {str(value)[:100]}"
+        )
+    return tuple(words)

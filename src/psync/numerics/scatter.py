@@ -1,0 +1,135 @@
+"""Scatter operations: how some rows of an array are changed, and what duplicates amount to.
+
+Arithmetic is numpy's in the array's own dtype: integers wrap around, overflow of floats is
+infinite, the smaller of a number and NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import numpy as np
+
+from psync.errors import GradientError, UsageError
+from psync.numerics.row_sets import ascending, in_order, starts_of
+from psync.numerics.sums import sum_dtype
+
+ScatterOp = Literal["add", "sub", "mul", "div", "min", "max", "assign"]
+
+Empty = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+"""Makes an array of a shape and dtype with any contents."""
+
+SCATTER_OPS: tuple[str, ...] = get_args(ScatterOp)
+
+LONG_RUN = 8
+"""Duplicates of one row beyond this many are reduced on their own, row by row."""
+
+_UFUNCS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
+_MERGES = {
+    "add": np.add, "sub": np.add, "mul": np.multiply, "div": np.multiply,
+    "min": np.minimum, "max": np.maximum,
+}  # fmt: skip
+
+
+def check_scatter(op: str, dtype: str, what: str) -> None:
+    """Check that rows of a dtype can be changed by an operation.
+
+    Args:
+        op: Anything that came from outside.
+        dtype: Name of the array's.
+        what: The array, for messages.
+
+    Raises:
+        UsageError: There is no such operation.
+        GradientError: There is none for the dtype.
+    """
+    if op not in SCATTER_OPS:
+        raise UsageError(
+            f"{what}: unknown operation {op[:100]!r}", hint=f"use one of {', '.join(SCATTER_OPS)}"
+        )
+    if dtype == "bool" and op != "assign":
+        raise GradientError(f"{what}: bool values can only be assigned, not {op!r}")
+    if op == "div" and "int" in dtype:
+        raise GradientError(
+            f"{what}: {dtype} values cannot be divided: the quotient is no integer",
+            hint="declare the variable with a floating dtype, or read, divide and assign",
+        )
+
+
+def combine(op: str, current: np.ndarray, operand: np.ndarray) -> None:
+    """Change ``current`` in place: ``current = current op operand``."""
+    if op == "assign":
+        np.copyto(current, operand)
+        return
+    with np.errstate(all="ignore"):  # an overflow is a result
+        _UFUNCS[op](current, operand, out=current)
+
+
+def merged(
+    rows: np.ndarray, values: np.ndarray, op: str, empty: Empty = np.empty
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (rows, values) with each row once, ascending, that change an array as these do.
+
+    Operands of one row are summed for "add" and "sub", multiplied for "mul" and "div"; of several
+    values to assign the last one stays. Half precision is computed in float32, and rounded once.
+
+    Args:
+        rows: int64, not negative, in any order.
+        values: One row for each.
+        op: One of SCATTER_OPS.
+        empty: Makes the array of the result: called with shape and dtype.
+
+    Returns:
+        What was given, if it is like this already.
+    """
+    if ascending(rows):
+        return rows, values
+    ordered, order = in_order(rows)
+    starts = starts_of(ordered)
+    if len(starts) == len(ordered):
+        return ordered, taken(values, order, empty)
+    if op == "assign":
+        ends = np.append(starts[1:], len(ordered)) - 1
+        return ordered[starts], taken(values, order[ends], empty)
+    half = values.dtype.itemsize == 2 and values.dtype.kind not in "iu"
+    work = sum_dtype(values.dtype) if half else values.dtype
+    with np.errstate(all="ignore"):
+        made = _reduced(_MERGES[op], values, order, starts, work, empty)
+    return ordered[starts], made.astype(values.dtype, copy=False)
+
+
+def taken(values: np.ndarray, order: np.ndarray, empty: Empty = np.empty) -> np.ndarray:
+    """Return ``values[order]``, all of which exist, in memory that ``empty`` makes."""
+    made = empty((len(order), *values.shape[1:]), values.dtype)
+    return values.take(order, 0, made, "clip")
+
+
+def _reduced(
+    ufunc: np.ufunc,
+    values: np.ndarray,
+    order: np.ndarray,
+    starts: np.ndarray,
+    dtype: np.dtype,
+    empty: Empty,
+) -> np.ndarray:
+    """Return each run of ``values[order]`` as one row.
+
+    As ``ufunc.reduceat`` does, which takes ten times as long where most runs are of one row.
+    """
+    lengths = np.diff(starts, append=len(order))
+    made = taken(values, order[starts], empty).astype(dtype, copy=False)
+    longer = np.flatnonzero(lengths > 1)
+    for position in range(1, LONG_RUN):  # the second ones of all runs, the third ones, …
+        if not len(longer):
+            return made
+        operand = values[order[starts[longer] + position]].astype(dtype, copy=False)
+        made[longer] = ufunc(made[longer], operand)
+        longer = longer[lengths[longer] > position + 1]
+    for run in longer.tolist():
+        rest = order[starts[run] + LONG_RUN : starts[run] + lengths[run]]
+        made[run] = ufunc(made[run], ufunc.reduce(values[rest], axis=0, dtype=dtype))
+    return made

@@ -1,0 +1,399 @@
+"""Weighted sums and means of gradients: of whole arrays, and of rows.
+
+Precision: float16 and bfloat16 are summed in float32 and rounded once, in the result; float32 and
+float64 are summed in themselves. A weight of 1 multiplies nothing. Terms are added in the order in
+which they come. Infinities and NaN are results.
+
+``begin``, ``accumulate`` and ``finish`` work on memory that somebody else owns, and elementwise: a
+sum made block by block equals one made at once, bit for bit.
+
+What takes long is offered as ``Pieces`` too, for event loops. Of a sparse sum all is cut but the
+sorting of its indices, and that is quick where they come in ascending order: 20 ms for a million.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar, cast
+
+import numpy as np
+
+from psync.errors import GradientError, UsageError
+
+T = TypeVar("T")
+
+Pieces = Generator[None, None, T]
+"""Work that pauses now and then, and returns its result. Meanwhile nothing else may be done with
+what it works on, and it must be carried to its end."""
+
+PIECE_BYTES = 1 << 20
+"""About what is worked on between two pauses."""
+
+INDEX_COST = 64
+"""What finding a row costs beside its values, expressed in bytes."""
+
+Reduction = Literal["mean", "sum"]
+
+WEIGHTS = (1e-30, 1e30)
+"""Smallest and largest weight: sums of them stay within the range of float32."""
+
+
+def at_once(pieces: Pieces[T]) -> T:
+    """Do all the work, and return its result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return cast(T, end.value)
+
+
+def cuts(count: int, nbytes: int) -> Iterator[slice]:
+    """Cut ``count`` things of ``nbytes`` each into pieces, in order."""
+    step = max(1, PIECE_BYTES // max(1, nbytes))
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+@functools.cache  # dtype.name costs microseconds
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which gradients of ``dtype`` are summed.
+
+    Raises:
+        GradientError: If ``dtype`` is not a floating one.
+    """
+    name = dtype.name
+    if name in ("float16", "bfloat16"):  # by name: bfloat16 is numpy's only with ml_dtypes
+        return np.dtype(np.float32)
+    if name in ("float32", "float64"):
+        return np.dtype(name)
+    raise GradientError(f"only floating-point gradients can be summed, got {name}")
+
+
+def sum_into(
+    total: np.ndarray,
+    gradients: Iterable[np.ndarray],
+    weights: Sequence[float],
+    weight_sum: float,
+    reduction: Reduction,
+    out: np.ndarray | None = None,
+) -> None:
+    """Sum ``weight * gradient`` over several gradients, one after the other, and ``finish``.
+
+    Args:
+        total: As for ``begin``.
+        gradients: One at least; each is asked for when the one before it was added.
+        weights: Of each.
+        weight_sum: As for ``finish``, like the next two.
+        reduction: "mean" or "sum".
+        out: Of the same shape.
+    """
+    with np.errstate(all="ignore"):  # once: entering it costs as much as adding small arrays
+        is_first = True
+        for gradient, weight in zip(gradients, weights, strict=True):
+            if is_first:
+                begin(total, gradient, weight)
+                is_first = False
+            else:
+                _accumulate(total, gradient, weight)
+        _finish(total, weight_sum, reduction, out)
+
+
+def begin(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
+    """Write the first term of a sum, ``weight * gradient``, over whatever ``total`` holds.
+
+    Not the same as adding it to zeros, which would turn -0.0 into 0.0.
+
+    Args:
+        total: Any shape, of ``sum_dtype``; written in place.
+        gradient: Of that shape.
+        weight: Positive and finite.
+    """
+    if weight == 1.0:
+        np.copyto(total, gradient)
+    else:
+        with np.errstate(all="ignore"):
+            np.multiply(gradient, weight, out=total, dtype=total.dtype)
+
+
+def accumulate(total: np.ndarray, gradient: np.ndarray, weight: float = 1.0) -> None:
+    """Add ``weight * gradient`` to ``total``, in place, in its dtype. Arguments as of ``begin``."""
+    with np.errstate(all="ignore"):
+        _accumulate(total, gradient, weight)
+
+
+def _accumulate(total: np.ndarray, gradient: np.ndarray, weight: float) -> None:
+    if weight != 1.0:
+        gradient = np.multiply(gradient, weight, dtype=total.dtype)
+    np.add(total, gradient, out=total, dtype=total.dtype)
+
+
+def finish(
+    total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None = None
+) -> None:
+    """Make the result of a sum: ``total / weight_sum``, or for "sum" the total itself.
+
+    Args:
+        total: The sum; in place the result, unless ``out`` is given.
+        weight_sum: Sum of the weights of what was added, added up in double precision.
+        reduction: "mean" or "sum".
+        out: Of the same shape; gets the result, rounded to its dtype. ``total`` is not changed.
+    """
+    with np.errstate(all="ignore"):
+        _finish(total, weight_sum, reduction, out)
+
+
+def _finish(
+    total: np.ndarray, weight_sum: float, reduction: Reduction, out: np.ndarray | None
+) -> None:
+    out = total if out is None else out
+    if reduction == "mean" and weight_sum != 1.0:
+        np.divide(total, weight_sum, out=out, dtype=total.dtype)
+    elif out is not total:
+        np.copyto(out, total, casting="same_kind")
+
+
+def check_weight(weight: object) -> float:
+    """Return the weight of a gradient as a float.
+
+    Raises:
+        GradientError: If it is not a number within ``WEIGHTS``.
+    """
+    if weight == 1.0 and type(weight) is float:  # by far the most
+        return weight
+    low, high = WEIGHTS
+    number = float(weight) if isinstance(weight, numbers.Real) else math.nan
+    if not low <= number <= high:
+        raise GradientError(f"expected a weight from {low:g} to {high:g}, got {weight!r}")
+    return number
+
+
+class DenseSum:
+    """A running weighted sum of arrays of one shape.
+
+    Args:
+        shape: Of the arrays.
+        dtype: Of the results, a floating one; the sum is kept in ``sum_dtype(dtype)``.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self.count = 0  # arrays added
+        self.weight = 0.0  # sum of their weights
+        self.is_torn = False  # an array is being added, or was, half-way
+        self._total = np.empty(self.shape, sum_dtype(dtype))  # not initialized while count is 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the sum in bytes."""
+        return self._total.nbytes
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        return [self._total]
+
+    def restore(self, count: int, weight: float) -> None:
+        """Be the same as another sum, once what that holds is written to ``arrays``.
+
+        Args:
+            count: Of the other one: arrays added.
+            weight: Of the other one.
+        """
+        self.count, self.weight = count, weight
+
+    def add(self, values: np.ndarray, weight: float = 1.0) -> None:
+        """Add ``weight * values``. They are not kept.
+
+        Raises:
+            GradientError: If shape or weight does not fit; the sum is as before.
+        """
+        at_once(self.adding(values, weight))
+
+    def adding(self, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
+        """Do ``add`` in pieces."""
+        weight = check_weight(weight)
+        if values.shape != self.shape:
+            raise GradientError(f"shape mismatch: expected {self.shape}, got {values.shape}")
+        operation = accumulate if self.count else begin
+        totals, terms = self._total.reshape(-1), values.reshape(-1)
+        self.is_torn = self.count > 0
+        for part in cuts(totals.size, totals.itemsize):
+            operation(totals[part], terms[part], weight)
+            yield
+        self.is_torn = False
+        self.count += 1
+        self.weight += weight
+
+    def mean(self) -> np.ndarray:
+        """Return the sum divided by the sum of the weights: a new array."""
+        return at_once(self.making("mean"))
+
+    def sum(self) -> np.ndarray:
+        """Return the sum: a new array."""
+        return at_once(self.making("sum"))
+
+    def making(self, reduction: Reduction) -> Pieces[np.ndarray]:
+        """Do ``mean`` or ``sum`` in pieces."""
+        if not self.count:
+            raise UsageError("a sum to which nothing was added has no result")
+        result = np.empty(self.shape, self.dtype)
+        totals, results = self._total.reshape(-1), result.reshape(-1)
+        for part in cuts(totals.size, totals.itemsize):
+            finish(totals[part], self.weight, reduction, results[part])
+            yield
+        return result
+
+
+class SparseSum:
+    """A running weighted sum of some rows of an array; the others do not exist.
+
+    Args:
+        row_shape: Shape of one row.
+        dtype: Of the results, a floating one; the sum is kept in ``sum_dtype(dtype)``.
+    """
+
+    def __init__(self, row_shape: Sequence[int], dtype: np.dtype) -> None:
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.weight = 0.0  # sum of the weights of all that was added
+        self.is_torn = False  # rows are being added, or were, half-way
+        self.indices = np.empty(0, np.int64)  # of the rows: ascending, each once
+        self._rows = np.empty((0, *self.row_shape), sum_dtype(dtype))
+        self._weights = np.empty(0)  # for each row, of the gradients that contained it
+        self._row_cost = self._rows.itemsize * math.prod(self.row_shape) + INDEX_COST
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the sum in bytes."""
+        return self._rows.nbytes + self._weights.nbytes + self.indices.nbytes
+
+    def arrays(self) -> list[np.ndarray]:
+        """Return what it holds: read it before the next ``add``, or write it after ``restore``."""
+        return [self.indices, self._weights, self._rows]
+
+    def restore(self, rows: int, weight: float) -> None:
+        """Be the same as another sum, once what that holds is written to ``arrays``.
+
+        Args:
+            rows: Of the other one: how many there are.
+            weight: Of the other one.
+        """
+        self.indices, self._weights = np.empty(rows, np.int64), np.empty(rows)
+        self._rows = np.empty((rows, *self.row_shape), self._rows.dtype)
+        self.weight = weight
+
+    def add(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> None:
+        """Add ``weight * values`` to the rows ``indices``; neither is kept.
+
+        Args:
+            indices: int64, shape (n,), in any order; rows that come more than once are summed.
+            values: Shape (n, *row_shape).
+            weight: As of ``check_weight``.
+
+        Raises:
+            GradientError: If a shape or the weight does not fit; the sum is as before.
+        """
+        at_once(self.adding(indices, values, weight))
+
+    def adding(self, indices: np.ndarray, values: np.ndarray, weight: float = 1.0) -> Pieces[None]:
+        """Do ``add`` in pieces."""
+        weight = check_weight(weight)
+        if indices.ndim != 1:
+            raise GradientError(f"expected a vector of indices, got shape {indices.shape}")
+        expected = (indices.size, *self.row_shape)
+        if values.shape != expected:
+            raise GradientError(f"shape mismatch: expected {expected}, got {values.shape}")
+        order = np.argsort(indices, kind="stable")  # quick for those that are in order
+        yield
+        ordered = indices[order]
+        unique = ordered[_firsts(ordered)]
+        yield
+        values = yield from self._merged(ordered, order, values, unique.size)
+        union = np.concatenate((self.indices, unique))
+        union.sort(kind="stable")  # merges the two
+        union = union[_firsts(union)]
+        yield
+        rows, weights = self._rows, self._weights
+        if union.size > self.indices.size:
+            rows, weights = yield from self._spread(union)
+        self.is_torn = rows is self._rows
+        for part in cuts(unique.size, self._row_cost):
+            at = np.searchsorted(union, unique[part])
+            touched = rows[at]
+            accumulate(touched, values[part], weight)
+            rows[at] = touched
+            weights[at] += weight
+            yield
+        self.is_torn = False
+        self.indices, self._rows, self._weights = union, rows, weights
+        self.weight += weight
+
+    def _merged(
+        self, ordered: np.ndarray, order: np.ndarray, values: np.ndarray, count: int
+    ) -> Pieces[np.ndarray]:
+        """Return rows in ascending order; those that come more than once are summed."""
+        # Adding to -0.0 changes nothing, not even the sign of a zero.
+        merged = np.empty((count, *self.row_shape), self._rows.dtype)
+        position = np.cumsum(_firsts(ordered)) - 1
+        for part in cuts(count, self._row_cost):
+            merged[part] = -0.0
+            yield
+        for part in cuts(order.size, self._row_cost):
+            rows = values[order[part]].astype(merged.dtype, copy=False)
+            if count == order.size:
+                merged[part] = rows
+            else:
+                with np.errstate(all="ignore"):
+                    np.add.at(merged, position[part], rows)
+            yield
+        return merged
+
+    def _spread(self, union: np.ndarray) -> Pieces[tuple[np.ndarray, np.ndarray]]:
+        """Return rows and weights for more indices than there are; the new ones are zeros."""
+        rows = np.empty((union.size, *self.row_shape), self._rows.dtype)
+        weights = np.empty(union.size)
+        before = 0  # rows that are in their new place
+        for part in cuts(union.size, self._row_cost):
+            rows[part], weights[part] = -0.0, 0.0
+            after = int(np.searchsorted(self.indices, union[part][-1], side="right"))
+            at = np.searchsorted(union[part], self.indices[before:after])
+            rows[part][at] = self._rows[before:after]
+            weights[part][at] = self._weights[before:after]
+            before = after
+            yield
+        return rows, weights
+
+    def sum(self) -> np.ndarray:
+        """Return the sums of the rows ``indices``: a new array."""
+        return at_once(self.making("sum"))
+
+    def mean(self, *, per_index: bool) -> np.ndarray:
+        """Return the means of the rows ``indices``: a new array.
+
+        Args:
+            per_index: Divide a row by the weights of the gradients that contained it, not of all.
+        """
+        return at_once(self.making("mean", per_index=per_index))
+
+    def making(self, reduction: Reduction, *, per_index: bool = False) -> Pieces[np.ndarray]:
+        """Do ``mean`` or ``sum`` in pieces."""
+        result = np.empty(self._rows.shape, self.dtype)
+        divisors = self._weights.reshape(-1, *(1 for _ in self.row_shape))
+        for part in cuts(self.indices.size, self._row_cost):
+            rows, out = self._rows[part], result[part]
+            if reduction == "mean" and per_index:
+                with np.errstate(all="ignore"):
+                    np.divide(rows, divisors[part], out=out, dtype=rows.dtype)
+            else:
+                finish(rows, self.weight, reduction, out)
+            yield
+        return result
+
+
+def _firsts(ordered: np.ndarray) -> np.ndarray:
+    """Say of each element of an ascending array whether it differs from the one before it."""
+    firsts = np.ones(ordered.size, bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=firsts[1:])
+    return firsts

@@ -1,0 +1,395 @@
+"""Accumulators on a ps: gradients come in by themselves, and whoever wants their mean waits for it.
+
+The rules (``accumulators``) decide; this gives them what comes in, and holds answers back.
+
+    message               then
+    DefineAccumulator     make it; the same again changes nothing, another one is refused
+    ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
+    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged anew
+    TakeGradient          waits in the rule; its value is kept until the client says it is there
+    ForgetTakes           drop such values, and takes that nobody wants any more
+    EndTakes              (from here) takes that nobody waits for any more leave the rule
+
+A take waits as long as a connection does on which it was asked for. One whose connection ends, or
+whose client is fenced or does not want it any more, leaves the rule at once and consumes nothing;
+asked for again on another connection, it waits at the end of the queue.
+
+Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator
+is locked, and what else is to be done to it waits its turn.
+
+With a backup each of these messages is an entry of the log, done in its turn to the end. A take's
+turn is over when it waits in the rule: who waits for its value is no matter of the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from psync.errors import (
+    ConnectionLost,
+    PsyncError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.sums import Pieces, at_once
+from psync.ps.committer import Committer
+from psync.ps.cooperative_work import LongWork
+from psync.ps.hosted_accumulators import (
+    HostedAccumulator,
+    TakeName,
+    gradient_of,
+    other_parameters,
+)
+from psync.ps.take_waits import TakeWaits, settle
+from psync.ps.takes import GradientTakes
+from psync.store.ledger import AlreadyApplied, Client, Fresh, InProgress, Ledger, Ticket, Verdict
+from psync.wire.accumulator_messages import (
+    AccumulatorState,
+    ApplyGradient,
+    AskAccumulator,
+    DefineAccumulator,
+    ForgetTakes,
+    GradientApplied,
+    SetAccumulatorStep,
+    TakeGradient,
+)
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import EndTakes
+
+logger = logging.getLogger(__name__)
+
+MAX_ACCUMULATORS = 65_536
+"""Of one ps. Their names come from peers."""
+
+Turn = Callable[[Client, Any, Sequence[memoryview]], Reply | Awaitable[Reply | None] | None]
+"""Does what a message says: at once, or to its end when it is waited for."""
+
+
+@dataclass(slots=True)
+class _Update:
+    """What changes an accumulator, at most once."""
+
+    client: Client
+    message: ApplyGradient | SetAccumulatorStep
+    body: Sequence[memoryview]
+    hosted: HostedAccumulator
+    ledger: Ledger  # stays the same, even if a new coordinator comes meanwhile
+    begin: Callable[[], Pieces[GradientApplied]]
+    in_log: bool  # this is its turn in the log
+
+    def judge(self) -> Verdict:
+        """Ask the ledger."""
+        message = self.message
+        closure = message.closure if message.closure >= 0 else None
+        what = f"{type(message).__name__} {message.accumulator}"
+        return self.ledger.begin(
+            self.client, message.sequence, message.acked_below, closure, message.ordinal,
+            what.encode(), (message.accumulator,),
+        )  # fmt: skip
+
+
+class AccumulatorService:
+    """The accumulators of one ps.
+
+    Args:
+        task: Name of the ps, for messages.
+        work: What takes long.
+        ledger: Which updates were seen, and who has been replaced.
+
+    Attributes:
+        committer: Of the log in whose order all is done. None: there was never a backup.
+        hosted: The accumulators, by their names.
+        ledger: As given.
+    """
+
+    def __init__(self, task: str, work: LongWork, ledger: Ledger) -> None:
+        self.committer: Committer | None = None
+        self.hosted: dict[str, HostedAccumulator] = {}
+        self.ledger = ledger
+        self._task = task
+        self._work = work
+        self._waits = TakeWaits(task, self._left)
+        self._takes = GradientTakes(task, work, self._waits, self._parts_ways)
+        self._follows = False  # it does what a log says, or has done it
+        self._turns: dict[type[Message], Turn] = {
+            DefineAccumulator: self._define,
+            ApplyGradient: self._apply,
+            SetAccumulatorStep: self._set_step,
+            TakeGradient: self._enter,
+            ForgetTakes: self._forget,
+            EndTakes: self._end,
+        }
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            DefineAccumulator: Handler(self._do),
+            ApplyGradient: Handler(self._do),
+            SetAccumulatorStep: Handler(self._do),
+            TakeGradient: Handler(self._take),
+            ForgetTakes: Handler(self._notified),
+            AskAccumulator: Handler(self._ask),
+        }
+
+    def replayed(self) -> dict[type[Message], Handler]:
+        """Return who does which entry of the log of the one that is backed up."""
+        self._follows = True
+
+        def handler(turn: Turn) -> Handler:
+            return Handler(
+                lambda peer, message, body: turn((peer.task, peer.incarnation), message, body)
+            )
+
+        return {kind: handler(turn) for kind, turn in self._turns.items()}
+
+    def definitions(self) -> list[tuple[DefineAccumulator, int]]:
+        """Return what each accumulator was defined as, and its global step."""
+        return [(each.definition, each.rule.step) for each in self.hosted.values()]
+
+    def restart(
+        self, ledger: Ledger, definitions: Iterable[tuple[DefineAccumulator, int]] = ()
+    ) -> None:
+        """Begin with empty ones: whoever waits for gradients asks again, if it may.
+
+        Args:
+            ledger: Of what is served from now on.
+            definitions: Those that there are, with their global steps.
+        """
+        self.hosted, self.ledger, self.committer = {}, ledger, None
+        for definition, step in definitions:
+            hosted = self.hosted[definition.name] = HostedAccumulator(definition)
+            hosted.rule.set_global_step(step)
+        self._waits.settle_all(ConnectionLost(f"{self._task} serves another image, or coordinator"))
+
+    def promoted(self) -> None:
+        """The log that it has followed has ended: takes wait no longer, nobody waits for them.
+
+        The connections are gone on which they were asked for. Who wants one asks again.
+        """
+        for hosted in self.hosted.values():
+            for wanted in list(hosted.waiting.values()):
+                hosted.withdraw(wanted)
+
+    def fence(self, task: str, below: int) -> Awaitable[None] | None:
+        """Let incarnations of ``task`` below ``below`` wait no more, and forget their values.
+
+        Returns:
+            What is to be waited for until all is done that follows from it.
+        """
+        return self._takes.fence(self.hosted.values(), task, below)
+
+    def statistics(self) -> dict[str, int]:
+        """Return sizes, and how many takes wait or have answers that are kept."""
+        hosted = self.hosted.values()
+        takes = sum(len(taker.takes) for each in hosted for taker in each.takers.values())
+        waiting = sum(len(each.waiting) for each in hosted)
+        return {
+            "accumulators": len(self.hosted),
+            "gradients": sum(each.rule.num_accumulated() for each in hosted),
+            "bytes": sum(each.rule.nbytes for each in hosted),
+            "waiting": waiting,
+            "kept": takes - waiting,
+        }
+
+    def _known(self, client: Client, name: str) -> HostedAccumulator:
+        self.ledger.check_incarnation(*client)
+        hosted = self.hosted.get(name)
+        if hosted is None:
+            raise UnknownVariableError(f'{self._task}: accumulator "{name}" is not defined')
+        return hosted
+
+    def _do(
+        self, peer: Peer, message: Message, body: Sequence[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        """Do what a message says when it is its turn."""
+        client = (peer.task, peer.incarnation)
+        return cast("Reply | Awaitable[Reply]", self._in_turn(client, message, body))
+
+    def _in_turn(
+        self, client: Client, message: Message, body: Sequence[memoryview] = ()
+    ) -> Reply | Awaitable[Reply | None] | None:
+        turn = self._turns[type(message)]
+        if self.committer is None:
+            return turn(client, message, body)
+        return self.committer.commit(client, message, body, lambda: turn(client, message, body))
+
+    def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
+        with contextlib.suppress(PsyncError):  # nobody hears of it
+            self._in_turn((peer.task, peer.incarnation), message)
+
+    def _define(self, client: Client, message: DefineAccumulator, _: Sequence[memoryview]) -> Reply:
+        self.ledger.check_incarnation(*client)
+        known = self.hosted.get(message.name)
+        if known is None:
+            if len(self.hosted) >= MAX_ACCUMULATORS:
+                raise UsageError(f"{self._task}: more than {MAX_ACCUMULATORS} accumulators")
+            self.hosted[message.name] = HostedAccumulator(message)
+        elif known.definition != message:
+            raise other_parameters(known.definition, message)
+        return Reply(Done())
+
+    def _ask(self, peer: Peer, message: AskAccumulator, _: list[memoryview]) -> Reply:
+        rule = self._known((peer.task, peer.incarnation), message.accumulator).rule
+        return Reply(AccumulatorState(rule.num_accumulated(), rule.step))
+
+    # What changes an accumulator.
+
+    def _apply(
+        self, client: Client, message: ApplyGradient, body: Sequence[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        hosted = self._known(client, message.accumulator)
+        given = gradient_of(message, body, hosted.rule)
+
+        def offering() -> Pieces[GradientApplied]:
+            applied = yield from hosted.rule.offering(given, message.local_step, message.weight)
+            self._takes.complete(hosted, applied.completed)
+            return GradientApplied(applied.outcome.value, applied.count, applied.step)
+
+        return self._update(client, message, body, hosted, offering)
+
+    def _set_step(
+        self, client: Client, message: SetAccumulatorStep, _: Sequence[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        hosted = self._known(client, message.accumulator)
+
+        def setting() -> Pieces[GradientApplied]:
+            yield from ()
+            warning = hosted.rule.set_global_step(message.step)
+            if warning is not None:
+                logger.warning("%s: %s", self._task, warning)
+            return _state("accepted", hosted)
+
+        return self._update(client, message, (), hosted, setting)
+
+    def _update(
+        self,
+        client: Client,
+        message: ApplyGradient | SetAccumulatorStep,
+        body: Sequence[memoryview],
+        hosted: HostedAccumulator,
+        begin: Callable[[], Pieces[GradientApplied]],
+    ) -> Reply | Awaitable[Reply]:
+        in_log = self.committer is not None
+        return self._judge(_Update(client, message, body, hosted, self.ledger, begin, in_log))
+
+    def _judge(self, update: _Update) -> Reply | Awaitable[Reply]:
+        verdict = update.judge()
+        if isinstance(verdict, InProgress):
+            return self._update_later(update, verdict.ticket)
+        return self._act(update, verdict)
+
+    async def _update_later(self, update: _Update, ticket: Ticket) -> Reply:
+        """The same update is under way for another message: its end decides."""
+        while not ticket.settled:
+            await self._work.next_turn()
+        answer: Reply | Awaitable[Reply]
+        if self.committer is not None and not update.in_log:  # there is a log since
+            answer = self.committer.commit(
+                update.client, update.message, update.body, lambda: self._judge(update)
+            )
+        else:
+            answer = self._judge(update)
+        return answer if isinstance(answer, Reply) else await answer
+
+    def _act(self, update: _Update, verdict: Verdict) -> Reply | Awaitable[Reply]:
+        if isinstance(verdict, Fresh):
+            if not update.hosted.fits_now(sum(map(len, update.body))):
+                return self._work.to_the_end(self._do_slowly(update, verdict.ticket))
+            try:
+                answer = at_once(update.begin())
+            except Exception as exc:
+                self._failed(update, verdict.ticket, exc)
+                raise
+            return _finished(update, verdict.ticket, answer)
+        if isinstance(verdict, AlreadyApplied):
+            return Reply(update.ledger.finish(verdict.ticket, _state("duplicate", update.hosted)))
+        assert not isinstance(verdict, InProgress), "the caller has waited for it"
+        return Reply(cast(GradientApplied, verdict.answer))
+
+    async def _do_slowly(self, update: _Update, ticket: Ticket) -> Reply:
+        try:
+            answer = await update.hosted.in_turn(update.begin)
+        except Exception as exc:
+            self._failed(update, ticket, exc)
+            raise
+        else:
+            return _finished(update, ticket, answer)
+        finally:
+            self._work.wake()  # repetitions that wait for the answer
+
+    def _failed(self, update: _Update, ticket: Ticket, error: Exception) -> None:
+        update.ledger.fail(ticket)  # nothing has changed: a retry is judged anew
+        if update.hosted.rule.is_torn or self._parts_ways(error):
+            self._work.give_up(error)
+
+    def _parts_ways(self, error: Exception) -> bool:
+        """Return whether an error would let this ps and its backup come to different ends."""
+        return (self._follows or self.committer is not None) and not isinstance(error, PsyncError)
+
+    # Takes.
+
+    def _take(
+        self, peer: Peer, message: TakeGradient, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        if peer.is_closed:
+            raise ConnectionLost(f"{self._task}: {peer.task} has gone")
+        client = (peer.task, peer.incarnation)
+        name = TakeName(client, message.accumulator, message.take)
+        future = self._waits.add(name, peer)
+        in_log = self.committer is not None
+        try:
+            turn = self._in_turn(client, message)
+        except Exception:
+            self._waits.end(name, future)
+            raise
+        if in_log:
+            queued = cast("asyncio.Future[Any]", turn)
+            queued.add_done_callback(functools.partial(_refused, future))
+        return future.result() if future.done() else self._waits.answer(name, future)
+
+    def _enter(
+        self, client: Client, message: TakeGradient, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        return self._takes.enter(self._known(client, message.accumulator), client, message)
+
+    def _forget(
+        self, client: Client, message: ForgetTakes, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        hosted = self.hosted.get(message.accumulator)  # a notification: nobody hears of an error
+        return None if hosted is None else self._takes.forget(hosted, client, message)
+
+    def _left(self, client: Client, takes: Sequence[TakeName]) -> None:
+        message = EndTakes([(name.accumulator, name.number) for name in takes])
+        with contextlib.suppress(PsyncError):  # the log has ended: nobody waits in it
+            self._in_turn(client, message)
+
+    def _end(
+        self, client: Client, message: EndTakes, _: Sequence[memoryview]
+    ) -> Awaitable[None] | None:
+        return self._takes.end(self.hosted, client, message)
+
+
+def _state(outcome: str, hosted: HostedAccumulator) -> GradientApplied:
+    return GradientApplied(outcome, hosted.rule.num_accumulated(), hosted.rule.step)
+
+
+def _finished(update: _Update, ticket: Ticket, answer: GradientApplied) -> Reply:
+    if answer.outcome == "stale":
+        update.ledger.fail(ticket)  # nothing has changed: the closure's next run is judged anew
+    else:
+        update.ledger.finish(ticket, answer)
+    return Reply(answer)
+
+
+def _refused(future: asyncio.Future[Reply], turn: asyncio.Future[Any]) -> None:
+    """End a wait if the turn of its take has ended with an error."""
+    if not turn.cancelled() and (error := turn.exception()) is not None:
+        settle(future, cast(Exception, error))

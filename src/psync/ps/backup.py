@@ -1,0 +1,306 @@
+"""The backup of a ps as that sees it: begun, replaced, given up at the coordinator's word.
+
+One object serves one coordinator and timeline, with its store; a newer one gets another. Before the
+first ``BackUp`` nothing is queued, and nothing is slower.
+
+    message         then
+    BackUp          an image is taken between two entries of the log, and sent while others go on;
+                    answered when the backup has it, and all that was answered meanwhile
+    BackUp, lost    answered when the backup does not follow any more. Nothing is done until then,
+                    nor until the coordinator has said that there is none: it might promote it
+    BackUp to ""    goes on alone
+
+Source: docs/design.md, section 20.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from psync.cluster import parse_task_name
+from psync.errors import (
+    BusyError,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+    TransportError,
+    UsageError,
+)
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.ps.backup_sender import BackupSender, Served
+from psync.ps.committer import MAX_KEPT_BYTES, Build, Committer, Entry
+from psync.ps.cooperative_work import LongWork
+from psync.ps.weakened_rules import commit_log_without
+from psync.store.commit_log import LogState
+from psync.store.ledger import Client
+from psync.store.snapshot import Frozen
+from psync.store.store import ShardStore
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import BackUp
+
+logger = logging.getLogger(__name__)
+
+
+class SyncState(Protocol):
+    """What a ps has of synchronous steps, beside what is in an image."""
+
+    async def pause(self, why: str) -> None:
+        """Close no step from now on; wait for what is being closed."""
+
+    def resume(self, why: str) -> None:
+        """Go on."""
+
+    def groups(self) -> Iterable[int]:
+        """Return all groups that are known."""
+
+    def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
+        """Return (client, message, segments) of entries that give a backup all of it."""
+
+
+Contents = Callable[[], Awaitable[list[tuple[Client, Build, Sequence[memoryview]]]]]
+"""Returns (client, message, segments) of entries that give a backup what no image has."""
+
+
+class BackupService:
+    """Keeps the backup of one ps.
+
+    Args:
+        platform: Network, secret.
+        served: Says who is served, as of now; None: nobody.
+        store: What is served.
+        work: What takes long.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
+        freeze: Holds what is served.
+        begun: Told, once, that from now on every change goes through the committer.
+        deposed: Told that another ps has taken this one's place.
+        steps: What is there of synchronous steps.
+        accumulators: What is in conditional accumulators.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        served: Callable[[], Served | None],
+        store: ShardStore,
+        work: LongWork,
+        check_coordinator: Callable[[Peer], None],
+        freeze: Callable[[], Frozen],
+        begun: Callable[[Committer], None],
+        deposed: Callable[[], None],
+        steps: SyncState,
+        accumulators: Contents,
+    ) -> None:
+        self.committer: Committer | None = None  # None: there was never a backup
+        self._platform = platform
+        self._served = served
+        self._store = store
+        self._work = work
+        self._check_coordinator = check_coordinator
+        self._freeze = freeze
+        self._begun = begun
+        self._deposed = deposed
+        self._steps = steps
+        self._accumulators = accumulators
+        self._epoch = 0
+        self._sender: BackupSender | None = None
+        self._copying: asyncio.Task[None] | None = None
+        self._over = False
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {BackUp: Handler(self._back_up)}
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters."""
+        if self.committer is None:
+            return {}
+        log = self.committer.log
+        return {
+            "state": log.state.value, "epoch": self._epoch, "entries": log.last,
+            "taken": log.taken, "waiting": self.committer.waiting,
+        }  # fmt: skip
+
+    def waits_for(self) -> tuple[int, int]:
+        """Return (process, epoch) of the backup without which nothing is done; (-1, 0): none.
+
+        Without such a one it was certainly not replaced: the coordinator lets no backup serve
+        before it has heard that it is complete, nor after it has said that there is none.
+        """
+        if (
+            self.committer is None
+            or self.committer.log.state is not LogState.PAIRED
+            or self._sender is None
+        ):
+            return -1, 0
+        order = self._sender.order
+        return parse_task_name(order.task)[1], order.epoch
+
+    def describe(self) -> list[str]:
+        """Say how it stands with the backup; for reports."""
+        if self.committer is None:
+            return []
+        log = self.committer.log
+        where = "" if self._sender is None else f" in the process of {self._sender.order.task}"
+        return [
+            f"backup{where}: {log.state.value}, has {log.taken} of {log.last} entries, "
+            f"{self.committer.waiting} wait to be done"
+        ]
+
+    def committed(self, handler: Handler) -> Handler:
+        """Return a handler that does what another one does in the order of the log."""
+
+        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
+            if self.committer is None:
+                return handler.run(peer, message, body)
+            client = (peer.task, peer.incarnation)
+            return self.committer.commit(
+                client, message, body, lambda: handler.run(peer, message, body)
+            )
+
+        return Handler(run, handler.prepare)
+
+    def notified(self, handler: Handler) -> Handler:
+        """As ``committed``, for messages that nobody waits for."""
+        committed = self.committed(handler)
+
+        def run(peer: Peer, message: Any, body: list[memoryview]) -> None:
+            committed.run(peer, message, body)
+
+        return Handler(run)
+
+    # The coordinator's word.
+
+    def _back_up(
+        self, peer: Peer, message: BackUp, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        self._check_coordinator(peer)
+        if message.lost:
+            return self._until_lost(message)
+        if message.epoch < self._epoch:
+            raise UsageError(f"order {message.epoch} about a backup is older than {self._epoch}")
+        if message.epoch == self._epoch:
+            return self._when_copied()  # it was asked before, over a connection that is lost
+        served = self._served()
+        if served is None:  # the backup of nothing would be no backup
+            raise ParameterServerLost(self._store.task, "has been replaced by its backup")
+        self._epoch = message.epoch
+        self._drop()
+        if not message.address:
+            return Reply(Done())
+        if self.committer is None:
+            log = commit_log_without(self._platform.failpoints.without)(
+                self._store.task, MAX_KEPT_BYTES
+            )
+            self.committer = Committer(
+                self._store.task, served.attach.coordinator, self._store, log
+            )
+            self._begun(self.committer)
+        committer = self.committer
+        self._sender = sender = BackupSender(
+            self._platform, served, message, committer.log, committer.advance, self._depose
+        )
+        committer.on_entry = sender.ship
+        self._copying = asyncio.get_running_loop().create_task(self._copy(committer, sender))
+        self._copying.add_done_callback(_seen)
+        return self._when_copied()
+
+    async def _frozen(
+        self, committer: Committer, sender: BackupSender
+    ) -> tuple[Frozen, list[Entry]]:
+        accumulated = await self._accumulators()
+        while True:
+            if self._sender is not sender:  # what it names would be taken for known to the next
+                raise PsyncError("the copy was given up")
+            try:
+                frozen = self._freeze()
+            except BusyError:
+                await self._work.next_turn()
+            else:
+                entries = [*self._steps.entries(), *accumulated]
+                return frozen, [committer.in_full(*each) for each in entries]
+
+    async def _copy(self, committer: Committer, sender: BackupSender) -> None:
+        began = asyncio.get_running_loop().time()
+        why = f"backup {sender.order.epoch}"
+        try:
+            # What began before there was an order. Not in the queue: it may wait for a lock, and
+            # whoever holds that for its turn there.
+            await self._work.drain()
+            try:
+                # A step that is being closed is wholly in the image, or in the log.
+                await self._steps.pause(why)
+                # Entries from now on are kept for the backup; all before them are in the image.
+                first = committer.begin_copy(self._steps.groups()) + 1
+                frozen, entries = await committer.at_turn(lambda: self._frozen(committer, sender))
+            finally:
+                self._steps.resume(why)
+            await sender.copy(frozen, first, entries)
+        except BaseException:
+            if self._sender is sender and not self._over:
+                committer.log.give_up()
+                committer.advance()
+            raise
+        logger.info(
+            "%s: its backup in the process of %s is complete, after %.2f s", self._store.task,
+            sender.order.task, asyncio.get_running_loop().time() - began,
+        )  # fmt: skip
+
+    async def _when_copied(self) -> Reply:
+        if self._copying is not None:
+            try:
+                await asyncio.shield(self._copying)
+            except TransportError as exc:  # who asks would take it for a loss of his own
+                raise PsyncError(f"its backup does not follow: {exc.message}") from exc
+        return Reply(Done())
+
+    async def _until_lost(self, message: BackUp) -> Reply:
+        sender = self._sender
+        if sender is not None and sender.order.epoch == message.epoch:
+            await sender.ended.wait()
+            if self.committer is not None and self._over:
+                raise FencedError(f"{self._store.task} serves something else now")
+        return Reply(Done())
+
+    def _depose(self) -> None:
+        self._deposed()  # first: nobody is to hear of it from here
+        if self.committer is not None:
+            self.committer.depose()
+
+    def _drop(self) -> None:
+        """Go on alone."""
+        sender, self._sender = self._sender, None
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.cancel()
+        if sender is not None:
+            self._work.to_the_end(sender.close())
+        if self.committer is not None:
+            self.committer.on_entry = lambda: None
+            self.committer.log.give_up()
+            self.committer.advance()
+
+    def end(self, error: PsyncError | None = None) -> None:
+        """Something else is served from now on, or nothing: whoever waits is told."""
+        self._over = True
+        if self.committer is not None:
+            self.committer.end(error)
+        sender, self._sender = self._sender, None
+        if self._copying is not None:
+            self._copying.cancel()
+        if sender is not None:
+            self._work.to_the_end(sender.close())
+
+    async def drain(self) -> None:
+        """Wait for what is being done. Cancellation: safe."""
+        if self.committer is not None:
+            await self.committer.drain()
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.debug("a backup was not made: %s", error)

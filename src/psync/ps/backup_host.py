@@ -1,0 +1,412 @@
+"""Backups of other ps tasks in the process of this one: fed, and made to serve when they must.
+
+A backup is a ps task that does not listen: it gets an image first, then every entry of the log of
+the one that it backs up, and does each as if it had come over a connection. When it is promoted
+it listens, at an address of its own, and is a ps like any other.
+
+    state      BeginBackup  FillBackup  LogEntries                    Promote
+    filling    anew         taken       complete, if all is there     refused
+    following  anew         -           queued, answered, done        does the rest; then serves
+    serving    anew         FencedError FencedError                   the same answer again
+
+``anew`` needs an epoch that is not older, and for one that serves a newer one: the coordinator has
+gone back to a checkpoint since, and does not know that it serves. What a newer coordinator finds
+ends.
+
+Source: docs/design.md, section 20.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.transport import Listener
+from psync.numerics.blocks import BlockPool
+from psync.ps.snapshots import unpack_answer
+from psync.ps.update import NO_BYTES
+from psync.store.locate_ps import Copy, Primary
+from psync.store.snapshot import Thawed, thaw
+from psync.store.snapshot_state import ImageState
+from psync.wire.codec import Message, decode
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Assign, AttachPs, Push
+from psync.wire.recovery_messages import (
+    BeginBackup,
+    FillBackup,
+    LogEntries,
+    LogTaken,
+    Promote,
+    Promoted,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 64 << 20
+"""Of entries that are not done: more, and the answer waits."""
+
+
+class BackupTask(Protocol):
+    """A ps task that may come to serve."""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether an update failed half-way."""
+
+    @property
+    def floor(self) -> int:
+        """Incarnation of the coordinator that is served."""
+
+    def primary(self, address: str, epoch: int) -> Primary | None:
+        """Return what a newer coordinator has to know of it; None: it serves nobody."""
+
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
+        """Hold what an image holds."""
+
+    def handler(self, kind: type[Message]) -> Handler:
+        """Return who serves a message."""
+
+    def end_of_log(self) -> None:
+        """All entries are done, and none comes any more: it is about to serve."""
+
+    def refuse_below(self, task: str, below: int) -> None:
+        """Serve no lower incarnation of a task."""
+
+    async def start(self) -> Listener:
+        """Listen."""
+
+    async def close(self) -> None:
+        """End."""
+
+
+@dataclass(slots=True)
+class AsIfFrom:
+    """Stands for the connection over which an entry came to the one that is backed up."""
+
+    task: str
+    incarnation: int
+    state: dict[str, Any]
+    lane: str = "control"
+    on_closed: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Entry:
+    number: int
+    peer: AsIfFrom
+    message: Message
+    body: list[memoryview]
+    nbytes: int
+
+
+class _Backup:
+    """The backup of one ps."""
+
+    def __init__(self, order: BeginBackup, task: BackupTask, thawed: Thawed, sender: str) -> None:
+        self.order = order
+        self.epoch = order.epoch
+        self.task = task
+        self.thawed: Thawed | None = thawed  # None: it is complete
+        self.sender = sender
+        self.taken = order.first - 1
+        self.address: Awaitable[str] | None = None  # once it is to serve
+        self._entries: deque[_Entry] = deque()
+        self.pending_bytes = 0  # of entries that are not done
+        self._state: dict[str, Any] = {}  # sets, by their numbers in the log
+        self._doing: asyncio.Task[None] | None = None
+        self._failed = False  # an entry has failed as no ps may refuse one
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it may lack what the one that is backed up has."""
+        return self._failed or self.task.is_torn
+
+    @property
+    def coordinator(self) -> int:
+        """Incarnation of the newest coordinator that it has served, or serves."""
+        return max(self.order.coordinator, self.task.floor)
+
+    async def primary(self) -> Primary | None:
+        """Return what it serves; None: nothing. Waits for one that is about to serve."""
+        if self.address is None:
+            return None
+        try:
+            address = await asyncio.shield(cast("asyncio.Task[str]", self.address))
+        except PsyncError:
+            return None
+        # A coordinator that has attached it counts its orders anew.
+        is_first = self.order.coordinator == self.task.floor
+        return self.task.primary(address, self.epoch if is_first else 0)
+
+    def complete(self) -> None:
+        """All of the image is there."""
+        thawed = self.thawed
+        if thawed is None:
+            return
+        if wanted := thawed.wanted():
+            raise UsageError(f"an image is not complete: {thawed.state.items[wanted[0]]}")
+        self.thawed = None
+        order = self.order
+        attach = AttachPs(
+            order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
+        )
+        self.task.take_over(attach, thawed, order.timeline, order.life)
+
+    def add(self, number: int, entry: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
+        """Take the next entry."""
+        task, incarnation, header, _ = entry
+        message, nbytes = decode(header), sum(map(len, body))
+        if not body and isinstance(message, Push | Assign):
+            body = [NO_BYTES]  # of shards without elements
+        peer = AsIfFrom(task, incarnation, self._state)
+        self._entries.append(_Entry(number, peer, message, body, nbytes))
+        self.pending_bytes += nbytes
+        self.taken = number
+        if self._doing is None:
+            self._doing = asyncio.get_running_loop().create_task(self._do())
+
+    async def _do(self) -> None:
+        """Do the entries, one after the other."""
+        try:
+            done = 0
+            while self._entries and not self.is_damaged:
+                entry = self._entries.popleft()
+                try:
+                    run = self.task.handler(type(entry.message)).run
+                    outcome = run(cast(Peer, entry.peer), entry.message, entry.body)
+                    if outcome is not None and not isinstance(outcome, Reply):
+                        await cast(Awaitable[Any], outcome)
+                except PsyncError as exc:  # as the one that is backed up has refused it
+                    logger.debug("entry %d: %s", entry.number, exc.message)
+                except Exception:  # such as no memory here, where the other one had enough
+                    logger.exception("%s: its backup failed at %d", self.sender, entry.number)
+                    self._failed = True
+                self.pending_bytes -= entry.nbytes
+                done += 1
+                if not done % 64:
+                    await asyncio.sleep(0)
+        finally:
+            self._doing = None
+
+    async def settle(self, below: int = 0) -> None:
+        """Wait until no more than so many bytes of entries are left. Cancellation: safe."""
+        while self._doing is not None and (not below or self.pending_bytes > below):
+            if below:
+                await asyncio.sleep(0.001)
+            else:
+                await asyncio.wait((self._doing,))
+
+    async def close(self) -> None:
+        """End it."""
+        if self.thawed is not None:
+            self.thawed.give_up()
+        if self._doing is not None:
+            self._doing.cancel()
+            await asyncio.wait((self._doing,))
+        await self.task.close()
+
+
+class ReplicaHost:
+    """The backups in one process.
+
+    Args:
+        task: Name of the ps whose process it is.
+        pool: Memory of images.
+        make: Makes a ps task that does not listen, given its index.
+        floor: Returns the incarnation of the coordinator that this process serves, or 0.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        pool: BlockPool,
+        make: Callable[[int], BackupTask],
+        floor: Callable[[], int],
+    ) -> None:
+        self._task = task
+        self._pool = pool
+        self._make = make
+        self._floor = floor
+        self._backups: dict[int, _Backup] = {}  # by the index of the ps
+        self._fenced = 0  # earlier coordinators have nothing to say here
+        self._ending: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            BeginBackup: Handler(self._begin),
+            FillBackup: Handler(self._fill),
+            LogEntries: Handler(self._log),
+            Promote: Handler(self._promote),
+        }
+
+    @property
+    def serving(self) -> list[BackupTask]:
+        """Those that serve."""
+        return [each.task for each in self._backups.values() if each.address is not None]
+
+    def describe(self) -> list[str]:
+        """Say whose backups are here; for reports."""
+        return [
+            f"/job:ps/task:{ps}: "
+            + ("serves here" if each.address is not None else f"backup, has {each.taken} entries")
+            for ps, each in self._backups.items()
+        ]
+
+    # What the next coordinator has to know.
+
+    @property
+    def newest(self) -> int:
+        """Incarnation of the newest coordinator that was heard of here; 0: none."""
+        known = (each.coordinator for each in self._backups.values())
+        return max(self._fenced, *known, 0)
+
+    def fence(self, coordinator: int) -> None:
+        """Make, and let serve, no backup of earlier coordinators."""
+        self._fenced = max(self._fenced, coordinator)
+
+    async def found(self) -> tuple[list[Primary], list[Copy]]:
+        """Return what serves here, and backups that do not. Cancellation: safe."""
+        backups = list(self._backups.items())
+        serving = [primary for _, each in backups if (primary := await each.primary()) is not None]
+        copies = [
+            (ps, each.order.coordinator, each.epoch) for ps, each in backups if each.address is None
+        ]
+        return serving, copies
+
+    # They are fed.
+
+    def _begin(self, peer: Peer, message: BeginBackup, body: list[memoryview]) -> Reply:
+        sender = f"/job:ps/task:{message.ps}"
+        if peer.task != sender:
+            raise UsageError(f"{self._task}: {peer.task} is not {sender}")
+        if message.coordinator < max(self._floor(), self.newest):
+            # No FencedError: it has not been replaced, and may be attached by the newer one yet.
+            raise UsageError(f"{self._task} serves a newer coordinator")
+        if len(body) != 1:
+            raise RemoteProtocolError(f"{self._task}: {len(body)} segments with a BeginBackup")
+        known = self._backups.get(message.ps)
+        if known is not None and known.order.coordinator <= message.coordinator:
+            newer = known.order.coordinator < message.coordinator
+            oldest = known.epoch + (known.address is not None)
+            if not newer and message.epoch < oldest:
+                raise FencedError(f"{sender} has been replaced by its backup")
+            if message == known.order:  # a repetition: it may have all of the image, and more
+                return Reply(Done())
+        where = f"image of {sender}"
+        state = ImageState.from_bytes(bytes(body[0]), where)
+        thawed = thaw(state, sender, self._pool, message.coordinator, unpack_answer)
+        if known is not None:
+            self._end(known)
+        self._backups[message.ps] = _Backup(message, self._make(message.ps), thawed, sender)
+        return Reply(Done())
+
+    def _known(self, peer: Peer, ps: int, epoch: int) -> _Backup:
+        known = self._backups.get(ps)
+        if known is None:
+            raise UsageError(f"{self._task} has no backup of /job:ps/task:{ps}")
+        if peer.task != known.sender:
+            raise UsageError(f"{self._task}: {peer.task} is not {known.sender}")
+        if known.address is not None or known.epoch != epoch:
+            raise FencedError(f"{known.sender} has been replaced by its backup")
+        if known.is_damaged:
+            raise PsyncError(f"the backup of {known.sender} is damaged")
+        return known
+
+    async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:
+        known = self._known(peer, message.ps, message.epoch)
+        if known.thawed is None:
+            raise UsageError(f"the image of {known.sender} is complete")
+        at = message.start
+        for data in body:
+            for _ in known.thawed.write(message.item, at, data):
+                await asyncio.sleep(0)
+            at += len(data)
+        return Reply(Done())
+
+    def _log(
+        self, peer: Peer, message: LogEntries, body: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        known = self._known(peer, message.ps, message.epoch)
+        known.complete()
+        if message.first > known.taken + 1:
+            raise RemoteProtocolError(
+                f"{known.sender}: entry {message.first} comes after {known.taken}"
+            )
+        at = 0
+        for number, entry in enumerate(message.entries, message.first):
+            segments = body[at : at + entry[3]]
+            at += entry[3]
+            if number > known.taken:  # else it came before, over a connection that is lost
+                known.add(number, entry, segments)
+        # In the turn in which they came: the next message has the entries that follow.
+        answer = Reply(LogTaken(known.taken))
+        return answer if known.pending_bytes <= MAX_PENDING_BYTES else _when_settled(known, answer)
+
+    # To serve.
+
+    async def _promote(self, peer: Peer, message: Promote, _: list[memoryview]) -> Reply:
+        known = self._backups.get(message.ps)
+        if known is None or known.order.coordinator != message.coordinator:
+            raise UsageError(f"{self._task} has no backup of /job:ps/task:{message.ps}")
+        if peer.task != "/job:chief/task:0" or peer.incarnation != message.coordinator:
+            raise FencedError(f"{self._task}: {peer.task} is not the coordinator that it serves")
+        if known.thawed is not None:
+            raise UsageError(f"the backup of {known.sender} is not complete")
+        if message.coordinator < self._fenced:
+            raise FencedError(f"{self._task} serves a newer coordinator")
+        if known.address is None:
+            if message.epoch < known.epoch:
+                raise FencedError(f"{self._task}: there is a newer backup of {known.sender}")
+            known.epoch = message.epoch
+            serving = asyncio.get_running_loop().create_task(self._serve(known, message.fences))
+            known.address = serving
+        return Reply(Promoted(await asyncio.shield(cast("asyncio.Task[str]", known.address))))
+
+    async def _serve(self, known: _Backup, fences: Sequence[tuple[str, int]]) -> str:
+        await known.settle()
+        if known.is_damaged:
+            raise PsyncError(f"the backup of {known.sender} is damaged")
+        known.task.end_of_log()
+        for task, below in fences:
+            known.task.refuse_below(task, below)
+        listener = await known.task.start()
+        logger.warning(
+            "%s is served by its backup, in the process of %s, at %s", known.sender, self._task,
+            listener.address,
+        )  # fmt: skip
+        return listener.address
+
+    # Ends.
+
+    def end_below(self, coordinator: int) -> None:
+        """End what belongs to earlier coordinators."""
+        for ps, known in list(self._backups.items()):
+            if known.coordinator < coordinator:
+                del self._backups[ps]
+                self._end(known)
+
+    def _end(self, known: _Backup) -> None:
+        task = asyncio.get_running_loop().create_task(known.close())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """End all of them. Cancellation: they go on ending."""
+        backups, self._backups = self._backups, {}
+        for known in backups.values():
+            self._end(known)
+        if self._ending:
+            await asyncio.wait(list(self._ending))
+
+
+async def _when_settled(known: _Backup, answer: Reply) -> Reply:
+    await known.settle(MAX_PENDING_BYTES)
+    return answer

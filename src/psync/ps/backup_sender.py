@@ -1,0 +1,309 @@
+"""What a ps sends to its backup: an image of itself, then every entry, in order.
+
+One object feeds one backup. It ends when that does not follow any more: its process is gone, has
+been started again, or refuses. What was sent over a connection that is lost, of the image or of the
+entries, is sent again; the backup ignores what it has.
+
+Source: docs/design.md, section 20.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from psync.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    DeadlineExceeded,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+)
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Peer, Received
+from psync.net.platform import Platform
+from psync.ps.committer import Entry
+from psync.store.commit_log import CommitLog, LogState
+from psync.store.snapshot import Frozen
+from psync.wire.codec import Message
+from psync.wire.frames import Segment
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup, LogEntries, LogTaken
+
+logger = logging.getLogger(__name__)
+
+MAX_ENTRIES = 256
+MAX_BYTES = 4 << 20
+"""Of one message, which has at least one entry."""
+
+MAX_UNDER_WAY = 4
+"""Messages that the backup has not answered."""
+
+PIECE_BYTES = 8 << 20
+
+MAX_LOSSES = 16
+"""Connections that a part of an image may outlive: more, and it is what breaks them."""
+
+RECONNECT_S = 0.5
+"""How long a backup may be away: one whose process has ended does not come back."""
+
+SILENT_S = 10.0
+"""A backup that has not answered for so long does not follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Who is backed up."""
+
+    ps: int
+    attach: AttachPs
+    timeline: int
+    life: int  # see ``adoption``
+
+
+class BackupSender:
+    """Feeds one backup.
+
+    Args:
+        platform: Network, secret.
+        served: Who is backed up.
+        order: Where the backup is.
+        log: What is to be sent.
+        advanced: Called when the backup has more.
+        deposed: Called when it says that it serves itself, or another one does.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        served: Served,
+        order: BackUp,
+        log: CommitLog[Entry],
+        advanced: Callable[[], None],
+        deposed: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self.ended = asyncio.Event()  # it does not follow any more
+        self.error: PsyncError | None = None  # why
+        self._served = served
+        self._log = log
+        self._advanced = advanced
+        self._deposed = deposed
+        self._failpoints = platform.failpoints
+        # Of this coordinator's range: whoever serves a newer one refuses it.
+        incarnation = served.attach.coordinator + order.epoch
+        self._task = f"/job:ps/task:{served.ps}"
+        self._endpoint = Endpoint(platform, self._task, incarnation, {})
+        self._peer: Peer | None = None
+        self._incarnation: int | None = None  # of the process of the backup
+        self._under_way = 0
+        self._ships = False  # the image is there
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._changed: asyncio.Future[None] | None = None
+        self._heard_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
+        """Send an image, and then all entries until the backup has all that there are.
+
+        Args:
+            frozen: The image.
+            first: Number of the first entry that it does not have.
+            before: What the image does not have either, and comes before that.
+
+        Raises:
+            PsyncError: The backup does not follow.
+
+        Cancellation: ``close`` is still to be called.
+        """
+        try:
+            await self._send_image(frozen, first - len(before))
+            await self._send_before(before, first)
+        except PsyncError as exc:
+            self._fail(exc)
+            raise
+        finally:
+            frozen.drop()
+        self._check()
+        self._log.pair()
+        self._ships = True
+        wanted = self._log.last
+        self._note_heard()
+        self._watch()
+        if self._peer is not None and not self._peer.is_open:
+            self._lost(self._peer)
+        self.ship()
+        while self._log.taken < wanted:
+            self._check()
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
+        self._check()
+
+    async def _send_image(self, frozen: Frozen, first: int) -> None:
+        ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
+        begin = BeginBackup(
+            ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
+            self._served.timeline, first, self._served.life,
+        )  # fmt: skip
+        await self._call(begin, [frozen.state.to_bytes()])
+        for item, known in enumerate(frozen.state.items):
+            if known.is_constant:
+                continue
+            for start in range(0, known.nbytes, PIECE_BYTES):
+                stop = min(start + PIECE_BYTES, known.nbytes)
+                await self._call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
+
+    async def _send_before(self, before: Sequence[Entry], first: int) -> None:
+        """Send what comes before the first entry of the log; this ends the image."""
+        ps, epoch = self._served.ps, self.order.epoch
+        for number, entry in enumerate(before, first - len(before)):
+            listed = [(*entry.client, entry.header, len(entry.body))]
+            await self._call(LogEntries(ps, epoch, number, listed), entry.body)
+        await self._call(LogEntries(ps, epoch, first, []))
+
+    async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> None:
+        """Send a part of an image, again where a connection is lost, until it is answered."""
+        for losses in range(1, MAX_LOSSES + 1):
+            if self._peer is None or not self._peer.is_open:
+                self._peer = await self._connect()
+            deadline = asyncio.get_running_loop().time() + SILENT_S
+            try:
+                await self._peer.call(message, segments, deadline=deadline)
+            except ConnectionLost:
+                if losses == MAX_LOSSES:
+                    raise
+            except DeadlineExceeded as exc:
+                self._peer.abort(exc)  # it may still have the segments, which are given back now
+                raise
+            else:
+                return
+
+    def ship(self) -> None:
+        """Send what there is to be sent."""
+        while self._ships and self._peer is not None and self._under_way < MAX_UNDER_WAY:
+            if self._log.state is not LogState.PAIRED:
+                return
+            batch = self._log.to_ship(MAX_ENTRIES, MAX_BYTES)
+            if not batch:
+                return
+            entries = [
+                (*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch
+            ]
+            segments = [segment for each in batch for segment in each.entry.body]
+            message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
+            if not self._under_way:
+                self._note_heard()
+            self._under_way += 1
+            peer = self._peer
+            self._failpoints.hit("ps.backup.sending")
+            try:
+                peer.ask(message, segments, functools.partial(self._heard, peer))
+            except ConnectionLost as exc:
+                self._heard(peer, exc)
+            except PsyncError as exc:
+                self._under_way -= 1
+                self._fail(exc)
+                return
+
+    def _heard(self, peer: Peer, outcome: Received | Exception) -> None:
+        if peer is not self._peer or self.ended.is_set():
+            return  # of a connection that is over
+        self._under_way -= 1
+        if isinstance(outcome, ConnectionLost):
+            self._lost(peer)
+        elif isinstance(outcome, PsyncError):
+            self._fail(outcome)
+        elif isinstance(outcome, Exception) or not isinstance(outcome.message, LogTaken):
+            self._fail(RemoteProtocolError(f"a backup answered with {outcome!r}"))
+        else:
+            self._failpoints.hit("ps.backup.taken")
+            self._note_heard()
+            self._log.note_taken(outcome.message.upto)
+            self._wake()
+            self._advanced()
+            self.ship()
+
+    async def _connect(self) -> Peer:
+        try:
+            peer = await self._endpoint.connect_retrying(
+                self.order.address, self.order.task, timeout_s=RECONNECT_S, level=logging.DEBUG
+            )
+        except FencedError as exc:
+            # It serves a newer coordinator, which may attach this ps yet: none has replaced it.
+            raise ConnectFailed(f"{self.order.task}: {exc.message}") from exc
+        if self._incarnation not in (None, peer.incarnation):
+            peer.close()
+            raise ConnectFailed(f"{self.order.task} was started again, and has no backup any more")
+        self._incarnation = peer.incarnation
+        peer.on_closed.append(self._lost)
+        return peer
+
+    def _lost(self, peer: Peer) -> None:
+        """Connect again, also if nothing is to be sent: is the backup there?"""
+        if peer is self._peer and self._ships and not self.ended.is_set():
+            self._peer, self._under_way = None, 0
+            self._reconnecting = asyncio.get_running_loop().create_task(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        try:
+            peer = await self._connect()
+        except PsyncError as exc:
+            self._fail(exc)
+            return
+        self._log.ship_again()
+        self._peer = peer
+        self._note_heard()
+        self.ship()
+
+    # How long it has been silent.
+
+    def _note_heard(self) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+
+    def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._under_way and loop.time() - self._heard_at > SILENT_S:
+            self._fail(ConnectionLost(f"it has been silent for {SILENT_S:g} s"))
+        elif not self.ended.is_set():
+            self._timer = loop.call_later(SILENT_S / 4, self._watch)
+
+    # Ends.
+
+    def _check(self) -> None:
+        if self.error is None and self._log.state is LogState.ALONE:
+            self._fail(PsyncError("it was given up: the copy took too long"))
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def _fail(self, error: PsyncError) -> None:
+        if self.ended.is_set():
+            return
+        self.error = error
+        self.ended.set()
+        self._ships = False
+        logger.warning("%s: its backup does not follow: %s", self._task, error.message)
+        self._wake()
+        if isinstance(error, FencedError):
+            self._deposed()
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    async def close(self) -> None:
+        """Send nothing more. Cancellation: a connection may still be closing."""
+        self._ships = False
+        if self.error is None:
+            self.error = PsyncError(f"{self._task}: its backup was given up")
+        self.ended.set()
+        self._wake()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+            await asyncio.wait((self._reconnecting,))
+        await self._endpoint.close()

@@ -1,0 +1,215 @@
+"""The gate of a ps: holds updates back while a cut is taken, and lets admitted ones through.
+
+One object serves one coordinator and timeline, with its ledger; a newer one gets another.
+
+    message     then
+    Gate        nothing begins any more; answered when what was under way has ended: which messages
+                to other ps tasks belong to it
+    Admit       these messages may begin; answered when they are settled, or when one of them waits
+                for a lock whose holder may be waiting here
+    OpenGate    everything that waits goes on
+    connection  the gate opens when that over which it was shut is lost
+    lease       and when it has been shut for too long
+
+Source: docs/design.md, section 18.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from psync.errors import CutLost
+from psync.net.peer import Handler, Peer, Reply
+from psync.ps.weakened_rules import gate_without
+from psync.store.ledger import Client, Ledger
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
+
+logger = logging.getLogger(__name__)
+
+MAX_SHUT_S = 60.0
+"""A coordinator that is stuck holds nobody up for longer."""
+
+LOCK_PATIENCE_S = 1.0
+"""So long an admitted update may wait for a lock, whose holder may be waiting at the gate."""
+
+LOOKS = 4
+"""How often it is looked whether it still does, within that time."""
+
+
+class GateService:
+    """Serves one coordinator's cuts on one ps.
+
+    Args:
+        task: Name of the ps, for the log.
+        ledger: Knows what has begun.
+        exempt: See ``UpdateGate``.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
+        pause_steps: Returns when no synchronous step is being closed, and lets none begin.
+        resume_steps: Lets them go on.
+        without: Safeguards that a test has switched off.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        ledger: Ledger,
+        exempt: str,
+        check_coordinator: Callable[[Peer], None],
+        pause_steps: Callable[[], Awaitable[None]],
+        resume_steps: Callable[[], None],
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        self.cuts = 0  # for which the gate was shut
+        self._task = task
+        self._gate = gate_without(without, ledger, exempt)
+        self._check_coordinator = check_coordinator
+        self._pause_steps = pause_steps
+        self._resume_steps = resume_steps
+        self._under_way = 0  # updates that take longer than a turn
+        self._waiting: list[asyncio.Future[None]] = []
+        self._locked_out: set[tuple[Client, int]] = set()  # messages that wait for a lock
+        self._timer: asyncio.TimerHandle | None = None
+        self._peers: set[Peer] = set()  # whose end is heard of
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            Gate: Handler(self._shut),
+            Admit: Handler(self._admit),
+            OpenGate: Handler(self._open_for),
+        }
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether a cut is being taken."""
+        return self._gate.cut > 0
+
+    def describe(self) -> list[str]:
+        """Say which cut is being taken, and who waits for it; for reports."""
+        if not self.is_shut:
+            return []
+        return [
+            f"the gate is shut for cut {self._gate.cut}: {self._under_way} updates are under way, "
+            f"{len(self._waiting)} wait"
+        ]
+
+    def check(self, cut: int) -> None:
+        """Check that the gate is shut for a cut: it opens with the connection.
+
+        Raises:
+            CutLost: It is not.
+        """
+        if self._gate.cut != cut:
+            raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
+
+    def close(self) -> None:
+        """Open for good: whoever waits goes on."""
+        self._open(self._gate.cut)
+
+    # For updates.
+
+    def holds(self, client: Client, sequence: int) -> bool:
+        """Return whether a message has to wait, see ``turn``."""
+        return self._gate.cut > 0 and self._gate.holds(client, sequence)
+
+    async def turn(self, client: Client, sequence: int) -> None:
+        """Wait until a message may begin. Cancellation: safe."""
+        while self._gate.holds(client, sequence):
+            await self._changed()
+
+    def began(self) -> None:
+        """An update has begun that takes longer than a turn of the loop."""
+        self._under_way += 1
+
+    def ended(self) -> None:
+        """It has ended."""
+        self._under_way -= 1
+        self.look_again()
+
+    def waits_for_lock(self, client: Client, sequence: int, *, waits: bool) -> None:
+        """Note that a message waits for a lock, or does so no more."""
+        (self._locked_out.add if waits else self._locked_out.discard)((client, sequence))
+
+    def look_again(self) -> None:
+        """A message was settled, or a client was replaced."""
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    # Messages.
+
+    async def _shut(self, peer: Peer, message: Gate, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        if not self._gate.shut(message.cut):  # what said that it is over was faster
+            raise CutLost(f"{self._task}: cut {message.cut} is over")
+        self.cuts += 1
+        if peer not in self._peers:
+            self._peers.add(peer)
+            peer.on_closed.append(self._connection_lost)
+        self._set_timer(message.cut)
+        await self._pause_steps()
+        while self._under_way:
+            await self._changed()
+        return Reply(Gated(self._gate.others()))
+
+    async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        updates = [((task, incarnation), number) for task, incarnation, number in message.updates]
+        self._gate.admit(message.cut, updates)
+        self.look_again()
+        looks_left = LOOKS
+        while self._gate.cut == message.cut and (left := self._gate.unsettled(updates)):
+            if self._locked_out.isdisjoint(left):
+                looks_left = LOOKS
+            elif not looks_left:
+                raise CutLost(
+                    f"{self._task}: {left[0][0][0]} waits for a lock, whose holder may be waiting "
+                    f"for the end of cut {message.cut}"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOCK_PATIENCE_S / LOOKS):
+                    await self._changed()
+                    continue
+            looks_left -= 1
+        return Reply(Done())
+
+    def _open_for(self, peer: Peer, message: OpenGate, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        self._open(message.cut)
+        return Reply(Done())
+
+    # Opening.
+
+    def _open(self, cut: int) -> None:
+        if self._gate.open(cut):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._resume_steps()
+            self.look_again()
+
+    def _connection_lost(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        self._open(self._gate.cut)
+
+    def _set_timer(self, cut: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(MAX_SHUT_S, self._expired, cut)
+
+    def _expired(self, cut: int) -> None:
+        if self._gate.cut == cut:
+            logger.warning(
+                "%s: a cut has held updates up for %.0f s and is given up", self._task, MAX_SHUT_S
+            )
+            self._open(cut)
+
+    async def _changed(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn

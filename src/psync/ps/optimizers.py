@@ -1,0 +1,102 @@
+"""Optimizers on a ps: made known, and their slots, steps and learning rates set from outside.
+
+A program that restores a checkpoint, or changes the learning rate, says so here. Both are
+idempotent, so a lost connection repeats them. Nothing is judged by the ledger: who sets a value
+while others push to the same variables gets what comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+
+from psync.errors import GradientError
+from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.blocks import BlockPool
+from psync.numerics.update_rule import slot_dtype
+from psync.ps.cooperative_work import LongWork
+from psync.ps.update import memory_for
+from psync.specs import dtype_of
+from psync.store.store import ShardStore
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import (
+    AskOptimizer,
+    DefineOptimizer,
+    OptimizerState,
+    SetOptimizer,
+    SetSlots,
+)
+
+
+class SlotService:
+    """What a ps keeps beside its shards, under one coordinator.
+
+    Args:
+        task: Name of the ps.
+        store: Its shards.
+        work: What takes long.
+        pool: Memory for what comes in.
+    """
+
+    def __init__(self, task: str, store: ShardStore, work: LongWork, pool: BlockPool) -> None:
+        self._task = task
+        self._store = store
+        self._work = work
+        self._pool = pool
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            DefineOptimizer: Handler(self._define),
+            SetSlots: Handler(self._set_slots, self._prepare),
+            SetOptimizer: Handler(self._set_optimizer),
+            AskOptimizer: Handler(self._ask_optimizer),
+        }
+
+    def _define(self, peer: Peer, message: DefineOptimizer, _: list[memoryview]) -> Reply:
+        self._store.define_optimizer(message.optimizer, message.config)
+        return Reply(Done())
+
+    def _prepare(
+        self, peer: Peer, message: SetSlots, lengths: tuple[int, ...]
+    ) -> Sequence[memoryview]:
+        """Check everything that needs no bytes before memory is taken for them."""
+        if lengths != self._lengths(message):
+            raise GradientError(f"{self._task}: values of slots do not have the slots' sizes")
+        return memory_for(self._pool, sum(lengths))
+
+    def _lengths(self, message: SetSlots) -> tuple[int, ...]:
+        self._store.define_optimizer(message.optimizer, message.config)
+        specs = [self._store.spec((variable, index)) for variable, index, _ in message.members]
+        return tuple(spec.size * slot_dtype(dtype_of(spec.dtype)).itemsize for spec in specs)
+
+    def _set_slots(self, peer: Peer, message: SetSlots, body: list[memoryview]) -> Awaitable[Reply]:
+        lengths = self._lengths(message)
+        whole = body[0] if body else memoryview(b"")
+        if len(whole) != sum(lengths):
+            raise GradientError(f"{self._task}: values of slots do not have the slots' sizes")
+        return self._work.to_the_end(self._load(message, lengths, whole))
+
+    async def _load(self, message: SetSlots, lengths: Sequence[int], body: memoryview) -> Reply:
+        at = 0
+        for (variable, index, slot), nbytes in zip(message.members, lengths, strict=True):
+            work = await self._work.when_idle(
+                self._store.load_slot, (variable, index), message.optimizer, slot,
+                body[at : at + nbytes],
+            )  # fmt: skip
+            await self._work.finish(work)
+            at += nbytes
+        return Reply(Done())
+
+    def _set_optimizer(self, peer: Peer, message: SetOptimizer, _: list[memoryview]) -> Reply:
+        store, optimizer = self._store, message.optimizer
+        store.define_optimizer(optimizer, message.config)
+        if message.learning_rate is not None:
+            store.set_learning_rate(optimizer, message.learning_rate)
+        if message.step >= 0:
+            store.set_optimizer_step(optimizer, message.step)
+        return Reply(Done())
+
+    def _ask_optimizer(self, peer: Peer, message: AskOptimizer, _: list[memoryview]) -> Reply:
+        self._store.define_optimizer(message.optimizer, message.config)
+        return Reply(OptimizerState(self._store.optimizer_step(message.optimizer)))

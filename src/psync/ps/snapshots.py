@@ -1,0 +1,244 @@
+"""Images on a ps: prepared, to be taken up instead of what is; those that are held, besides.
+
+    message       then
+    PrepareImage  makes a store and a ledger beside those that are served; their bytes are read in
+                  a thread, or come by FillImage. What was being prepared before is given up
+    TakeImage     hands them to the task, which serves them from then on
+
+What fails changes nothing of what is served. A message that is repeated, since a connection was
+lost, gets the answer of the first one. Only the coordinator that is served may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from psync.errors import (
+    CheckpointCorrupt,
+    ConfigurationError,
+    PsyncError,
+    RemoteProtocolError,
+    UsageError,
+)
+from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.blocks import BlockPool
+from psync.ps.cooperative_work import LongWork
+from psync.ps.frozen_snapshots import Freezable, FrozenImages, again, listed
+from psync.ps.hosted_accumulators import rule_of
+from psync.ps.snapshot_files import Place, read_items
+from psync.store.snapshot import ImageState, Thawed, thaw
+from psync.store.untrusted_json import UntrustedJson
+from psync.wire.accumulator_messages import DefineAccumulator
+from psync.wire.codec import Message, decode, encode
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Pushed
+from psync.wire.recovery_messages import FillImage, PrepareImage, TakeImage
+
+
+def pack_answer(answer: object) -> bytes | None:
+    """Return how an image keeps the answer to an update; None: it does not."""
+    return encode(answer) if isinstance(answer, Pushed) else None
+
+
+def unpack_answer(data: bytes) -> Pushed:
+    """Return what ``pack_answer`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such answer.
+    """
+    try:
+        answer = decode(data)
+    except RemoteProtocolError as exc:
+        raise CheckpointCorrupt(f"an answer in an image is damaged: {exc.message}") from exc
+    if not isinstance(answer, Pushed):
+        raise CheckpointCorrupt(f"an answer in an image is a {type(answer).__name__}")
+    return answer
+
+
+def pack_accumulators(
+    definitions: Iterable[tuple[DefineAccumulator, int]],
+) -> list[tuple[bytes, int]]:
+    """Return how an image keeps what accumulators are, and their steps."""
+    return [(encode(definition), step) for definition, step in definitions]
+
+
+def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[DefineAccumulator, int]]:
+    """Return what ``pack_accumulators`` packed.
+
+    Raises:
+        CheckpointCorrupt: It is no such thing.
+    """
+    definitions = []
+    for data, step in packed:
+        try:
+            definition = decode(data)
+            if not isinstance(definition, DefineAccumulator):
+                raise CheckpointCorrupt(f"an accumulator is a {type(definition).__name__}")
+            rule_of(definition)
+        except (RemoteProtocolError, ConfigurationError) as exc:
+            raise CheckpointCorrupt(f"an accumulator in an image: {exc.message}") from exc
+        definitions.append((definition, step))
+    return definitions
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """An image that is being prepared."""
+
+    number: int
+    thawed: Thawed | None = None  # None: its state is being read
+    ready: Awaitable[Reply] | None = None  # never cancelled
+    given_up: bool = False
+
+
+class Held(Freezable, Protocol):
+    """What a ps serves, and may be told to serve instead."""
+
+    @property
+    def floor(self) -> int:
+        """The lowest incarnation of any task that may be served."""
+
+    def take(self, thawed: Thawed, message: TakeImage) -> None:
+        """Serve this from now on."""
+
+
+class ImageService:
+    """The images of one ps.
+
+    Args:
+        task: Name of the ps.
+        work: What takes long.
+        pool: Memory of what is prepared.
+        check_coordinator: Raises unless a peer is the coordinator that is served.
+        held: What is served.
+        reached: Told the name of a place where a test may stop the task.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        work: LongWork,
+        pool: BlockPool,
+        check_coordinator: Callable[[Peer], None],
+        held: Held,
+        reached: Callable[[str], None],
+    ) -> None:
+        self._task = task
+        self._work = work
+        self._pool = pool
+        self._check_coordinator = check_coordinator
+        self._held = held
+        self._frozen = FrozenImages(task, work, check_coordinator, held, reached)
+        self._load: _Load | None = None
+        self._taken = 0  # number of the load that is served
+        self._loads = self._takes = 0
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            **self._frozen.handlers(),
+            PrepareImage: Handler(self._prepare),
+            FillImage: Handler(self._fill),
+            TakeImage: Handler(self._take),
+        }
+
+    def forget(self) -> None:
+        """A newer coordinator is served: nothing that was held or prepared is of use."""
+        self._frozen.let_go()
+        self._give_up()
+        self._taken = 0
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters, and whether something is held or being prepared."""
+        return {
+            **self._frozen.statistics(),
+            "loads": self._loads,
+            "preparing": int(self._load is not None),
+            "taken": self._takes,
+        }
+
+    def _prepare(
+        self, peer: Peer, message: PrepareImage, body: list[memoryview]
+    ) -> Awaitable[Reply]:
+        self._check_coordinator(peer)
+        load = self._load
+        if load is None or load.number != message.load:
+            if message.load <= self._taken or (load is not None and message.load < load.number):
+                raise UsageError(f"{self._task}: load {message.load} has been given up")
+            self._give_up()
+            self._loads += 1
+            load = self._load = _Load(message.load)
+            load.ready = self._work.to_the_end(self._prepared(load, message.path, body))
+        assert load.ready is not None, "it has been begun"
+        return again(load.ready)
+
+    async def _prepared(self, load: _Load, path: str, body: list[memoryview]) -> Reply:
+        where = f"{self._task}: image {load.number}"
+        try:
+            if len(body) != 1 + bool(path):
+                raise RemoteProtocolError(f"{where}: {len(body)} segments")
+            state = await asyncio.to_thread(ImageState.from_bytes, bytes(body[0]), where)
+            if load.given_up:
+                raise PsyncError(f"{where} has been given up")
+            load.thawed = self._thawed(state)
+            unpack_accumulators(state.accumulators)  # that they can be
+            if path:
+                places = listed(body[1:], f"{where}: places in {path}", _item_and_place)
+                await asyncio.to_thread(read_items, Path(path), load.thawed, places)
+        except Exception:
+            if self._load is load:
+                self._give_up()  # so that it can be tried again
+            raise
+        return Reply(Done())
+
+    def _thawed(self, state: ImageState) -> Thawed:
+        return thaw(state, self._task, self._pool, self._held.floor, unpack_answer)
+
+    def _give_up(self) -> None:
+        load, self._load = self._load, None
+        if load is not None:
+            load.given_up = True
+            if load.thawed is not None:
+                load.thawed.give_up()
+
+    def _loaded(self, peer: Peer, number: int) -> Thawed:
+        self._check_coordinator(peer)
+        load = self._load
+        if load is None or load.number != number or load.thawed is None:
+            raise UsageError(f"{self._task}: image {number} is not being prepared")
+        return load.thawed
+
+    async def _fill(self, peer: Peer, message: FillImage, body: list[memoryview]) -> Reply:
+        thawed = self._loaded(peer, message.load)
+        for data in body:
+            for _ in thawed.write(message.item, message.start, data):
+                await asyncio.sleep(0)
+        return Reply(Done())
+
+    def _take(self, peer: Peer, message: TakeImage, _: list[memoryview]) -> Reply:
+        self._check_coordinator(peer)
+        if message.load != self._taken:
+            thawed = self._loaded(peer, message.load)
+            wanted = thawed.wanted()
+            if wanted:
+                raise UsageError(
+                    f"{self._task}: image {message.load} is not complete: "
+                    f"{thawed.state.items[wanted[0]]} is missing"
+                )
+            self._load = None
+            self._frozen.let_go()
+            self._held.take(thawed, message)
+            self._taken = message.load
+            self._takes += 1
+        return Reply(Done())
+
+
+def _item_and_place(take: UntrustedJson, entry: Any) -> tuple[int, Place]:
+    item, start, nbytes, crc32 = (
+        take.number(each, "a place") for each in take.sequence(entry, "a place", 4)
+    )
+    return item, (start, nbytes, crc32)

@@ -1,0 +1,106 @@
+"""How scheduled closures travel: small arguments inline, large ones when they are asked for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from psync.closures.closure import Closure
+from psync.errors import LocalProtocolError
+from psync.net.peer import Reply
+from psync.serialization.functions import Function
+from psync.serialization.payloads import EMPTY, Payload
+from psync.serialization.remote_value import RemoteValue
+from psync.wire import worker_messages
+from psync.wire.worker_messages import Arguments, RunClosures, RunReplica
+
+INLINE_BYTES = 16 << 10
+"""Larger arguments are fetched by the worker when it is about to run the closure: a worker
+whose step computes on its loop does not read, and must not have more than 64 KiB unread."""
+
+
+class ScheduledCall:
+    """What the coordinator keeps of a closure until it is final: the closure's payload."""
+
+    __slots__ = ("arguments", "function", "sent_at", "value")
+
+    def __init__(self, function: Function, arguments: Payload) -> None:
+        self.function = function
+        self.arguments = arguments  # keeps the RemoteValues and iterators among them alive
+        self.sent_at: float | None = None  # loop time; None: to nobody so far
+        self.value: weakref.ref[RemoteValue]  # the user may have dropped it
+
+    @property
+    def inline_bytes(self) -> int:
+        """Most bytes that its arguments take in a message that starts it."""
+        if self.arguments.remote_values:  # their sizes are not known yet
+            return INLINE_BYTES
+        nbytes = self.arguments.nbytes
+        return nbytes if nbytes <= INLINE_BYTES else 0
+
+    def segments(self) -> tuple[list[Any], list[int]]:
+        """Return all segments of the arguments, and how many of them each RemoteValue has.
+
+        Raises:
+            LocalProtocolError: An input has no value yet.
+        """
+        segments: list[Any] = list(self.arguments.segments)
+        counts = []
+        for value in self.arguments.remote_values:
+            payload = value.payload
+            if payload is None:
+                raise LocalProtocolError(f"{value!r} is the input of a closure, without a value")
+            segments += payload.segments
+            counts.append(len(payload.segments))
+        return segments, counts
+
+
+def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
+    """Return the message that starts closures, and its segments."""
+    items: list[tuple[int, bytes, int, list[int]]] = []
+    segments: list[Any] = []
+    for closure in closures:
+        call: ScheduledCall = closure.payload
+        key = call.function.key
+        if call.arguments is EMPTY:
+            items.append((closure.id, key, 0, []))
+            continue
+        own, counts = call.segments()
+        if sum(map(len, own)) > INLINE_BYTES:
+            items.append((closure.id, key, -1, []))
+        else:
+            items.append((closure.id, key, len(own) - sum(counts), counts))
+            segments += own
+    return RunClosures(items), segments
+
+
+class ReplicaCall(ScheduledCall):
+    """That of one replica of a gang."""
+
+    __slots__ = ("num_replicas", "replica_id")
+
+    def __init__(
+        self, function: Function, arguments: Payload, replica_id: int, num_replicas: int
+    ) -> None:
+        super().__init__(function, arguments)
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+
+
+def run_replica(closure: Closure) -> tuple[RunReplica, list[Any]]:
+    """Return the message that starts a replica, and its segments."""
+    call: ReplicaCall = closure.payload
+    message, segments = run_closures([closure])
+    return RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
+
+
+def arguments_reply(call: ScheduledCall) -> Reply:
+    """Return the answer to FetchArguments."""
+    segments, counts = call.segments()
+    return Reply(Arguments(len(segments) - sum(counts), counts), segments)
+
+
+def function_reply(function: Function) -> Reply:
+    """Return the answer to FetchFunction."""
+    return Reply(worker_messages.Function(function.name), function.payload.segments)

@@ -1,0 +1,369 @@
+"""Whether one replica runs here, or what is done here concerns all of them.
+
+    default               --strategy.scope()-->  cross-replica
+    default, closure      --merge_call-->        cross-replica, until the function has returned
+    cross-replica         --strategy.run-->      replica
+    cross-replica         --extended.update-->   update
+
+In replica context a value is that of one replica, in cross-replica context there may be one for
+each. Where nothing was entered, that is outside of every scope and in a step that was given to
+``schedule``, there is one replica, 0 of 1: the default. In a replica of ``strategy.run`` on the
+coordinator, a *gang*, there are as many as workers took part.
+
+What was entered holds for the code that entered it and for the tasks and threads that this starts
+with its context, but never in a step: a step begins in a context of its own, even if it runs in
+the coordinator's process.
+
+Source: ``tensorflow/python/distribute/distribute_lib.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from psync.client.context import current_closure, forbid_in_step
+from psync.client.scopes import open_scope
+from psync.errors import ContextError
+from psync.numerics.replica_sums import ReduceOp, as_reduce_op
+from psync.numerics.replica_values import local_results, reducing_distributed, select
+from psync.replicas import collectives
+from psync.replicas.chunks import in_turns
+from psync.replicas.collectives import Collective, GangMember
+from psync.replicas.extended import Contexts, Extended
+from psync.replicas.states import (
+    CrossReplica,
+    Enter,
+    Merging,
+    Updating,
+    enter_for_good,
+    entered,
+    no_replica,
+)
+
+
+class ReplicaContext:
+    """One replica of a function that runs once for each: which it is, and the way to the others.
+
+    Made by psync; ``psync.get_replica_context()`` returns that of the code that asks.
+
+    Attributes:
+        strategy: The strategy; in a step a stand-in for it, which knows this replica alone.
+        replica_id_in_sync_group: From 0.
+        num_replicas_in_sync: How many there are; 1 outside of ``strategy.run`` on the coordinator.
+
+    Source: ``tf.distribute.ReplicaContext``.
+    """
+
+    def __init__(self, strategy: Any, member: GangMember | None = None) -> None:
+        self.strategy = strategy
+        self.replica_id_in_sync_group = 0 if member is None else member.replica_id
+        self.num_replicas_in_sync = 1 if member is None else member.num_replicas
+        self._member = member
+
+    def __repr__(self) -> str:
+        return (
+            f"<ReplicaContext: replica {self.replica_id_in_sync_group} of "
+            f"{self.num_replicas_in_sync}>"
+        )
+
+    async def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Wait until every replica is here; return what ``merge_fn`` returns, this replica's part.
+
+        ``merge_fn(strategy, *args, **kwargs)`` runs once, in cross-replica context: of a gang on
+        the coordinator's event loop, with the arguments of all replicas regrouped (what differs
+        is a ``PerReplica``); of one replica here, at once, with its own.
+
+        Args:
+            merge_fn: A function or coroutine function. In a gang it is pickled like a step, and the
+                first replica's is called.
+            args: Its arguments after the strategy.
+            kwargs: Likewise.
+
+        Raises:
+            ContextError: Not in replica context; or the replicas do not all come to the same.
+            CaptureError: Something cannot be sent to the coordinator.
+            WorkerLost: The worker of another replica was lost; names it.
+            ClosureCancelled: Another replica failed, or the gang was cancelled.
+            Exception: What ``merge_fn`` raised; every replica gets it.
+
+        Cancellation: Ends the gang, unless there is one replica.
+
+        Source: ``tf.distribute.ReplicaContext.merge_call``.
+        """
+        return await self._collective(
+            "merge_call", collectives.merge, (merge_fn, tuple(args), dict(kwargs or {}))
+        )
+
+    async def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """Return the sum or mean of ``value`` over all replicas; all have to call it.
+
+        Args:
+            reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
+            value: A number, an array, IndexedSlices, or any nesting of them.
+
+        Raises:
+            ReplicaValueError: No such operation, or the replicas' values do not fit each other.
+            PsyncError: As ``merge_call``.
+
+        Cancellation: As ``merge_call``.
+
+        Source: ``tf.distribute.ReplicaContext.all_reduce``.
+        """
+        op = as_reduce_op(reduce_op)
+        return await self._collective(f"all_reduce {op.name}", collectives.reduce, (op, value))
+
+    async def all_gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas, one after the other along ``axis``.
+
+        Args:
+            value: An array of rank 1 at least, or any nesting of them.
+            axis: A number; negative ones count from the end.
+
+        Raises:
+            ReplicaValueError: Shapes differ elsewhere than along the axis, there is no such axis,
+                or it is an ``IndexedSlices``.
+            PsyncError: As ``merge_call``.
+
+        Cancellation: As ``merge_call``.
+
+        Source: ``tf.distribute.ReplicaContext.all_gather``.
+        """
+        return await self._collective(f"all_gather along {axis}", collectives.gather, (value, axis))
+
+    async def _collective(self, what: str, function: Collective, value: Any) -> Any:
+        state = _state()
+        if not isinstance(state, ReplicaContext):
+            raise no_replica(what, state)
+        if self._member is not None:
+            return await self._member.collective(what, function, value)
+        with cross_replica(self.strategy):
+            result = function(self.strategy, [value])
+            result = await result if inspect.isawaitable(result) else result
+        return select(0, result)
+
+
+# --- where one is --------------------------------------------------------------------------------
+
+_State = ReplicaContext | CrossReplica | Updating
+
+
+def _state() -> _State:
+    """Return the context of this code."""
+    state: _State | None = entered()
+    if state is not None:
+        return state
+    closure = current_closure()
+    if closure is None:
+        return _OUTSIDE
+    return ReplicaContext(_IN_STEP, closure.gang) if closure.gang is not None else _ALONE
+
+
+def cross_replica(
+    strategy: Any, *, num_replicas: int | None = None, merging: bool = False
+) -> Enter:
+    """Return a context manager inside which all replicas of ``strategy`` are meant.
+
+    Args:
+        strategy: What ``get_strategy`` returns inside.
+        num_replicas: How many there are; None: as many as here.
+        merging: Whether a gang waits for what is done inside.
+    """
+    count = replicas_in_sync() if num_replicas is None else num_replicas
+    return Enter((Merging if merging else CrossReplica)(strategy, count), strategy)
+
+
+def update_context(strategy: Any, replica_id: int = 0) -> Enter:
+    """Return a context manager inside which a variable is updated where it lives."""
+    return Enter(Updating(strategy, replicas_in_sync(), replica_id))
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the replica that runs here, or None in cross-replica and in update context.
+
+    Outside of every scope, and in a step, it is the only replica: 0 of 1. In the function given to
+    ``strategy.run`` on the coordinator it is one of the gang.
+
+    Source: ``tf.distribute.get_replica_context``.
+    """
+    state = _state()
+    return state if isinstance(state, ReplicaContext) else None
+
+
+def entered_replica() -> ReplicaContext | None:
+    """Return the replica that runs here; None outside of every scope too: none was entered."""
+    replica = get_replica_context()
+    return None if replica is _OUTSIDE else replica
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether all replicas are meant here: in a strategy's scope, or a merge function.
+
+    Source: ``tf.distribute.in_cross_replica_context``.
+    """
+    return isinstance(_state(), CrossReplica)
+
+
+def get_update_replica_id() -> int | None:
+    """Return the replica whose variable is being updated here; None outside of ``update``."""
+    state = _state()
+    return state.replica_id if isinstance(state, Updating) else None
+
+
+def in_update_context() -> bool:
+    """Return whether a variable is being updated here, in a function given to ``update``."""
+    return isinstance(_state(), Updating)
+
+
+def get_strategy() -> Any:
+    """Return the strategy in whose scope, replica or merge function this code is.
+
+    In a step it is a stand-in for the strategy, which stays on the coordinator: it knows one
+    replica, the step itself. Outside of all, it is such a stand-in too.
+
+    Source: ``tf.distribute.get_strategy``.
+    """
+    return _state().strategy
+
+
+def has_strategy() -> bool:
+    """Return whether ``get_strategy`` returns another one than the default.
+
+    Source: ``tf.distribute.has_strategy``.
+    """
+    return _state().strategy is not _NOWHERE
+
+
+def current_gang() -> GangMember | None:
+    """Return the gang's member that runs here, if it has others to merge updates with."""
+    closure = current_closure()
+    if closure is None or closure.gang is None or not isinstance(_state(), ReplicaContext):
+        return None
+    member: GangMember = closure.gang
+    return member if member.num_replicas > 1 else None
+
+
+def replicas_in_sync() -> int:
+    """Return how many replicas there are here: 1 outside of a gang."""
+    state = _state()
+    return state.num_replicas_in_sync if isinstance(state, ReplicaContext) else state.num_replicas
+
+
+def forbid_in_merge(operation: str) -> None:
+    """Refuse ``operation`` in a merge function: it would wait for a gang that waits for it.
+
+    Raises:
+        ContextError: In the function of a collective.
+    """
+    if isinstance(_state(), Merging):
+        raise ContextError(
+            f"{operation} in a merge function: it would wait for the replicas, who wait for it",
+            hint="do it when strategy.run has returned",
+        )
+
+
+def experimental_set_strategy(strategy: Any) -> None:
+    """Act, from here on, as in ``with strategy.scope():``; with None, as outside of it again.
+
+    It holds for this task and those that it starts.
+
+    Raises:
+        ContextError: In a scope, or in a replica.
+        UsageError: In a step.
+
+    Source: ``tf.distribute.experimental_set_strategy``.
+    """
+    forbid_in_step("experimental_set_strategy")
+    state = _state()
+    if state is not _OUTSIDE and not (isinstance(state, CrossReplica) and state.is_default):
+        raise ContextError(
+            "experimental_set_strategy inside a strategy's scope",
+            hint="call it at the beginning, outside of every `with strategy.scope():`",
+        )
+    open_scope.set(strategy)
+    enter_for_good(None if strategy is None else CrossReplica(strategy, 1, is_default=True))
+
+
+async def run_alone(
+    strategy: Any, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call ``fn`` here as the only replica of ``strategy``; await what can be awaited of it.
+
+    Raises:
+        ContextError: In a replica of a gang, or in its merge function.
+        Exception: What ``fn`` raises.
+    """
+    forbid_in_merge("run")
+    if current_gang() is not None:
+        raise ContextError("run in a replica of run, which is one of several")
+    with Enter(ReplicaContext(strategy)):
+        args, kwargs = select(0, (args, kwargs))
+        result = fn(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class OneReplica:
+    """What stands for the strategy where there is one replica: in a step, and outside of scopes.
+
+    Args:
+        name: For messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name}>"
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """1; in a replica of a gang their number."""
+        return replicas_in_sync()
+
+    async def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``fn`` here, once, as the only replica; await what it returns if it can be awaited.
+
+        Raises:
+            ContextError: In a replica of a gang.
+            Exception: What ``fn`` raises.
+        """
+        return await run_alone(self, fn, tuple(args), dict(kwargs or {}))
+
+    experimental_run_v2 = run
+
+    @property
+    def extended(self) -> Extended:
+        """What merge functions use to reduce values, and to update variables with them."""
+        return Extended(self, CONTEXTS)
+
+    async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Return the sum or mean over the replicas of a value.
+
+        Raises:
+            ContextError: In a replica of a gang, which has its own value only.
+            ReplicaValueError: It cannot be reduced.
+        """
+        if current_gang() is not None:
+            raise ContextError(
+                "reduce in replica context, where the other replicas' values are not known",
+                hint="await psync.get_replica_context().all_reduce(…), or reduce in a merge_call",
+            )
+        return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the value of each replica, in the order of their ids."""
+        return local_results(value)
+
+
+CONTEXTS = Contexts(entered_replica, update_context)
+"""What ``extended`` of a strategy asks for the context that is entered."""
+
+_NOWHERE = OneReplica("the default strategy: no scope is open")
+_IN_STEP = OneReplica("the strategy of a step: one replica, itself")
+_OUTSIDE = ReplicaContext(_NOWHERE)
+_ALONE = ReplicaContext(_IN_STEP)

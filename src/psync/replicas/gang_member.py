@@ -1,0 +1,99 @@
+"""One replica of a gang on its worker: how it meets the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from psync.client.context import ClosureContext
+from psync.errors import RemoteProtocolError
+from psync.net.peer import Received
+from psync.replicas.collectives import Collective
+from psync.serialization.failures import rebuild_exception
+from psync.serialization.payloads import Payload, Segment, check_size, pack, unpack
+from psync.wire.codec import Message
+from psync.wire.limits import Limits
+from psync.wire.worker_messages import Merged, ReachCollective
+
+COORDINATOR = "/job:chief/task:0"
+
+
+class GangMember:
+    """A ``collectives.GangMember`` whose others are on other workers.
+
+    Args:
+        replica_id: Which one it is.
+        num_replicas: How many there are.
+        closure: That runs it.
+        call: Sends a request with its segments to the coordinator and waits for the reply.
+        limits: For what it sends.
+        main_by_name: Whether classes of ``__main__`` travel by name.
+    """
+
+    def __init__(
+        self,
+        replica_id: int,
+        num_replicas: int,
+        closure: ClosureContext,
+        call: Callable[[Message, Sequence[Segment]], Awaitable[Received]],
+        limits: Limits,
+        *,
+        main_by_name: bool,
+    ) -> None:
+        self.replica_id = replica_id
+        self.num_replicas = num_replicas
+        self._closure = closure
+        self._call = call
+        self._limits = limits
+        self._main_by_name = main_by_name
+
+    async def collective(self, what: str, function: Collective, value: Any) -> Any:
+        """Meet the others; see ``collectives.GangMember``.
+
+        Raises:
+            CaptureError: The value cannot be sent to the coordinator.
+            ConnectionLost: The coordinator is gone; so is the gang.
+        """
+        self._closure.check_open(what)
+        subject = f"what replica {self.replica_id} brings to {what}"
+        payload = pack(
+            (function, value),
+            subject=subject,
+            receiver="the coordinator",
+            main_by_name=self._main_by_name,
+        )
+        check_size(payload, subject, self._limits)
+        received = await self._ask(
+            ReachCollective(self._closure.closure_id, what), payload.segments
+        )
+        answer, result = received.message, Payload.from_segments(received.segments)
+        if not isinstance(answer, Merged):
+            raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
+        if answer.error is not None:
+            raise rebuild_exception(
+                COORDINATOR, *answer.error, payload=result if received.segments else None
+            )
+        return unpack(result.data, result.buffers)
+
+    async def _ask(self, message: Message, segments: Sequence[Segment]) -> Received:
+        """Call the coordinator, and tell it if the step gives up.
+
+        A step that is stopped has not given up: the coordinator knows of it, or of the end of this
+        worker, which is what the others should hear.
+        """
+        call = asyncio.ensure_future(self._call(message, segments))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if self._closure.cancelled:
+                call.add_done_callback(_look)
+            else:
+                call.cancel()
+            raise
+
+
+def _look(call: asyncio.Future[Received]) -> None:
+    """Nobody else looks at how it ended."""
+    if not call.cancelled():
+        call.exception()

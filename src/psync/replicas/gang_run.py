@@ -1,0 +1,98 @@
+"""One gang between the call of ``run`` and its end: its replicas, and who has come to what.
+
+``GangRunner`` moves it on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any, NamedTuple
+
+from psync.closures.closure import Replica
+from psync.closures.gang import Gang
+from psync.closures.waits import Barrier
+from psync.errors import ClosureInputError, ReplicaValueError
+from psync.net.peer import Reply
+from psync.serialization.functions import Function
+from psync.serialization.payloads import Payload
+from psync.serialization.remote_value import RemoteValue
+
+
+class Arrival(NamedTuple):
+    """A replica in a collective, until it is answered."""
+
+    payload: Payload  # (function, value)
+    answer: asyncio.Future[Reply]
+
+
+class GangRun:
+    """One call of ``run``.
+
+    Args:
+        strategy: Whose ``run`` was called.
+        function: What each replica runs.
+        arguments: For each replica, or one for all.
+        barrier: Its place in the queue.
+    """
+
+    def __init__(
+        self, strategy: Any, function: Function, arguments: list[Payload], barrier: Barrier
+    ) -> None:
+        self.strategy = strategy
+        self.function = function
+        self.arguments = arguments
+        self.barrier = barrier
+        self.context = contextvars.copy_context()  # of the caller: merge functions run in it
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Once it has begun:
+        self.gang: Gang | None = None
+        self.closures: list[Replica] = []
+        self.values: list[RemoteValue] = []
+        self.arrivals: list[dict[int, Arrival]] = []  # of each replica, those not answered
+        self.num_arrived: list[int] = []  # collectives that each replica has come to
+        self.replies: dict[int, list[Reply]] = {}  # by number; for each replica
+        self.merges: dict[int, asyncio.Task[None]] = {}
+
+    def replica_of(self, closure_id: int) -> int | None:
+        """Return which of its replicas a closure is; None: it is none of them."""
+        first = self.closures[0].id if self.closures else 0
+        return closure_id - first if 0 <= closure_id - first < len(self.closures) else None
+
+    def tell(self, error: BaseException | None) -> None:
+        """Let the caller go on, unless it was told before."""
+        if error is not None:
+            fail(self.ended, error)
+        elif not self.ended.done():
+            self.ended.set_result(None)
+
+    def arguments_for(self, count: int) -> list[Payload]:
+        """Return the arguments of each of so many replicas.
+
+        Raises:
+            ReplicaValueError: There are values for another number of replicas.
+            ClosureInputError: A RemoteValue among them has no value, and never will.
+        """
+        for payload in self.arguments:
+            for value in payload.remote_values:
+                if value.payload is None:  # all closures before the gang are final
+                    cause = value.closure.error
+                    raise ClosureInputError(
+                        f'run of "{self.function.name}": its input, {value.closure}, has no value'
+                    ) from cause
+        if len(self.arguments) == 1:
+            return self.arguments * count
+        if len(self.arguments) != count:
+            raise ReplicaValueError(
+                f'run of "{self.function.name}": there are arguments for {len(self.arguments)} '
+                f"replicas, but {count} workers",
+                hint="workers have come or gone since the values were made; make them anew",
+            )
+        return self.arguments
+
+
+def fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    """End a future with an error, if it has not ended; nobody may be there to see it."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()

@@ -1,0 +1,352 @@
+"""Runs gangs: one after the other, each on all workers that live when its turn comes.
+
+    coordinator → RunReplica to each worker, then CancelClosures if need be
+    worker      → ReachCollective (a request, answered when all are there), ClosureResults
+
+``ClosureQueue`` says when a gang may begin, ``Gang`` who meets whom and how it ends; this carries
+both out. The values that replicas bring to a collective, and what is made of them, pass through
+the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from psync.closures.closure import Closure, Replica
+from psync.closures.gang import (
+    Answer,
+    Gang,
+    GangAction,
+    GangState,
+    Merge,
+    Refuse,
+    Stop,
+    StopMerging,
+)
+from psync.closures.queue import Action, ClosureQueue
+from psync.errors import (
+    ClosedError,
+    ClosureCancelled,
+    FencedError,
+    PsyncError,
+    UsageError,
+)
+from psync.net.peer import Peer, Reply
+from psync.numerics.replica_values import local_results, regroup
+from psync.replicas.closure_messages import ReplicaCall
+from psync.replicas.context import forbid_in_merge
+from psync.replicas.gang_merges import merge
+from psync.replicas.gang_run import Arrival, GangRun, fail
+from psync.serialization.failures import text_of
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import Payload, check_size, pack_arguments
+from psync.serialization.remote_value import RemoteValue
+from psync.wire.limits import Limits
+from psync.wire.worker_messages import ReachCollective
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 10.0
+"""A run that takes so long says on whom it waits."""
+
+
+class GangOwner(Protocol):
+    """The coordinator, as gangs need it."""
+
+    def workers(self) -> list[str]:
+        """The workers that are ready for closures, by index."""
+
+    def prepare(self) -> None:
+        """Create what is declared; the queue is paused meanwhile."""
+
+    def adopt(self, closure: Closure) -> RemoteValue:
+        """Take a closure among those that are not final; return its value to be."""
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Do what the queue decided."""
+
+    def is_current(self, peer: Peer) -> bool:
+        """Whether this is a connection of a worker that was not given up."""
+
+    def waits_for(self) -> str:
+        """What runs where, and what else is waited for."""
+
+
+class GangRunner:
+    """The gangs of one coordinator. True while there is one.
+
+    Args:
+        queue: In which they have their places.
+        functions: Pickles what they run.
+        owner: The coordinator.
+        limits: For what is sent.
+        main_by_name: Whether classes of ``__main__`` travel by name.
+    """
+
+    def __init__(
+        self,
+        queue: ClosureQueue,
+        functions: FunctionTable,
+        owner: GangOwner,
+        limits: Limits,
+        *,
+        main_by_name: bool,
+    ) -> None:
+        self._queue = queue
+        self._functions = functions
+        self._owner = owner
+        self._limits = limits
+        self._main_by_name = main_by_name
+        self._runs: deque[GangRun] = deque()  # the first may run
+        self._looking = False
+        self._closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    async def run(
+        self,
+        strategy: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run ``fn`` on all living workers at once; see ``ParameterServerStrategy.run``."""
+        if self._closed:
+            raise ClosedError("run on a closed coordinator")
+        forbid_in_merge("run")
+        function = self._functions.register(fn, stacklevel=4)
+        arguments = self._packed(function.name, args, kwargs)
+        if self._queue.ending is not None:
+            raise self._cancelled()
+        self._owner.prepare()
+        run = GangRun(strategy, function, arguments, self._queue.add_barrier())
+        self._runs.append(run)
+        self.look(())
+        try:
+            await self._wait(run)
+        except asyncio.CancelledError:
+            if not run.ended.done():
+                self._abandon(run, ClosureCancelled(f'run of "{function.name}" was cancelled'))
+            raise
+        run.ended.result()
+        return regroup([value.result() for value in run.values])
+
+    async def _wait(self, run: GangRun) -> None:
+        """Wait until nothing is left of a gang; say on whom, if it takes long."""
+        while not run.ended.done():
+            await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
+            if not run.ended.done():
+                logger.warning('run of "%s" waits: %s', run.function.name, self._owner.waits_for())
+
+    def describe(self) -> list[str]:
+        """Say what the first gang waits for."""
+        for run in self._runs:
+            if run.gang is None:
+                return [f'run of "{run.function.name}" waits for its turn']
+            waiting = run.gang.describe()
+            return [f'in run of "{run.function.name}" {waiting}'] if waiting else []
+        return []
+
+    def look(self, replicas: Sequence[Closure]) -> None:
+        """Go on where the queue has changed. ``replicas``: those that have become final."""
+        for closure in replicas:
+            self._replica_ended(closure)
+        if self._looking:  # further down: the end of one run lets the next be looked at
+            return
+        self._looking = True
+        try:
+            while self._runs and self._runs[0].gang is None:
+                run = self._runs[0]
+                if self._queue.ending is not None:
+                    self._end(run, self._cancelled())
+                elif self._queue.may_begin(run.barrier) and (workers := self._owner.workers()):
+                    self._begin(run, workers)
+                else:
+                    break
+        finally:
+            self._looking = False
+
+    def fail(self, error: Exception) -> None:
+        """End all gangs with an error that is none of a replica: a ps is lost, say.
+
+        The queue must know of it, so that nothing begins because they have ended.
+        """
+        for run in self._runs:
+            if run.gang is None:  # the end of one of them would cancel those behind it
+                run.tell(error)
+        while self._runs and self._runs[-1].gang is None:
+            self._end(self._runs[-1], error)
+        if self._runs:
+            self._abandon(self._runs[0], error)
+
+    async def close(self) -> None:
+        """End all gangs; nothing of them is left. Cancellation: merge functions are cancelled."""
+        self._closed = True
+        merges = [task for run in self._runs for task in run.merges.values()]
+        for task in merges:
+            task.cancel()
+        if merges:
+            await asyncio.wait(merges)
+        for run in list(self._runs):
+            error = run.gang.error if run.gang is not None else None
+            self._end(run, error or ClosedError("the coordinator was closed"))
+
+    # Begin and end.
+
+    def _packed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Payload]:
+        """Return the arguments of each replica, or one payload if they are the same for all."""
+        payloads = []
+        for own_args, own_kwargs in local_results((args, kwargs)):
+            payload = pack_arguments(name, own_args, own_kwargs, main_by_name=self._main_by_name)
+            check_size(payload, f'the arguments of "{name}"', self._limits)
+            payloads.append(payload)
+        return payloads
+
+    def _begin(self, run: GangRun, workers: Sequence[str]) -> None:
+        try:
+            arguments = run.arguments_for(len(workers))
+        except PsyncError as exc:
+            self._end(run, exc)
+            return
+        run.gang = Gang(workers)
+        for replica_id, payload in enumerate(arguments):
+            call = ReplicaCall(run.function, payload, replica_id, len(workers))
+            name = f"{run.function.name}, replica {replica_id}"
+            closure = Replica(self._queue.next_id + replica_id, call, name=name)
+            run.closures.append(closure)
+            run.values.append(self._owner.adopt(closure))
+            run.arrivals.append({})
+            run.num_arrived.append(0)
+        self._owner.perform(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
+
+    def _end(self, run: GangRun, error: BaseException | None) -> None:
+        """Nothing of a gang is left; ``error`` is what its caller is told."""
+        self._runs.remove(run)
+        run.tell(error)
+        self._owner.perform(self._queue.open_barrier(run.barrier))
+        self.look(())
+
+    def _abandon(self, run: GangRun, error: Exception) -> None:
+        """The caller, or the coordinator, wants no more of it; replicas may take time to stop."""
+        if run.gang is None:
+            self._end(run, error)
+            return
+        if not isinstance(error, PsyncError):
+            error = ClosureCancelled(f"{type(error).__name__}: {text_of(error)}")
+        self._perform(run, run.gang.cancel(error))
+
+    def _cancelled(self) -> ClosureCancelled:
+        return ClosureCancelled(
+            f"run was cancelled: {self._queue.ending}",
+            hint="run it again after join has raised the error",
+        )
+
+    def _replica_ended(self, closure: Closure) -> None:
+        """A replica is final."""
+        run = self._runs[0]
+        replica = run.replica_of(closure.id)
+        assert run.gang is not None, f"{closure} is of no gang that has begun"
+        assert replica is not None, f"{closure} is of another gang"
+        if closure.error is None:
+            actions = run.gang.finished(replica)
+        else:
+            actions = run.gang.failed(replica, closure.error)
+        for arrival in run.arrivals[replica].values():
+            arrival.answer.cancel()  # nobody waits there any more
+        self._perform(run, actions)
+
+    # Collectives.
+
+    def reached(
+        self, peer: Peer, message: ReachCollective, segments: list[memoryview]
+    ) -> Coroutine[Any, Any, Reply]:
+        """A replica has come to a collective."""
+        run = self._runs[0] if self._runs else None
+        replica = run.replica_of(message.closure) if run is not None else None
+        if run is None or run.gang is None or replica is None:
+            raise UsageError(f"{message.what}: closure {message.closure} has ended")
+        closure = run.closures[replica]
+        if not self._owner.is_current(peer) or closure.worker != peer.task or closure.is_final:
+            raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        arrival = Arrival(Payload.from_segments(segments), answer)
+        run.arrivals[replica][run.num_arrived[replica]] = arrival
+        run.num_arrived[replica] += 1
+        self._perform(run, run.gang.arrive(replica, message.what))
+        return self._answer(run, replica, answer)
+
+    async def _answer(self, run: GangRun, replica: int, answer: asyncio.Future[Reply]) -> Reply:
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if answer.cancelled():
+                raise ClosureCancelled("the replica has ended") from None
+            assert run.gang is not None, "somebody has come to its collective"
+            if not answer.done() and not run.closures[replica].is_final:
+                self._perform(run, run.gang.gave_up(replica))
+            raise
+
+    def _perform(self, run: GangRun, actions: Sequence[GangAction]) -> None:
+        gang = run.gang
+        assert gang is not None, "a gang acts when it has begun"
+        for action in actions:
+            if isinstance(action, Merge):
+                task = asyncio.get_running_loop().create_task(
+                    self._merge(run, action.number), context=run.context.copy()
+                )
+                run.merges[action.number] = task
+                task.add_done_callback(functools.partial(self._merged, run, action.number))
+            elif isinstance(action, Answer):
+                replies = run.replies.pop(action.number)
+                for arrived, reply in zip(run.arrivals, replies, strict=True):
+                    answer = arrived.pop(action.number).answer
+                    if not answer.done():
+                        answer.set_result(reply)
+            elif isinstance(action, Refuse):
+                for replica in action.replicas:
+                    for arrival in run.arrivals[replica].values():
+                        fail(arrival.answer, action.error)
+            elif isinstance(action, StopMerging):
+                for task in run.merges.values():
+                    task.cancel()
+            elif isinstance(action, Stop):
+                for replica in action.replicas:
+                    self._owner.perform(self._queue.cancel(run.closures[replica].id))
+        changed = False
+        for replica, closure in enumerate(run.closures):
+            changed = changed or closure.in_collective is not gang.waits(replica)
+            closure.in_collective = gang.waits(replica)
+        if changed:
+            self._owner.perform(())  # ps 0 has to know who may still push
+        if gang.state is GangState.ENDED and self._runs and self._runs[0] is run:
+            self._end(run, gang.error)
+
+    async def _merge(self, run: GangRun, number: int) -> None:
+        """Call the function of a collective, and let its result be answered."""
+        assert run.gang is not None, "a gang has begun whose replicas are all there"
+        try:
+            brought = [arrived[number].payload for arrived in run.arrivals]
+            run.replies[number] = await merge(
+                run.strategy, brought, self._limits, main_by_name=self._main_by_name
+            )
+        except BaseException:  # it was cancelled, or has cancelled itself
+            self._stopped_merging(run)
+            raise
+
+    def _merged(self, run: GangRun, number: int, task: asyncio.Task[None]) -> None:
+        """The function of a collective has ended; one that was cancelled perhaps never began."""
+        assert run.gang is not None, "a gang has begun whose replicas are all there"
+        if task.cancelled():
+            self._stopped_merging(run)
+        del run.merges[number]
+        self._perform(run, run.gang.merged(number))
+
+    def _stopped_merging(self, run: GangRun) -> None:
+        assert run.gang is not None, "a gang has begun whose replicas are all there"
+        self._perform(run, run.gang.cancel(ClosureCancelled("a merge function was stopped")))

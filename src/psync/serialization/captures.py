@@ -1,0 +1,332 @@
+"""What a function captures: which names, whether they were rebound, why one cannot be sent.
+
+A function that other tasks can import travels by name. Any other (of ``__main__``, nested,
+lambda) travels by value, and takes along what its free variables and global names are bound
+to at that moment. Nobody sees that happen, so two things must be said aloud: that a name was
+rebound afterwards, and which name leads to an object that cannot travel.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import reprlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Types whose equal values are interchangeable: rebinding a name to one changes nothing."""
+
+_EMPTY = object()  # what a cell holds whose variable is not assigned yet
+
+_MAX_DEPTH = 12  # how deep `blame` looks; deeper paths help nobody, and cycles end here
+
+
+class Refusal(Exception):
+    """An object says itself that it must not be sent, and why."""
+
+    def __init__(self, obj: object, reason: str) -> None:
+        super().__init__(reason)
+        self.obj = obj
+
+
+class StaleCaptureWarning(UserWarning):
+    """A name that a step captured when it was first scheduled was rebound since."""
+
+
+def name_of(fn: object) -> str:
+    """Return what messages call a callable: its qualified name from the last function inwards."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", None)
+    return name.rpartition("<locals>.")[2] if isinstance(name, str) else type(fn).__name__
+
+
+def type_name(obj: object) -> str:
+    """Return the type's name with its module, builtins without."""
+    cls = type(obj)
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def resolves_by_name(obj: Any) -> bool:
+    """Return whether a class or function is what its module and qualified name lead to."""
+    found: object = sys.modules.get(obj.__module__) if isinstance(obj.__module__, str) else None
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def travels_by_value(fn: FunctionType) -> bool:
+    """Return whether ``fn`` is sent with its code and captures rather than as a name."""
+    return fn.__module__ == "__main__" or not resolves_by_name(fn)
+
+
+def captures_of(fn: FunctionType) -> dict[str, object]:
+    """Return what the free and global names of ``fn``, by name, are bound to now."""
+    found = {
+        name: fn.__globals__[name] for name in _global_names(fn.__code__) if name in fn.__globals__
+    }
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            found[name] = _EMPTY
+    return found
+
+
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the global names that ``code`` and the functions defined inside it use."""
+    names: dict[str, None] = {}
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            names[instruction.argval] = None
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names.update(dict.fromkeys(_global_names(constant)))
+    return tuple(names)
+
+
+def refers_to(fn: object, wanted: object) -> bool:
+    """Return whether the code of a callable names an object: "f", or "module.f".
+
+    Asked are the callable behind partials, what runs when an object is called, or a class is made
+    and iterated over (its special methods), functions that are defined inside, and those of the
+    same module that they name. What is found at run time alone, as by ``import`` inside of a
+    function, is not seen.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, MethodType):
+        fn = fn.__func__
+    todo = [fn] if isinstance(fn, FunctionType) else _special_methods(fn)
+    seen: set[int] = set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        names = captures_of(each)
+        if any(found is wanted for found in _loaded(each.__code__, names, wanted)):
+            return True
+        todo += [
+            value
+            for value in names.values()
+            if isinstance(value, FunctionType) and value.__globals__ is each.__globals__
+        ]
+    return False
+
+
+def _special_methods(thing: object) -> list[FunctionType]:
+    """Return those of a class; of an object without those that made it, which have run already."""
+    is_class = isinstance(thing, type)
+    return [
+        method
+        for name, method in vars(thing if is_class else type(thing)).items()
+        if isinstance(method, FunctionType)
+        and name.startswith("__")
+        and (is_class or name not in ("__new__", "__init__"))
+    ]
+
+
+def _loaded(code: CodeType, names: Mapping[str, object], wanted: object) -> Iterator[object]:
+    """Yield what ``code`` and the functions defined inside it load by a name, or of a module."""
+    last: object = _EMPTY
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
+            last = names.get(instruction.argval, _EMPTY)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(last, ModuleType):
+            name = instruction.argval
+            if name not in vars(last) and name == getattr(wanted, "__name__", None):
+                last = getattr(last, name, _EMPTY)  # made when it is first asked for, as in psync
+            else:
+                last = vars(last).get(name, _EMPTY)
+        else:
+            last = _EMPTY
+        yield last
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _loaded(constant, names, wanted)
+
+
+class CaptureWatch:
+    """Tells which names of one by-value function, and of those it uses, were rebound.
+
+    Holds ids, not the captured objects: they may refer to the function, whose death must not
+    depend on this. An id that has been taken over by a new object hides a rebinding; that takes
+    two rebindings between two looks.
+    """
+
+    __slots__ = ("_functions",)
+
+    def __init__(self, fn: FunctionType) -> None:
+        self._functions = [_Bindings(each) for each in _by_value_functions(fn)]
+
+    def rebound(self) -> list[str]:
+        """Return names that are bound to something else now, each only once.
+
+        Costs about 0.1 µs a name.
+        """
+        for bindings in self._functions:
+            if not bindings.unchanged():
+                names = [name for each in self._functions for name in each.take_rebound()]
+                return list(dict.fromkeys(names))
+        return []
+
+
+class _Bindings:
+    """What the names of one function were bound to."""
+
+    __slots__ = ("_atoms", "_cells", "_fn", "_globals")
+
+    def __init__(self, fn: FunctionType) -> None:
+        self._fn = weakref.ref(fn)
+        free = fn.__code__.co_freevars
+        self._globals: dict[str, int] = {}  # name → id of what it was bound to
+        self._cells: dict[str, tuple[int, int]] = {}  # name → (index of the cell, id)
+        self._atoms: dict[str, object] = {}  # name → value, where equal will do
+        for name, value in captures_of(fn).items():
+            if isinstance(value, ModuleType):
+                continue  # nobody rebinds np, and it is in every step
+            if name in free:
+                self._cells[name] = (free.index(name), id(value))
+            else:
+                self._globals[name] = id(value)
+            if type(value) in _ATOMS:
+                self._atoms[name] = value
+
+    def unchanged(self) -> bool:
+        fn = self._fn()
+        if fn is None:  # then the name that led to it was rebound, and that is reported
+            return True
+        names = fn.__globals__
+        for name, was in self._globals.items():
+            if id(names.get(name, _EMPTY)) != was:
+                return False
+        if self._cells:
+            cells = fn.__closure__ or ()
+            for index, was in self._cells.values():
+                try:
+                    now = cells[index].cell_contents
+                except ValueError:  # not assigned
+                    now = _EMPTY
+                if id(now) != was:
+                    return False
+        return True
+
+    def take_rebound(self) -> list[str]:
+        """Return the names that were rebound to something else, and forget them."""
+        fn = self._fn()
+        if fn is None:
+            return []
+        now = captures_of(fn)
+        rebound = []
+        for name in [
+            name for name, was in self._globals.items() if id(now.get(name, _EMPTY)) != was
+        ]:
+            if self._is_equal(name, now.get(name, _EMPTY)):
+                self._globals[name] = id(now[name])
+            else:
+                del self._globals[name]
+                rebound.append(name)
+        for name in [name for name, (_, was) in self._cells.items() if id(now[name]) != was]:
+            if self._is_equal(name, now[name]):
+                self._cells[name] = (self._cells[name][0], id(now[name]))
+            else:
+                del self._cells[name]
+                rebound.append(name)
+        return rebound
+
+    def _is_equal(self, name: str, value: object) -> bool:
+        """Return whether the captured value does as well: workers' results do not change."""
+        atom = self._atoms.get(name, _EMPTY)
+        return type(value) is type(atom) and atom is not _EMPTY and atom == value
+
+
+def _by_value_functions(fn: FunctionType) -> list[FunctionType]:
+    """Return ``fn`` and every function that travels by value with it, if ``fn`` does so."""
+    found: dict[int, FunctionType] = {}
+    todo = [fn]
+    while todo:
+        each = todo.pop()
+        if id(each) not in found and travels_by_value(each):
+            found[id(each)] = each
+            todo.extend(v for v in captures_of(each).values() if isinstance(v, FunctionType))
+    return list(found.values())
+
+
+# Finding the object that cannot be sent.
+
+
+def blame(
+    subject: str, obj: object, fails: Callable[[object], Exception | None]
+) -> tuple[str, Exception | None]:
+    """Find the innermost object that cannot be sent, and how ``obj`` leads to it.
+
+    Args:
+        subject: What ``obj`` is: 'step "train"'.
+        obj: Something for which ``fails`` returns an error.
+        fails: Tries to pickle; returns the error or None.
+
+    Returns:
+        A sentence as in 'step "train" captures "lock" (_thread.lock), which cannot be sent', and
+        the error of the innermost object.
+    """
+    links: list[str] = []
+    error = fails(obj)
+    while not (isinstance(error, Refusal) and error.obj is obj):  # its inside is its own business
+        failed = ((link, child, fails(child)) for link, child in _parts_of(obj))
+        worst = next((each for each in failed if each[2] is not None), None)
+        if worst is None:
+            break
+        links.append(worst[0])
+        _, obj, error = worst
+        if len(links) > _MAX_DEPTH:
+            return f"{subject} {links[0]}, which is nested too deeply or cannot be sent", error
+    if links:
+        return f"{subject} {', which '.join(links)} ({type_name(obj)}), which cannot be sent", error
+    what = "" if isinstance(obj, FunctionType) else f" ({type_name(obj)})"
+    return f"{subject}{what} cannot be sent", error
+
+
+def _parts_of(obj: object) -> Iterator[tuple[str, object]]:
+    """Yield what pickling ``obj`` pickles, as far as a reader knows it by a name."""
+    if isinstance(obj, FunctionType):
+        if travels_by_value(obj):
+            for name, value in captures_of(obj).items():
+                if value is not obj:
+                    yield f'captures "{name}"', value
+            for name, value in _defaults_of(obj):
+                yield f'has the default "{name}"', value
+    elif isinstance(obj, MethodType):
+        yield 'captures "self"', obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield f'calls "{name_of(obj.func)}"', obj.func
+        for index, value in enumerate(obj.args):
+            yield f"binds argument {index}", value
+        for name, value in obj.keywords.items():
+            yield f'binds "{name}"', value
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f"holds [{reprlib.repr(key)}]", value
+    elif isinstance(obj, (list, tuple)):
+        for index, value in enumerate(obj):
+            yield f"holds [{index}]", value
+    elif isinstance(obj, (set, frozenset)):
+        for value in obj:
+            yield "holds an element", value
+    else:
+        for name, value in getattr(obj, "__dict__", {}).items():
+            if not (isinstance(obj, type) and name.startswith("__")):
+                yield f'has "{name}"', value
+
+
+def _defaults_of(fn: FunctionType) -> Iterator[tuple[str, object]]:
+    for name, parameter in inspect.signature(fn, follow_wrapped=False).parameters.items():
+        if parameter.default is not parameter.empty:
+            yield name, parameter.default

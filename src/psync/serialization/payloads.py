@@ -1,0 +1,359 @@
+"""Pickling what users give to the other side: functions, arguments, results, exceptions.
+
+This is the only module that unpickles. A pickle is a program: whoever may send one may run
+anything. So `unpack` and `load` are called with segments of messages only, and a connection
+delivers no message before the peer has proved that it knows the cluster's secret
+(`wire.handshake`). Nothing here may be used on data that came another way.
+
+Arrays travel beside the pickle, one buffer each, copied once: what is scheduled is captured by
+value, and the copy is immutable here, where a retry may need it again. On the other side the
+array is built on the receive buffer without a copy, and is writable.
+
+cloudpickle is imported when something is first packed, which a ps never does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psync.errors import CaptureError
+from psync.serialization.captures import Refusal, blame, resolves_by_name
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+
+Segment = bytes | bytearray | memoryview
+"""What holds bytes: the pickle itself, or the memory of one array."""
+
+INLINE_BYTES = 4096  # smaller arrays stay in the pickle: a segment of its own costs more
+MAX_BUFFERS = 1024  # further arrays stay in the pickle: frames have a limit (65,536 segments)
+
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""They contain nothing, so they need no pickler of ours."""
+
+_PLAIN = _ATOMS | {
+    tuple, list, dict, set, bytearray, pickle.PickleBuffer, type, FunctionType,
+    BuiltinFunctionType, np.ndarray, *(type(np.dtype(code)) for code in np.typecodes["All"]),
+}  # fmt: skip
+"""Types whose objects are neither replaced nor refused: most of what is met in a pickle."""
+
+_BOUND_TO_A_LOOP = (
+    asyncio.AbstractEventLoop, asyncio.Future, asyncio.Lock, asyncio.Event, asyncio.Condition,
+    asyncio.Semaphore, asyncio.Barrier, asyncio.Queue, asyncio.TaskGroup,
+)  # fmt: skip
+"""Some of these would pickle, although they mean nothing on another event loop."""
+
+_BY_NAME_PACKAGES = frozenset({"numpy", "psync"})
+"""What every task can import. cloudpickle finds that out anew each time, at 5 µs a name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """One pickled value.
+
+    ``data`` is empty for nothing at all: None as a result, no arguments as arguments. So what
+    needs no bytes takes none.
+    """
+
+    data: Segment
+    buffers: tuple[Segment, ...] = ()  # memory of its arrays, in the order of the pickle
+    remote_values: tuple[Any, ...] = ()  # RemoteValues inside, by position; empty once received
+    kept: tuple[Any, ...] = ()  # handles inside that must live as long as this does
+
+    @classmethod
+    def from_segments(cls, segments: Sequence[Segment]) -> Payload:
+        """Return the payload whose `segments` these are."""
+        return cls(segments[0], tuple(segments[1:])) if segments else EMPTY
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What travels: nothing for an empty payload, else the pickle and its buffers."""
+        return (self.data, *self.buffers) if len(self.data) else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return len(self.data) + sum(map(len, self.buffers))
+
+
+EMPTY = Payload(b"")
+
+
+# Packing.
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Stands in the pickle for a buffer beside it."""
+
+    index: int
+
+
+class _PicklerOf(Protocol):
+    """What the pickler class of `_pickler_class` offers."""
+
+    buffers: list[Segment]
+    remote_values: list[Any]
+    kept: list[Any]
+
+    def __init__(self, file: io.BytesIO, main_by_name: bool) -> None: ...
+    def dump(self, obj: object) -> None: ...
+
+
+@functools.cache
+def _pickler_class() -> type[_PicklerOf]:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
+        """cloudpickle with arrays beside the pickle, RemoteValues by position, and refusals."""
+
+        def __init__(self, file: io.BytesIO, main_by_name: bool) -> None:
+            super().__init__(file, protocol=5)
+            self.main_by_name = main_by_name
+            self.buffers: list[Segment] = []
+            self.remote_values: list[Any] = []
+            self.kept: list[Any] = []
+            self._positions: dict[int, int] = {}  # id of a RemoteValue → its position
+
+        def persistent_id(self, obj: object) -> tuple[str, int] | None:
+            cls = type(obj)
+            if cls in _PLAIN:
+                return None
+            if isinstance(obj, _Buffer):
+                return "buffer", obj.index
+            if getattr(cls, "__psync_remote_value__", False):
+                position = self._positions.setdefault(id(obj), len(self.remote_values))
+                if position == len(self.remote_values):
+                    self.remote_values.append(obj)
+                return "value", position
+            if getattr(cls, "__psync_kept__", False):
+                self.kept.append(obj)
+            reason = getattr(cls, "__psync_capture_error__", None)
+            if isinstance(reason, str):
+                raise Refusal(obj, reason)
+            if isinstance(obj, _BOUND_TO_A_LOOP):
+                raise Refusal(obj, "it belongs to the event loop of this process")
+            return None
+
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is np.ndarray:
+                return self._reduce_array(obj)
+            if isinstance(obj, (type, FunctionType)) and self._travels_by_name(obj):
+                return NotImplemented  # the default of pickle
+            return super().reducer_override(obj)
+
+        def _travels_by_name(self, obj: Any) -> bool:
+            module = obj.__module__
+            if module == "__main__":
+                return self.main_by_name and isinstance(obj, type) and resolves_by_name(obj)
+            package = module.partition(".")[0] if isinstance(module, str) else None
+            return package in _BY_NAME_PACKAGES and resolves_by_name(obj)
+
+        def _reduce_array(self, array: NDArray[Any]) -> Any:
+            dtype = array.dtype
+            if dtype.hasobject or not dtype.itemsize:
+                return NotImplemented
+            if array.nbytes < INLINE_BYTES or len(self.buffers) >= MAX_BUFFERS:
+                # A read-only array would be read-only on the other side.
+                return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
+            order: Literal["C", "F"] = "F" if array.flags.fnc else "C"
+            copy = np.array(array, order=order)
+            copy.flags.writeable = False
+            self.buffers.append(copy.reshape(-1, order="A").view(np.uint8).data)
+            buffer = _Buffer(len(self.buffers) - 1)
+            return _restore_array, (buffer, dtype, array.shape, order)
+
+    return Pickler
+
+
+def _pickle(obj: object, main_by_name: bool) -> Payload:
+    file = io.BytesIO()
+    pickler = _pickler_class()(file, main_by_name)
+    pickler.dump(obj)
+    return Payload(
+        file.getvalue(), tuple(pickler.buffers), tuple(pickler.remote_values), tuple(pickler.kept)
+    )
+
+
+def pack(
+    obj: object,
+    *,
+    subject: str = "the value",
+    receiver: str = "a worker",
+    main_by_name: bool = True,
+) -> Payload:
+    """Pickle ``obj`` by value: later changes to it, or to its arrays, change nothing.
+
+    Args:
+        obj: Anything; RemoteValues in it are replaced by their position.
+        subject: What messages call it: 'the result of step "train"'.
+        receiver: Where messages say that it cannot be sent to.
+        main_by_name: Whether classes of ``__main__`` travel by name, which is right where the
+            same script runs on all tasks. Functions of ``__main__`` travel by value always.
+
+    Returns:
+        The payload; `EMPTY` for None.
+
+    Raises:
+        CaptureError: If something in it cannot be pickled, or says that it must not leave this
+            process (a class attribute ``__psync_capture_error__`` that gives the reason).
+    """
+    if obj is None:
+        return EMPTY
+    if type(obj) in _ATOMS or isinstance(obj, np.number):
+        return Payload(pickle.dumps(obj, 5))
+    try:
+        return _pickle(obj, main_by_name)
+    except MemoryError:
+        raise
+    except Exception as exc:  # a user's __reduce__ may raise anything
+        raise _capture_error(subject, obj, exc, receiver, main_by_name) from exc
+
+
+def pack_arguments(
+    step: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, main_by_name: bool = True
+) -> Payload:
+    """Pickle the arguments of a step as `pack` does; `EMPTY` if there are none.
+
+    Raises:
+        CaptureError: If one of them cannot be sent; it names the step and the argument.
+    """
+    if not args and not kwargs:
+        return EMPTY
+    try:
+        return _pickle((args, kwargs), main_by_name)
+    except MemoryError:
+        raise
+    except Exception as exc:  # a user's __reduce__ may raise anything
+        named = [(str(index), value) for index, value in enumerate(args)]
+        named += [(f'"{name}"', value) for name, value in kwargs.items()]
+        for name, value in named:
+            error = _fails(value, main_by_name)
+            if error is not None:
+                subject = f'argument {name} of step "{step}"'
+                raise _capture_error(subject, value, error, "a worker", main_by_name) from error
+        # Only all of them together fail, as when they are nested too deeply.
+        subject = f'the arguments of step "{step}"'
+        raise _capture_error(subject, (args, kwargs), exc, "a worker", main_by_name) from exc
+
+
+def check_size(payload: Payload, subject: str, limits: Limits = DEFAULT_LIMITS) -> None:
+    """Refuse what the other side would refuse, where the user can still be told.
+
+    Raises:
+        CaptureError: If one array, or all of it, is larger than a message may carry.
+    """
+    largest = max(map(len, payload.segments), default=0)
+    for size, limit, what in (
+        (largest, limits.segment_bytes, "one part"),
+        (payload.nbytes, limits.body_bytes, "all of it"),
+    ):
+        if size > limit:
+            raise CaptureError(
+                f"{subject}: too large: {what} takes {size} bytes, expected at most {limit}",
+                hint="split it, or keep it in variables or in files",
+            )
+
+
+def _fails(obj: object, main_by_name: bool) -> Exception | None:
+    """Return the error that pickling ``obj`` gives, or None."""
+    try:
+        _pickle(obj, main_by_name)
+    except Exception as exc:
+        return exc
+    return None
+
+
+def _capture_error(
+    subject: str, obj: object, error: Exception, receiver: str, main_by_name: bool
+) -> CaptureError:
+    sentence, cause = blame(subject, obj, lambda part: _fails(part, main_by_name))
+    reason = str(cause or error)
+    # pickle's own words only repeat what the sentence says.
+    reason = "" if reason.startswith("cannot pickle '") else f": {reason}"
+    return CaptureError(
+        f"{sentence} to {receiver}{reason}",
+        hint=_remedy(obj),
+    )
+
+
+def _remedy(obj: object) -> str:
+    if inspect.iscoroutine(obj):
+        return "await it first"
+    if inspect.isgenerator(obj):
+        return "make a list of it: list(…)"
+    return "make it inside the step, or pass the data from which the step can make it"
+
+
+# Unpacking.
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts buffers and values back where `_pickler_class` took them out."""
+
+    def __init__(
+        self, data: Segment, buffers: Sequence[Segment], remote_values: Sequence[Any]
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._buffers = buffers
+        self._remote_values = list(remote_values)
+
+    def persistent_load(self, pid: tuple[str, int]) -> Any:
+        kind, index = pid
+        if kind == "buffer":
+            return self._buffers[index]
+        value = self._remote_values[index]
+        if isinstance(value, Payload):  # unpacked where it is first met; its next place shares it
+            value = self._remote_values[index] = unpack(value.data, value.buffers)
+        return value
+
+
+def unpack(
+    data: Segment, buffers: Sequence[Segment] = (), remote_values: Sequence[Any] = ()
+) -> Any:
+    """Return the value that `pack` pickled.
+
+    Args:
+        data: The pickle.
+        buffers: Memory of its arrays. They belong to the value from now on: arrays are built on
+            them without a copy, and are writable; a read-only or unaligned buffer is copied.
+        remote_values: By position, what stands for each RemoteValue: its value, or the Payload
+            of it, which is unpacked.
+
+    Returns:
+        The value; None for empty ``data``.
+
+    Raises:
+        Exception: Whatever the objects inside raise when they are built, such as ImportError.
+    """
+    if not len(data):
+        return None
+    return _Unpickler(data, buffers, remote_values).load()
+
+
+def unpack_arguments(
+    data: Segment, buffers: Sequence[Segment] = (), remote_values: Sequence[Any] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs as `pack_arguments` pickled them; see `unpack`."""
+    if not len(data):
+        return (), {}
+    args, kwargs = _Unpickler(data, buffers, remote_values).load()
+    return args, kwargs
+
+
+def _restore_array(
+    buffer: Segment, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any
+) -> NDArray[Any]:
+    """Build an array on ``buffer``; part of the pickle format."""
+    array: NDArray[Any] = np.ndarray(shape, dtype, buffer=buffer, order=order)
+    # Small segments may lie one behind the other in one buffer, at any address.
+    return array if array.flags.writeable and array.flags.aligned else array.copy(order="K")

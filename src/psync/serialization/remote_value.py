@@ -1,0 +1,158 @@
+"""RemoteValue: the handle to what a closure returns.
+
+    NOT_READY --value--> READY        --error--> READY (with an error)
+    NOT_READY --cancelled, or its worker's failure for good--> ABORTED
+
+A result arrives pickled and stays so until somebody wants it: one that goes on to another
+closure is never unpickled on the coordinator. What the user gets is a copy: a program that
+changes it changes nothing for later closures, to which the value goes as it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Generator
+from typing import Any
+
+from psync.closures.closure import Closure
+from psync.errors import ClosureCancelled, UsageError
+from psync.serialization.payloads import Payload, unpack
+
+
+class RemoteValueStatus(enum.Enum):
+    """Where a RemoteValue stands."""
+
+    NOT_READY = "not ready"
+    READY = "ready"
+    ABORTED = "aborted"
+
+
+class RemoteValue:
+    """The result of a closure: await it, fetch it, or pass it to a later closure.
+
+    Args:
+        closure: Whose result it is.
+        cancel: Cancels the closure.
+
+    Source: ``tf.distribute.experimental.coordinator.RemoteValue``; there, ``fetch`` blocks.
+    """
+
+    __psync_remote_value__ = True
+    __slots__ = (
+        "__weakref__", "_cancel", "_error", "_payload", "_unpacked", "_value", "_waiters",
+        "closure", "status",
+    )  # fmt: skip
+
+    def __init__(self, closure: Closure, cancel: Callable[[int], None]) -> None:
+        self.closure = closure
+        self.status = RemoteValueStatus.NOT_READY
+        self._cancel = cancel
+        self._payload: Payload | None = None  # the pickled result, until it is wanted
+        self._unpacked = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiters: list[asyncio.Future[None]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue of {self.closure}, {self.status.value}>"
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.fetch().__await__()
+
+    @property
+    def closure_id(self) -> int:
+        """Number of the closure whose result it is, as a ``RollbackEvent`` calls it."""
+        return self.closure.id
+
+    @property
+    def owner(self) -> object:
+        """The coordinator that it belongs to."""
+        return getattr(self._cancel, "__self__", None)
+
+    def done(self) -> bool:
+        """Return whether the closure has ended, with a value or without."""
+        return self.status is not RemoteValueStatus.NOT_READY
+
+    def cancel(self) -> None:
+        """Cancel the closure: one that has not begun never will; a running step is stopped.
+
+        A plain step cannot be stopped, but its pushes are refused from now on.
+        """
+        if not self.done():
+            self._cancel(self.closure.id)
+
+    async def fetch(self) -> Any:
+        """Wait for the closure to end and return its value; the same object every time.
+
+        Raises:
+            Exception: What the step raised, with its own type where that can be imported here.
+            ClosureCancelled: The closure was cancelled, perhaps because another one failed.
+            ClosureInputError: An input of it had failed.
+            EndOfData: It met the end of its worker's data.
+
+        Cancellation: Safe; the closure goes on.
+        """
+        if self.status is RemoteValueStatus.NOT_READY:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if self._waiters is None:
+                self._waiters = []
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if self._waiters is not None:  # cancelled: leave nothing behind
+                    self._waiters.remove(waiter)
+        return self.result()
+
+    get = fetch
+
+    def result(self) -> Any:
+        """Return the value of a closure that has ended.
+
+        Raises:
+            UsageError: It has not ended.
+            Exception: As ``fetch``.
+        """
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # each time it is raised adds to it
+        if self._unpacked:
+            return self._value
+        if self._payload is None:
+            raise UsageError(
+                f"{self.closure} has not ended",
+                hint="await the RemoteValue, or join() first",
+            )
+        payload = self._payload
+        # Read-only memory is copied: the payload itself may go on to other closures.
+        buffers = [
+            buffer.toreadonly() if isinstance(buffer, memoryview) else buffer
+            for buffer in payload.buffers
+        ]
+        self._value = unpack(payload.data, buffers)
+        self._unpacked = True
+        return self._value
+
+    @property
+    def payload(self) -> Payload | None:
+        """The pickled value, or None where there is none (yet)."""
+        return self._payload
+
+    def set_payload(self, payload: Payload) -> None:
+        """The closure ended with a value."""
+        self._payload = payload
+        self.status = RemoteValueStatus.READY
+        self._wake()
+
+    def set_error(self, error: BaseException) -> None:
+        """The closure ended without one."""
+        self._error = error
+        cancelled = isinstance(error, ClosureCancelled)
+        self.status = RemoteValueStatus.ABORTED if cancelled else RemoteValueStatus.READY
+        self._wake()
+
+    def _wake(self) -> None:
+        for waiter in self._waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters = None

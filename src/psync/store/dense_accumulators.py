@@ -1,0 +1,95 @@
+"""Accumulators of whole arrays: the mean or the sum of gradients of one shape.
+
+The sparse kind, of some rows, is in ``sparse_accumulators``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.accumulators import Applied, ArrayAccumulator, Held
+from psync.numerics.sums import DenseSum, Pieces, at_once
+
+
+class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
+    """Collects arrays of one shape, and gives their mean or their sum.
+
+    Arguments as of ``ArrayAccumulator``. Where ``shape`` leaves something open, the first gradient
+    of each step decides it for that step.
+    """
+
+    _sum: DenseSum | None = None  # of this step; None before its first gradient
+
+    def apply_grad(
+        self, gradient: Any, local_step: int = 0, weight: float = 1.0
+    ) -> Applied[np.ndarray]:
+        """Add a gradient, unless it is stale.
+
+        Args:
+            gradient: Any shape that fits; of the accumulator's dtype, or numbers of Python. Not
+                kept.
+            local_step: The step that it was computed against. One ahead of the accumulator's
+                counts.
+            weight: What it counts in the mean, and what it is multiplied with. The number of
+                gradients that a take waits for does not know weights.
+
+        Raises:
+            GradientError: If the step is no integer, the weight not within ``sums.WEIGHTS``, the
+                dtype another; or if it is not stale and its shape does not fit, or it holds
+                infinities or NaN and these are forbidden. Nothing has changed.
+        """
+        return at_once(self.offering(gradient, local_step, weight))
+
+    def as_gradient(self, given: object) -> np.ndarray:
+        """Return a gradient as an array, checked as far as it can be without those held.
+
+        Raises:
+            GradientError: Its dtype is another, or its shape does not fit the accumulator's.
+        """
+        gradient = self._as_array(given)
+        self._check_shape(gradient, self.shape)
+        return gradient
+
+    def held(self) -> Held | None:
+        """Return what is held; None: nothing."""
+        total = self._sum
+        if total is None:
+            return None
+        return Held(total.count, total.weight, total.shape, 0, total.arrays())
+
+    def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:
+        """Hold what another one holds; see ``ArrayAccumulator``."""
+        self._sum = DenseSum(shape, self.dtype)
+        self._sum.restore(count, weight)
+        self._count = count
+        return self._sum.arrays()
+
+    def _convert(self, given: Any) -> np.ndarray:
+        return self._as_array(given)
+
+    def _check(self, gradient: np.ndarray) -> Pieces[None]:
+        self._check_shape(gradient, self.shape if self._sum is None else self._sum.shape)
+        return self._check_finite(gradient)
+
+    def _check_shape(self, gradient: np.ndarray, expected: Sequence[int | None] | None) -> None:
+        if expected is not None and not fits(gradient.shape, expected):
+            raise self._refused(f"shape mismatch: expected {expected}, got {gradient.shape}")
+
+    def _add(self, gradient: np.ndarray, weight: float) -> Pieces[None]:
+        total = DenseSum(gradient.shape, self.dtype) if self._sum is None else self._sum
+        yield from total.adding(gradient, weight)
+        self._sum = total
+
+    def _reduce(self) -> Pieces[np.ndarray]:
+        assert self._sum is not None, "a take needs one gradient at least"
+        return self._sum.making(self.reduction)
+
+
+def fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Say whether a shape is as expected where that is known."""
+    return len(shape) == len(expected) and all(
+        dim is None or dim == size for size, dim in zip(shape, expected, strict=True)
+    )

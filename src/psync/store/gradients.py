@@ -1,0 +1,356 @@
+"""Gradients applied to the shards that one ps holds: at once, as a mean, measured, accumulated.
+
+Nothing changes before it is clear that all of it fits. Work is done block by block: see ``shards``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from psync.errors import UsageError
+from psync.numerics.blocks import BLOCK_ELEMENTS, BlockPool
+from psync.numerics.clipping import sum_of_squares
+from psync.numerics.layerwise_rules import LayerwiseRule, Sums
+from psync.numerics.means import MeanGradient
+from psync.numerics.sums import Reduction
+from psync.numerics.update_rule import Part, Scratch, UpdateRule
+from psync.store.gradient_accumulation import GradientAccumulator
+from psync.store.rows import RowTable
+from psync.store.shard import Shard, Work, started
+from psync.store.shard_updates import ShardUpdate
+from psync.store.shards import Key
+
+
+class GradientTable(RowTable):
+    """A table of shards to which gradients are applied. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages: ``/job:ps/task:1``.
+        pool: Where replaced blocks go and fresh ones come from.
+    """
+
+    def __init__(self, task: str, pool: BlockPool | None = None) -> None:
+        super().__init__(task, pool)
+        # Apart from the rules' scratch memory, which read what is in these.
+        self._sums = Scratch(BLOCK_ELEMENTS)
+        self._accumulated = Scratch(BLOCK_ELEMENTS)
+        self._applies = 0
+        self._copies = 0
+
+    def begin_push(self, optimizer_id: int, carried_step: int) -> int:
+        """Count one push and return its step, with which all its shards are applied.
+
+        The step is that of this ps or the one that the push carries, whichever is later: a
+        ps that sees few pushes evaluates schedules with the others all the same.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+        """
+        optimizer = self._optimizer(optimizer_id)
+        step = max(optimizer.step, carried_step)
+        optimizer.step = step + 1
+        return step
+
+    def check_apply(self, optimizer_id: int, key: Key, grad: object) -> np.ndarray:
+        """Raise what ``apply`` would raise, except BusyError, and return ``grad`` as it is used.
+
+        For callers that take several updates whole or not at all.
+        """
+        self._optimizer(optimizer_id)
+        shard = self._shard(key)
+        self._check_optimizable(shard)
+        return self._typed(shard, grad)
+
+    def apply(self, optimizer_id: int, key: Key, grad: object, step: int) -> Work:
+        """Start to apply a gradient to the shard and its slots.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            grad: A buffer of as many bytes as the shard has, or an array of its shape and
+                dtype. Must not change until the work is done.
+            step: What ``begin_push`` returned for the push that the gradient is part of.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            UnknownVariableError: If the shard is not here.
+            GradientError: If the gradient does not fit the shard.
+            BusyError: If another update of the shard is under way.
+        """
+        return self.apply_checked(
+            optimizer_id, key, self.check_apply(optimizer_id, key, grad), step
+        )
+
+    def apply_checked(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        ratio: float | None = None,
+    ) -> Work:
+        """As ``apply``, of what ``check_apply`` returned; ``ratio`` as for ``UpdateRule.apply``."""
+        shard = self._idle(key)
+        update, accumulator = self._update_of(shard, optimizer_id, gradient, step, ratio)
+
+        def finished() -> None:
+            self._applies += 1
+            self._copies += update.copies
+            if accumulator is not None:
+                self._copies += accumulator.copies
+                shard.pushes[optimizer_id] = shard.pushes.get(optimizer_id, 0) + 1
+
+        return started(shard, update.piece, finished, update.pieces)
+
+    def _update_of(
+        self,
+        shard: Shard,
+        optimizer_id: int,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        ratio: float | None,
+    ) -> tuple[ShardUpdate, GradientAccumulator | None]:
+        rule = self._optimizers[optimizer_id].rule.for_variable(shard.spec.variable)
+        slots = self._slots(shard, optimizer_id)
+        steps = rule.options.gradient_accumulation_steps
+        accumulator = None
+        if steps is not None:
+            *slots, sums = slots
+            due = (shard.pushes.get(optimizer_id, 0) + 1) % steps == 0
+            accumulator = GradientAccumulator(sums, steps, due, self._pool, self._accumulated)
+        update = ShardUpdate(
+            rule, shard.values, slots, gradient, step, self._pool, self._scratch, accumulator,
+            ratio,
+        )  # fmt: skip
+        return update, accumulator
+
+    def rule(self, optimizer_id: int) -> UpdateRule:
+        """Return the rule of an optimizer; not to be changed.
+
+        Raises:
+            UsageError: If it is not defined.
+        """
+        return self._optimizer(optimizer_id).rule
+
+    def is_layerwise(self, optimizer_id: int) -> bool:
+        """Return whether an optimizer takes norms of whole variables.
+
+        Raises:
+            UsageError: If it is not defined.
+        """
+        return isinstance(self._optimizer(optimizer_id).rule, LayerwiseRule)
+
+    def measure(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        into: list[Sums],
+    ) -> Work:
+        """Start to measure what a layerwise optimizer would do to the shard; changes nothing.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            gradient: What ``check_apply`` returned. Must not change until the work is done.
+            step: With which it would be applied.
+            into: Gets the sums of squares at the end.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If the optimizer is no layerwise one.
+            BusyError: If an update of the shard is under way.
+        """
+        shard, rule = self._idle(key), self._optimizer(optimizer_id).rule
+        if not isinstance(rule, LayerwiseRule):
+            raise UsageError(
+                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has nothing to measure"
+            )
+        update, _ = self._update_of(shard, optimizer_id, gradient, step, None)
+        measurement = rule.for_variable(shard.spec.variable).measurement(step, self._scratch)
+        return started(
+            shard,
+            lambda i: update.measure(i, measurement),
+            lambda: into.append(measurement.sums()),
+            shard.values.num_blocks,
+            changes=False,
+        )
+
+    def apply_at_once(
+        self, optimizer_id: int, keys: Sequence[Key], gradients: Sequence[np.ndarray], step: int
+    ) -> None:
+        """Do ``apply_checked`` on idle shards that are small, to the end.
+
+        A third of the time that the same takes shard by shard.
+
+        Raises:
+            BusyError: If an update of one of them is under way; those before it are applied.
+        """
+        self._apply_parts(optimizer_id, keys, gradients, step)
+
+    def apply_mean(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        step: int,
+        *,
+        reduction: Reduction = "mean",
+        scale: float = 1.0,
+        ratio: float | None = None,
+    ) -> Work:
+        """Start to apply the weighted mean, or sum, of several pushes' gradients to the shard.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            key: Of the shard.
+            gradients: Of each push, in the order in which they are summed: what ``check_apply``
+                returned. They must not change until the work is done.
+            weights: Of each push, above 0. ``means.MeanGradient`` says what is computed.
+            step: As for ``apply``.
+            reduction: "mean" or "sum".
+            scale: What limits the norm of the mean of the whole variable.
+            ratio: As for ``UpdateRule.apply``.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UsageError: If there are no gradients, or not as many weights.
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of the shard is under way.
+        """
+        mean = MeanGradient(gradients, weights, reduction, self._sums, scale)
+        return self.apply_checked(optimizer_id, key, mean, step, ratio)
+
+    def measure_mean(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        step: int,
+        into: list[Sums],
+        *,
+        reduction: Reduction,
+        scale: float,
+    ) -> Work:
+        """Do ``measure`` of the mean that ``apply_mean`` applies; arguments as for these two."""
+        mean = MeanGradient(gradients, weights, reduction, self._sums, scale)
+        return self.measure(optimizer_id, key, mean, step, into)
+
+    def square_mean(
+        self,
+        key: Key,
+        gradients: Sequence[np.ndarray],
+        weights: Sequence[float],
+        into: list[Sums],
+        *,
+        reduction: Reduction,
+    ) -> Work:
+        """Start to add up the squares of the mean that ``apply_mean`` applies; changes nothing.
+
+        Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
+        sum at the end, and 0.
+        """
+        mean = MeanGradient(gradients, weights, reduction, self._sums)
+        values, total = self._shard(key).values, 0.0
+        for i in range(values.num_blocks):
+            start, stop = values.bounds(i)
+            total = sum_of_squares(mean[start:stop], total)
+            yield
+        into.append((total, 0.0))
+
+    def apply_mean_at_once(
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients_by_push: Sequence[Sequence[np.ndarray]],
+        weights: Sequence[float],
+        step: int,
+        reduction: Reduction = "mean",
+    ) -> None:
+        """Do ``apply_mean`` on idle shards that are small, to the end.
+
+        Args:
+            optimizer_id: Of the optimizer.
+            keys: Of the shards.
+            gradients_by_push: Of each push the gradients, one per key.
+            weights: Of each push.
+            step: As for ``apply``.
+            reduction: "mean" or "sum".
+
+        Raises:
+            UsageError: If there are no pushes, or not as many weights, or gradients as keys.
+            BusyError: If an update of one of them is under way; those before it are applied.
+        """
+        if any(len(gradients) != len(keys) for gradients in gradients_by_push):
+            raise UsageError(f"expected {len(keys)} gradients of each push")
+        means = [
+            MeanGradient([push[i] for push in gradients_by_push], weights, reduction, self._sums)
+            for i in range(len(keys))
+        ]
+        self._apply_parts(optimizer_id, keys, means, step)
+
+    def _apply_parts(
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients: Sequence[np.ndarray | MeanGradient],
+        step: int,
+    ) -> None:
+        rule = self._optimizers[optimizer_id].rule
+        options = rule.options
+        if (
+            isinstance(rule, LayerwiseRule)
+            or options.gradient_accumulation_steps is not None
+            or options.excludes_any
+        ):
+            for key, gradient in zip(keys, gradients, strict=True):
+                for _ in self.apply_checked(optimizer_id, key, gradient, step):
+                    pass
+            return
+        rule.apply_all(self._parts(optimizer_id, keys, gradients), step, self._scratch)
+
+    def _parts(
+        self,
+        optimizer_id: int,
+        keys: Sequence[Key],
+        gradients: Sequence[np.ndarray | MeanGradient],
+    ) -> Iterator[Part]:
+        """Yield block after block; each is committed when the next one is asked for."""
+        pool = self._pool
+        for key, gradient in zip(keys, gradients, strict=True):
+            shard = self._idle(key)
+            values, slots = shard.values, self._slots(shard, optimizer_id)
+            shard.busy = True  # for ever, if it fails half-way
+            for i in range(values.num_blocks):
+                if values.num_blocks == 1 and isinstance(gradient, np.ndarray):
+                    part = gradient
+                else:
+                    start, stop = values.bounds(i)
+                    part = gradient[start:stop]
+                target = values.writable(i, pool)
+                if not slots:
+                    yield values.block(i).array, part, (), target.array, ()
+                else:
+                    targets = [slot.writable(i, pool) for slot in slots]
+                    yield (
+                        values.block(i).array, part, [slot.block(i).array for slot in slots],
+                        target.array, [slot_target.array for slot_target in targets],
+                    )  # fmt: skip
+                    for slot, slot_target in zip(slots, targets, strict=True):
+                        self._copies += slot.commit(i, slot_target, pool)
+                self._copies += values.commit(i, target, pool)
+            shard.busy = False
+            shard.version += 1
+            self._applies += 1

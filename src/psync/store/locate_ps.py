@@ -1,0 +1,105 @@
+"""Where ps tasks are served, when the coordinator that knew has died.
+
+Each ps process has said what is served in it, and whose backups are there, and will let no backup
+of earlier coordinators serve from then on. What follows from that is decided for all at once.
+
+    of one ps there are                                     it is
+    several that serve it (some were replaced, and do not   the newest: coordinator, then timeline,
+    know)                                                   then the order that let it serve
+    none, and no backup of it                               at its own address, where it is empty
+    only a backup                                           lost: AttachError
+
+The newest may have been replaced, too, by a backup that has died since: only if it waits for one,
+and that is not where it was. A backup alone may have been left behind, and lack what was answered.
+
+Source: docs/design.md, section 21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psync.errors import AttachError
+from psync.store.reattach import BACK
+
+
+@dataclass(frozen=True, slots=True)
+class Primary:
+    """One that serves a ps."""
+
+    ps: int
+    address: str  # where it listens; "": at the address of its process
+    coordinator: int  # incarnation
+    timeline: int
+    epoch: int  # of the order to serve in another one's place; 0: it was there from the beginning
+    host: int = -1  # in which process the backup is that it waits for; -1: it may go on alone
+    backup: int = 0  # epoch of that
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Of several, the one with the highest has the newest state."""
+        return (self.coordinator, self.timeline, self.epoch)
+
+
+Copy = tuple[int, int, int]
+"""A backup that does not serve: (ps, coordinator, epoch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is in one process."""
+
+    primaries: tuple[Primary, ...] = ()
+    copies: frozenset[Copy] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one ps is served."""
+
+    process: int
+    address: str  # "": at that of the process
+
+
+def places(found: Sequence[Found]) -> list[Place]:
+    """Return where each ps is served.
+
+    Args:
+        found: In each process, by the index of the ps whose address it has.
+
+    Raises:
+        AttachError: What there is may not be the newest that there was.
+    """
+    result, doubts = [], []
+    copied = {ps for there in found for ps, _, _ in there.copies}
+    for ps in range(len(found)):
+        serving = [
+            (primary.rank, process, primary)
+            for process, there in enumerate(found)
+            for primary in there.primaries
+            if primary.ps == ps
+        ]
+        if not serving:
+            result.append(Place(ps, ""))
+            if ps in copied:
+                doubts.append(
+                    f"nobody serves /job:ps/task:{ps}, whose backup may have been left behind"
+                )
+            continue
+        _, process, newest = max(serving, key=lambda each: each[:2])
+        if newest.host >= 0 and not _is_there(newest, found):
+            doubts.append(
+                f"/job:ps/task:{ps} may have been replaced by its backup in the process of "
+                f"/job:ps/task:{newest.host}, which is gone"
+            )
+        result.append(Place(process, newest.address))
+    if doubts:
+        raise AttachError(f"cannot attach to living variables: {'; '.join(doubts)}", hint=BACK)
+    return result
+
+
+def _is_there(primary: Primary, found: Sequence[Found]) -> bool:
+    """Return whether the backup that a ps waits for is where it was: then it has not served."""
+    copy = (primary.ps, primary.coordinator, primary.backup)
+    return primary.host < len(found) and copy in found[primary.host].copies

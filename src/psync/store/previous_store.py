@@ -1,0 +1,148 @@
+"""What a ps has held for earlier programs and keeps, until the present one adopts or drops it.
+
+Shards and optimizers move as they are, with their blocks, slots and steps: nothing is copied. A
+shard may be adopted before the optimizers whose slots lie beside it; these slots wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from psync.errors import PartitionError, UnknownVariableError, UsageError
+from psync.numerics.blocks import BlockArray
+from psync.store.reattach import HeldOptimizer, HeldShard, Holding, Identity, Orders, Place
+from psync.store.shard import Shard
+from psync.store.shards import Optimizer
+from psync.store.store import ShardStore
+
+
+@dataclasses.dataclass(slots=True)
+class _Beside:
+    """What an optimizer keeps beside a shard."""
+
+    slots: dict[str, BlockArray] = dataclasses.field(default_factory=dict)
+    pushes: int | None = None  # that are accumulated, if the optimizer does so
+
+
+class FormerStore:
+    """What nobody has adopted yet. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.life = 0  # of what is held here and in the store; see ``adoption``
+        self._task = task
+        self._shards: dict[Place, Shard] = {}
+        self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards
+        self._adopted: dict[Place, Shard] = {}  # with something in ``_beside``
+        self._optimizers: dict[Identity, Optimizer] = {}
+        self._numbers: dict[Identity, int] = {}  # of those that were adopted
+
+    def take(self, store: ShardStore, life: int) -> None:
+        """Take over all that a store holds; what was here and not adopted stays.
+
+        Args:
+            store: Is empty afterwards.
+            life: The incarnation of the coordinator under which its optimizers had their numbers.
+        """
+        shards, optimizers = store.release()
+        self._numbers.clear()
+        self._adopted.clear()
+        for number, optimizer in optimizers.items():
+            self._optimizers[life, number] = optimizer
+        for shard in shards:
+            place = (shard.spec.variable, shard.spec.index)
+            self._shards[place] = shard
+            beside = self._beside.setdefault(place, {})  # with what still waits
+            for (number, name), slot in shard.slots.items():
+                beside.setdefault((life, number), _Beside()).slots[name] = slot
+            for number, count in shard.pushes.items():
+                beside.setdefault((life, number), _Beside()).pushes = count
+            shard.slots, shard.pushes = {}, {}
+
+    def describe(self) -> Holding:
+        """Return what is here."""
+        with_slots = {identity for beside in self._beside.values() for identity in beside}
+        return Holding(
+            self.life,
+            tuple(
+                HeldShard(spec.variable, spec.index, spec.offset, spec.shape, spec.dtype)
+                for spec in (shard.spec for shard in self._shards.values())
+            ),
+            tuple(
+                HeldOptimizer(
+                    identity, optimizer.config, optimizer.rule.learning_rate.to_config(),
+                    optimizer.step, identity in with_slots,
+                )
+                for identity, optimizer in self._optimizers.items()
+            ),
+        )  # fmt: skip
+
+    def adopt(self, orders: Orders, store: ShardStore) -> None:
+        """Do what was decided, all of it or nothing; what was done before changes nothing.
+
+        Args:
+            orders: What was decided.
+            store: Gets what is adopted.
+
+        Raises:
+            UnknownVariableError: A shard is not here.
+            PartitionError: The program has another variable of that number already.
+            UsageError: An optimizer is not here.
+        """
+        self._check(orders, store)
+        for place in orders.dropped:
+            self._shards.pop(place, None)
+            self._beside.pop(place, None)
+        for name, index, variable_id in orders.shards:
+            shard = self._shards.pop((name, index), None)
+            if shard is not None:
+                shard.spec = dataclasses.replace(shard.spec, variable_id=variable_id)
+                store.take_up(shard)
+                self._adopted[name, index] = shard
+        for life, old, new in orders.optimizers:
+            optimizer = self._optimizers.pop((life, old), None)
+            if optimizer is not None:
+                store.take_up_optimizer(new, optimizer)
+                self._numbers[life, old] = new
+        for place, shard in self._adopted.items():
+            self._put_beside(shard, self._beside.get(place, {}))
+
+    def drop(self) -> None:
+        """Drop all that is here."""
+        self._shards.clear()
+        self._beside.clear()
+        self._adopted.clear()
+        self._optimizers.clear()
+
+    def _put_beside(self, shard: Shard, waiting: dict[Identity, _Beside]) -> None:
+        """Give a shard the slots of the optimizers that are adopted."""
+        for identity in [identity for identity in waiting if identity in self._numbers]:
+            number, beside = self._numbers[identity], waiting.pop(identity)
+            for name, slot in beside.slots.items():
+                shard.slots[number, name] = slot
+            if beside.pushes is not None:
+                shard.pushes[number] = beside.pushes
+
+    def _check(self, orders: Orders, store: ShardStore) -> None:
+        names = {key: store.spec(key).variable for key in store.keys()}
+        for name, index, variable_id in orders.shards:
+            there = names.get((variable_id, index))
+            if (name, index) in self._shards:
+                if there is not None:
+                    raise PartitionError(
+                        f'{self._task} cannot adopt shard {index} of "{name}" as variable '
+                        f'{variable_id}, which is "{there}"'
+                    )
+            elif there != name:
+                raise UnknownVariableError(
+                    f'{self._task} holds no shard {index} of a variable "{name}" that could be '
+                    "adopted"
+                )
+        for life, old, new in orders.optimizers:
+            if (life, old) not in self._optimizers and self._numbers.get((life, old)) != new:
+                raise UsageError(
+                    f"{self._task} knows no optimizer {old} of {life} that could be adopted"
+                )

@@ -1,0 +1,377 @@
+"""What earlier programs have left on the ps tasks, and what of it the present one takes over.
+
+Variables are known by their names, optimizers by their configurations: the numbers that the wire
+has for both are each program's own. Nothing is decided for one ps alone: all say what they hold,
+then it is clear what fits, and then each is told what to do.
+
+    what is declared          what the ps tasks hold         then
+    a variable                the same shards in the same    they are adopted
+                              places
+                              some of them                   its program died while it was created:
+                                                             they are dropped, it is created anew
+                              none                           it is created
+                              something else                 AttachError, which names all such
+    an optimizer              one of that configuration      its steps, rate and slots are adopted
+                              several                        by their numbers, if these are the
+                                                             same; else AttachError
+    nothing                   a variable                     it is dropped, at last
+                              an optimizer that was used     AttachError, at last
+
+All ps tasks must have begun in one *life*: under the same coordinator, or gone back to the same
+cut. One that was started again since then has lost its part, whatever the others hold: it is of no
+life. So is one that has gone back while its program did not live to be told of that, and ps 0
+if a step that it had decided could not be applied everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psync.errors import AttachError, RemoteProtocolError
+from psync.specs import ShardSpec, VariableSpec
+
+Place = tuple[str, int]
+"""A shard: (name of the variable, index of the shard)."""
+
+Identity = tuple[int, int]
+"""An optimizer: (life in which it was made known, its number then); the same on all ps tasks."""
+
+BACK = "attach=False begins anew: go on from the last checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A shard that nobody has adopted."""
+
+    name: str  # of its variable
+    index: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def place(self) -> Place:
+        """What it is called."""
+        return (self.name, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOptimizer:
+    """An optimizer that nobody has adopted."""
+
+    identity: Identity
+    config: Mapping[str, Any]
+    learning_rate: Mapping[str, Any]  # config of the schedule that it has now
+    step: int
+    has_slots: bool
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything would be lost with it."""
+        return bool(
+            self.step or self.has_slots or self.learning_rate != self.config.get("learning_rate")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one ps holds that nobody has adopted."""
+
+    life: int  # 0: none
+    shards: tuple[HeldShard, ...] = ()
+    optimizers: tuple[HeldOptimizer, ...] = ()
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps(
+            {
+                "life": self.life,
+                "shards": [
+                    [shard.name, shard.index, shard.offset, shard.shape, shard.dtype]
+                    for shard in self.shards
+                ],
+                "optimizers": [
+                    [
+                        *optimizer.identity, optimizer.config, optimizer.learning_rate,
+                        optimizer.step, optimizer.has_slots,
+                    ]
+                    for optimizer in self.optimizers
+                ],
+            }
+        ).encode()  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Holding:
+        """Return what ``to_bytes`` has written.
+
+        Raises:
+            RemoteProtocolError: It is something else.
+        """
+        try:
+            read = json.loads(data)
+            return cls(
+                int(read["life"]),
+                tuple(
+                    HeldShard(str(name), int(index), int(start), tuple(map(int, shape)), str(dtype))
+                    for name, index, start, shape, dtype in read["shards"]
+                ),
+                tuple(
+                    HeldOptimizer((int(life), int(number)), dict(config), dict(rate), int(step),
+                                  bool(slots))
+                    for life, number, config, rate, step, slots in read["optimizers"]
+                ),
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            raise RemoteProtocolError(
+                f"a ps has described what it holds as nonsense: {exc}"
+            ) from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What one ps is to do with what it holds; all of it or nothing."""
+
+    shards: tuple[tuple[str, int, int], ...] = ()  # (name, index, id of the variable from now on)
+    dropped: tuple[Place, ...] = ()
+    optimizers: tuple[tuple[int, int, int], ...] = ()  # (*identity, number from now on)
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps([self.shards, self.dropped, self.optimizers]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Orders:
+        """Return what ``to_bytes`` has written.
+
+        Raises:
+            RemoteProtocolError: It is something else.
+        """
+        try:
+            shards, dropped, optimizers = json.loads(data)
+            return cls(
+                tuple((str(name), int(index), int(number)) for name, index, number in shards),
+                tuple((str(name), int(index)) for name, index in dropped),
+                tuple((int(life), int(old), int(new)) for life, old, new in optimizers),
+            )
+        except (ValueError, TypeError, RecursionError) as exc:
+            raise RemoteProtocolError(f"what is to be adopted is nonsense: {exc}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptimizer:
+    """An optimizer of the present program."""
+
+    number: int
+    name: str
+    config: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f'"{self.name}" ({_described(self.config)})'
+
+
+@dataclass(slots=True)
+class Decision:
+    """What follows from a comparison."""
+
+    orders: list[Orders]  # for each ps
+    adopted: list[VariableSpec] = field(default_factory=list)
+    missing: list[VariableSpec] = field(default_factory=list)  # that are to be created
+    broken: list[VariableSpec] = field(default_factory=list)  # of these, those held in part
+    extra: list[str] = field(default_factory=list)  # names of variables that will be dropped
+    optimizers: dict[Identity, int] = field(default_factory=dict)  # adopted: number from now on
+
+
+class Adoption:
+    """What has not been adopted yet, of all ps tasks. Single owner; never blocks.
+
+    Args:
+        holdings: Of each ps.
+
+    Raises:
+        AttachError: Some ps tasks hold variables, and others have lost their part.
+    """
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self._num_ps = len(holdings)
+        self._shards: dict[str, list[tuple[int, HeldShard]]] = defaultdict(list)
+        self._optimizers: dict[Identity, HeldOptimizer] = {}
+        self._known_on: dict[Identity, set[int]] = defaultdict(set)  # which ps tasks
+        _check_lives(holdings)
+        for ps, holding in enumerate(holdings):
+            for shard in holding.shards:
+                self._shards[shard.name].append((ps, shard))
+            for optimizer in holding.optimizers:
+                self._known_on[optimizer.identity].add(ps)
+                known = self._optimizers.get(optimizer.identity)
+                if known is None or optimizer.was_used:
+                    self._optimizers[optimizer.identity] = optimizer
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing: no program has got so far as to create a variable."""
+        return not self._shards
+
+    def rate_of(self, identity: Identity) -> Mapping[str, Any]:
+        """Return the learning rate that an optimizer has now, as the config of a schedule."""
+        return self._optimizers[identity].learning_rate
+
+    def compare(
+        self,
+        declared: Sequence[VariableSpec],
+        optimizers: Sequence[NewOptimizer],
+        *,
+        last: bool,
+    ) -> Decision:
+        """Return what to do for these; nothing is noted yet, see ``done``.
+
+        Args:
+            declared: Variables that are not created yet.
+            optimizers: All that the present program has, and that have adopted nothing yet.
+            last: Whether no others are to come, and what is left is dropped.
+
+        Raises:
+            AttachError: Something does not fit; names all of it.
+        """
+        decision = Decision([])
+        misfits: list[str] = []
+        shards: list[list[tuple[str, int, int]]] = [[] for _ in range(self._num_ps)]
+        dropped: list[list[Place]] = [[] for _ in range(self._num_ps)]
+        for spec in declared:
+            held = self._shards.get(spec.name, [])
+            fits = [_fits(each, spec.shards) for each in held]
+            if not all(fits):
+                misfits.append(f"{_declared(spec)}; the ps tasks hold {_held(held)}")
+            elif len(held) == len(spec.shards):
+                decision.adopted.append(spec)
+                for ps, shard in held:
+                    shards[ps].append((spec.name, shard.index, spec.variable_id))
+            else:
+                decision.missing.append(spec)
+                if held:
+                    decision.broken.append(spec)
+                for ps, shard in held:
+                    dropped[ps].append(shard.place)
+        decision.optimizers = self._match(optimizers, misfits, last=last)
+        if misfits:
+            lines = "".join(f"\n  {misfit}" for misfit in misfits)
+            raise AttachError(
+                f"the program does not fit what the ps tasks hold; nothing was changed:{lines}",
+                hint=f"declare the same as the program that has left it; or {BACK}",
+            )
+        if last:
+            decision.extra = sorted(self._shards.keys() - {spec.name for spec in declared})
+        for ps in range(self._num_ps):
+            numbers = tuple(
+                (*identity, number)
+                for identity, number in decision.optimizers.items()
+                if ps in self._known_on[identity]
+            )
+            decision.orders.append(Orders(tuple(shards[ps]), tuple(dropped[ps]), numbers))
+        return decision
+
+    def done(self, decision: Decision) -> None:
+        """All ps tasks have done what was decided."""
+        for spec in (*decision.adopted, *decision.broken):
+            del self._shards[spec.name]
+        for name in decision.extra:
+            del self._shards[name]
+        for identity in decision.optimizers:
+            del self._optimizers[identity]
+
+    def _match(
+        self, optimizers: Sequence[NewOptimizer], misfits: list[str], *, last: bool
+    ) -> dict[Identity, int]:
+        """Return which optimizer is which; what is left is a misfit, at last."""
+        groups: dict[str, tuple[list[HeldOptimizer], list[NewOptimizer]]] = {}
+        for held in self._optimizers.values():
+            if held.was_used:
+                groups.setdefault(_key(held.config), ([], []))[0].append(held)
+        for new in optimizers:
+            if (group := groups.get(_key(new.config))) is not None:
+                group[1].append(new)
+        matched: dict[Identity, int] = {}
+        for olds, news in groups.values():
+            numbers = {held.identity[1]: held.identity for held in olds}
+            if len(olds) == len(news) == 1:
+                matched[olds[0].identity] = news[0].number
+            elif len(numbers) == len(olds) and numbers.keys() == {new.number for new in news}:
+                matched.update({identity: number for number, identity in numbers.items()})
+            elif last:
+                misfits.append(_unmatched(olds, news, optimizers))
+        return matched
+
+
+def _check_lives(holdings: Sequence[Holding]) -> None:
+    """Raise AttachError if what the ps tasks hold is not of one piece."""
+    lives = {holding.life for holding in holdings if holding.shards}
+    if not lives:
+        return
+    began = min(lives - {0}, default=0)
+    others = [(ps, holding) for ps, holding in enumerate(holdings) if holding.life != began]
+    lost = [f"/job:ps/task:{ps}" for ps, holding in others if holding.life or not holding.shards]
+    if lost:
+        raise AttachError(
+            f"cannot attach to living variables: {', '.join(lost)} has lost what it held, since it "
+            "was started again, or a program has begun anew there, while others hold their part "
+            "still",
+            hint=BACK,
+        )
+    if 0 in lives:
+        half = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if not holding.life]
+        raise AttachError(
+            f"cannot attach to living variables: what {', '.join(half)} holds may be half done, "
+            "since the earlier program died before it was told that ps tasks had gone back to a "
+            "checkpoint, or after a synchronous step could not be applied on all of them, or since "
+            "the ps was started again",
+            hint=BACK,
+        )
+
+
+def _fits(held: tuple[int, HeldShard], shards: Sequence[ShardSpec]) -> bool:
+    ps, shard = held
+    if not 0 <= shard.index < len(shards):
+        return False
+    spec = shards[shard.index]
+    return (ps, shard.offset, shard.shape, shard.dtype) == (
+        spec.ps, spec.offset, spec.shape, spec.dtype,
+    )  # fmt: skip
+
+
+def _declared(spec: VariableSpec) -> str:
+    places = ", ".join(f"{shard.shape} on ps {shard.ps}" for shard in spec.shards[:4])
+    more = ", …" if len(spec.shards) > 4 else ""
+    return f'variable "{spec.name}" declared at {spec.declared_at}: {spec.dtype} {places}{more}'
+
+
+def _held(held: Sequence[tuple[int, HeldShard]]) -> str:
+    ordered = sorted(held, key=lambda each: each[1].index)
+    places = ", ".join(f"{shard.dtype} {shard.shape} on ps {ps}" for ps, shard in ordered[:4])
+    return places + (", …" if len(ordered) > 4 else "")
+
+
+def _unmatched(
+    olds: Sequence[HeldOptimizer], news: Sequence[NewOptimizer], optimizers: Sequence[NewOptimizer]
+) -> str:
+    what = _described(olds[0].config)
+    numbers = ", ".join(str(held.identity[1]) for held in olds)
+    if news:
+        these = ", ".join(f'"{new.name}" (number {new.number})' for new in news)
+        return (
+            f"{len(olds)} optimizers {what} were used (numbers {numbers}), and the program has "
+            f"{len(news)} of that configuration: {these}; which is which cannot be told"
+        )
+    others = "; ".join(map(str, optimizers)) or "no other optimizer"
+    return f"optimizer {numbers}, {what}, was used, and the program has none like it, but {others}"
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in config.items() if value not in (None, []))
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    """Return what is the same for equal configurations, also if one has travelled."""
+    return json.dumps(config, sort_keys=True)

@@ -1,0 +1,388 @@
+"""Some rows of the shards that one ps holds: how they are read, changed and optimized.
+
+What is done to rows costs what these rows are, whatever the size of the shard: parameter rows and
+those of the slots are gathered, changed as if they were all there is, and scattered back. So an
+optimizer is *lazy*: rows that are not named, and what is kept beside them, stay as they are. A
+dense gradient with zeros in these rows would let momenta decay and weights too.
+
+The first time that rows of a shard are asked for, its blocks are laid side by side (see
+``row_blocks``), once. All work is offered in pieces, as in ``shards``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from psync.errors import UsageError
+from psync.numerics.blocks import BlockArray, BlockPool, roomy
+from psync.numerics.clipping import PIECE, scaled, sum_of_squares
+from psync.numerics.row_blocks import RowBlocks
+from psync.numerics.scatter import combine
+from psync.numerics.sums import Pieces, Reduction, SparseSum, cuts
+from psync.numerics.update_rule import Scratch
+from psync.store.row_checks import RowChecks
+from psync.store.shard import Shard, Work
+from psync.store.shards import Key
+
+PIECE_BYTES = 1 << 19
+"""Of parameter rows, about, between two pauses: gathering, computing and scattering take 1 ms."""
+
+
+class RowValues(NamedTuple):
+    """Rows of a shard, and a value for each."""
+
+    rows: np.ndarray  # int64, ascending, each once
+    values: np.ndarray  # shape (number of rows, elements of a row), of the shard's dtype
+
+
+@dataclass(slots=True)
+class RowCounters:
+    """What was done with rows."""
+
+    rows: int = 0  # read or changed
+    blocks: int = 0  # in which they lie, counted anew by each update or reading; see num_blocks_of
+    bytes: int = 0  # of their values
+
+
+class RowTable(RowChecks):
+    """A table of shards of which rows are read and changed. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages: ``/job:ps/task:1``.
+        pool: Where replaced blocks go and fresh ones come from.
+    """
+
+    def __init__(self, task: str, pool: BlockPool | None = None) -> None:
+        super().__init__(task, pool)
+        self._scratch = Scratch()
+        self._row_counters = RowCounters()
+        self._row_updates = 0  # finished, one per shard
+        self._row_copies = 0  # blocks that were copied before rows in them could be changed
+
+    # What is done.
+
+    def read_range(
+        self, key: Key, start: int, stop: int, optimizer_id: int = -1, slot: str = ""
+    ) -> list[memoryview]:
+        """Return consecutive rows of a shard, or of a slot, as ``read`` returns the whole.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            BusyError: If an update of it is under way.
+        """
+        shard = self._idle(key)
+        size = self._row_size(shard)
+        self._count(shard, range(start, stop))
+        return self._array(shard, optimizer_id, slot).export(start * size, stop * size)
+
+    def read_rows(
+        self,
+        key: Key,
+        rows: np.ndarray,
+        out: np.ndarray,
+        optimizer_id: int = -1,
+        slot: str = "",
+    ) -> Work:
+        """Start to copy rows of a shard, or of a slot, all of one version.
+
+        Args:
+            key: Of the shard.
+            rows: Checked; in any order.
+            out: 1-D uint8, as long as they are.
+            optimizer_id: With ``slot``: that optimizer's slot instead of the values.
+            slot: Its name.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            BusyError: If an update of it is under way.
+        """
+        shard = self._idle(key)
+        array = self._array(shard, optimizer_id, slot)
+        made = out.view(array.dtype).reshape(len(rows), self._row_size(shard))
+
+        def steps() -> Iterator[None]:
+            if not len(rows):
+                return
+            yield from self._lay_out(shard)
+            laid_out = self._rows(self._array(shard, optimizer_id, slot))
+            for part in _pieces(laid_out, len(rows)):
+                laid_out.gather(rows[part], made[part], self._pool)
+                yield
+            self._count(shard, rows)
+
+        return _carried(shard, steps(), lambda: None)
+
+    def scatter(self, key: Key, op: str, rows: np.ndarray, values: np.ndarray) -> Work:
+        """Start to change rows of a shard: ``row = row op value``. Integers wrap around.
+
+        Args:
+            key: Of the shard.
+            op: One of ``scatter_ops.SCATTER_OPS``, checked.
+            rows: Checked; each once, ascending.
+            values: What ``check_rows`` returned. Must not change until the work is done.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of it is under way.
+        """
+        shard = self._idle(key)
+
+        def steps() -> Iterator[None]:
+            if not len(rows):
+                return
+            yield from self._lay_out(shard)
+            array = self._rows(shard.values)
+            yield from self._free(array, rows)
+            for part in _pieces(array, len(rows)):
+                current = values[part]
+                if op != "assign":
+                    current = self._gathered(array, rows[part])
+                    combine(op, current, values[part])
+                array.scatter(rows[part], current)
+                yield
+            self._count(shard, rows)
+
+        return self._updating(shard, steps())
+
+    def apply_rows(
+        self, optimizer_id: int, key: Key, rows: np.ndarray, grads: np.ndarray, step: int
+    ) -> Work:
+        """Start to apply gradients of rows to these rows, and to what is kept beside them.
+
+        Args:
+            optimizer_id: Of the optimizer, checked.
+            key: Of the shard.
+            rows: Checked; each once, ascending.
+            grads: What ``check_rows`` returned. Must not change until the work is done.
+            step: What ``begin_push`` returned for the push.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of it is under way.
+        """
+        shard = self._idle(key)
+        return self._updating(shard, self._applied(shard, optimizer_id, rows, grads, step))
+
+    def apply_row_mean(
+        self,
+        optimizer_id: int,
+        key: Key,
+        gradients: Sequence[RowValues],
+        weights: Sequence[float],
+        step: int,
+        *,
+        reduction: Reduction,
+        per_index: bool,
+        scale: float = 1.0,
+    ) -> Work:
+        """Start to apply the weighted mean, or sum, of several pushes' rows, like ``apply_rows``.
+
+        Args:
+            optimizer_id: Of the optimizer, checked.
+            key: Of the shard.
+            gradients: Of each push, in the order in which they are summed: what ``check_rows``
+                returned, with the rows. They must not change until the work is done.
+            weights: Of each push, checked. ``sums.SparseSum`` says what is computed.
+            step: As for ``apply_rows``.
+            reduction: "mean" or "sum".
+            per_index: Divide a row by the weights of the pushes that have it, not of all.
+            scale: What limits the norm of the mean of the whole variable.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If another update of it is under way.
+        """
+        shard = self._idle(key)
+
+        def steps() -> Iterator[None]:
+            rows, mean = yield from self._row_mean(
+                shard, gradients, weights, reduction, per_index=per_index
+            )
+            if scale != 1.0:
+                for part in cuts(len(mean), mean.itemsize * self._row_size(shard)):
+                    mean[part] = scaled(mean[part], scale)
+                    yield
+            yield from self._applied(shard, optimizer_id, rows, mean, step)
+
+        return self._updating(shard, steps())
+
+    def square_row_mean(
+        self,
+        key: Key,
+        gradients: Sequence[RowValues],
+        weights: Sequence[float],
+        into: list[tuple[float, float]],
+        *,
+        reduction: Reduction,
+        per_index: bool,
+    ) -> Work:
+        """Start to add up the squares of what ``apply_row_mean`` would apply; changes nothing.
+
+        Nothing of the shard is read, so it may be busy. Arguments as there, and ``into`` gets the
+        sum at the end, and 0.
+        """
+        shard = self._shard(key)
+        _, mean = yield from self._row_mean(
+            shard, gradients, weights, reduction, per_index=per_index
+        )
+        flat, total = mean.reshape(-1), 0.0
+        for part in cuts(-(-flat.size // PIECE), PIECE * flat.itemsize):
+            total = sum_of_squares(flat[part.start * PIECE : part.stop * PIECE], total)
+            yield
+        into.append((total, 0.0))
+
+    # How.
+
+    def _row_mean(
+        self,
+        shard: Shard,
+        gradients: Sequence[RowValues],
+        weights: Sequence[float],
+        reduction: Reduction,
+        *,
+        per_index: bool,
+    ) -> Pieces[tuple[np.ndarray, np.ndarray]]:
+        total = SparseSum((self._row_size(shard),), shard.values.dtype)
+        for (rows, values), weight in zip(gradients, weights, strict=True):
+            yield from total.adding(rows, values, weight)
+        mean = yield from total.making(reduction, per_index=per_index)
+        return total.indices, mean
+
+    def _array(self, shard: Shard, optimizer_id: int, slot: str) -> BlockArray:
+        if optimizer_id < 0:
+            return shard.values
+        names = self._optimizer(optimizer_id).rule.slot_names()
+        if slot not in names:
+            raise UsageError(
+                f"optimizer {optimizer_id} on {self._task} has no slot {slot!r}",
+                hint=f"its slots are {', '.join(names) or 'none'}",
+            )
+        self._check_optimizable(shard)
+        return self._slots(shard, optimizer_id)[names.index(slot)]
+
+    def _rows(self, array: BlockArray) -> RowBlocks:
+        assert isinstance(array, RowBlocks), "laid out before rows are touched"
+        return array
+
+    def _lay_out(self, shard: Shard) -> Generator[None, None, None]:
+        """Lay the blocks of a shard and of its slots side by side."""
+        count, size = shard.spec.shape[0], self._row_size(shard)
+        if not isinstance(shard.values, RowBlocks):
+            shard.values = yield from self._laid_out(shard.values, count, size)
+        for slot, array in shard.slots.items():
+            if not isinstance(array, RowBlocks):
+                shard.slots[slot] = yield from self._laid_out(array, count, size)
+
+    def _laid_out(
+        self, array: BlockArray, count: int, size: int
+    ) -> Generator[None, None, RowBlocks]:
+        dense = 2 * array.num_made > array.num_blocks
+        made = RowBlocks(count, size, array.dtype, array.fill, dense=dense)
+        for i in range(array.num_blocks):
+            block = array.release(i)
+            if block is not None:
+                made.take_over(i, block)
+                block.retire(self._pool)
+                yield
+        made.taken_over()
+        return made
+
+    def _applied(
+        self, shard: Shard, optimizer_id: int, rows: np.ndarray, grads: np.ndarray, step: int
+    ) -> Iterator[None]:
+        if not len(rows):
+            return
+        rule = self._optimizer(optimizer_id).rule.for_variable(shard.spec.variable)
+        self._slots(shard, optimizer_id)
+        yield from self._lay_out(shard)
+        arrays = [self._rows(shard.values)]
+        arrays += [self._rows(slot) for slot in self._slots(shard, optimizer_id)]
+        for array in arrays:
+            yield from self._free(array, rows)
+        for part in _pieces(arrays[0], len(rows)):
+            touched = rows[part]
+            gathered = [self._gathered(array, touched) for array in arrays]
+            param, *slots = [array.reshape(-1) for array in gathered]
+            grad = np.ascontiguousarray(grads[part]).reshape(-1)
+            rule.apply(param, grad, slots, param, slots, step, self._scratch)
+            for array, new in zip(arrays, gathered, strict=True):
+                array.scatter(touched, new)
+            yield
+        self._count(shard, rows)
+
+    def _free(self, array: RowBlocks, rows: np.ndarray) -> Iterator[None]:
+        if array.any_seen:
+            for i in array.held_among(array.blocks_of(rows)):
+                if array.free(i, self._pool):
+                    self._row_copies += 1
+                    yield
+
+    def _gathered(self, array: RowBlocks, rows: np.ndarray) -> np.ndarray:
+        """Return rows in memory that is used again once nobody sees it."""
+        nbytes = len(rows) * array.row_size * array.dtype.itemsize
+        root = self._pool.take(roomy(nbytes))
+        made: np.ndarray = np.ndarray((len(rows), array.row_size), array.dtype, root)
+        self._pool.give(root)
+        array.gather(rows, made, self._pool)
+        return made
+
+    def _updating(self, shard: Shard, steps: Iterator[None]) -> Work:
+        def finished() -> None:
+            shard.version += 1
+            self._row_updates += 1
+
+        return _carried(shard, steps, finished)
+
+    def _count(self, shard: Shard, rows: np.ndarray | range) -> None:
+        if not len(rows):
+            return
+        counters, values, size = self._row_counters, shard.values, self._row_size(shard)
+        counters.rows += len(rows)
+        counters.bytes += len(rows) * size * values.dtype.itemsize
+        if isinstance(rows, range):
+            counters.blocks += values.blocks_between(rows.start * size, rows.stop * size)
+        else:
+            counters.blocks += self._rows(values).num_blocks_of(rows)
+
+
+def _pieces(array: RowBlocks, count: int) -> Iterator[slice]:
+    most = max(1, PIECE_BYTES // max(1, array.row_size * array.dtype.itemsize))
+    step = -(-count // max(1, round(count / most)))  # so that no small rest is left
+    return (slice(start, start + step) for start in range(0, count, step))
+
+
+def _carried(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Work:
+    work = _to_the_end(shard, steps, finished)
+    next(work)  # a generator that has not begun could be dropped without a trace
+    return work
+
+
+def _to_the_end(shard: Shard, steps: Iterator[None], finished: Callable[[], None]) -> Work:
+    shard.busy = True
+    with suppress(GeneratorExit):  # closed or dropped early: the rest follows at once
+        yield
+        for _ in steps:
+            yield
+    for _ in steps:
+        pass
+    shard.busy = False
+    finished()

@@ -1,0 +1,400 @@
+"""The shards that one ps holds, and the optimizers that it knows.
+
+Creating, reading and looking up; what changes a shard's value stands in ``store``. Large shards
+are worked on piece by piece, see ``shard_work``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from psync import schedules
+from psync.errors import (
+    BusyError,
+    ConfigurationError,
+    GradientError,
+    PartitionError,
+    PsyncError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
+from psync.numerics.rule_configs import rule_from_config
+from psync.numerics.update_rule import ACCUMULATOR, UpdateRule, slot_dtype
+from psync.schedules import Config
+from psync.specs import ShardSpec, dtype_of
+from psync.store.shard import Shard, Work, started
+
+Key = tuple[int, int]
+"""(variable id, shard index): see ``ShardSpec.key``."""
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """One optimizer, as this ps knows it."""
+
+    rule: UpdateRule
+    config: Config  # with which it was defined
+    step: int = 0  # the lowest step that the next push may have
+
+
+class ShardTable:
+    """Shards, slots and optimizers of one ps. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages: ``/job:ps/task:1``.
+        pool: Where replaced blocks go and fresh ones come from.
+    """
+
+    def __init__(self, task: str, pool: BlockPool | None = None) -> None:
+        self._task = task
+        self._pool = BlockPool() if pool is None else pool
+        self._shards: dict[Key, Shard] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+
+    def create(
+        self, spec: ShardSpec, value: object = None, *, fill: float | np.ndarray = 0
+    ) -> bool:
+        """Take up a shard. Idempotent: the same spec again changes nothing, whatever the value.
+
+        Args:
+            spec: Of the shard.
+            value: Initial value: a buffer of the shard's bytes (C order, little endian) or an
+                array of its shape and dtype; copied at once. For values of many MiB create the
+                shard first and ``assign`` to it, which lets the loop run in between.
+            fill: Initial value of all elements if ``value`` is None: a number, or an array of
+                one element; costs nothing until the shard is first used.
+
+        Returns:
+            Whether the shard is new.
+
+        Raises:
+            PartitionError: If there is another shard under the key.
+            GradientError: If the value does not fit the spec.
+        """
+        known = self._shards.get(spec.key)
+        if known is not None:
+            if known.spec != spec:
+                raise PartitionError(
+                    f"{spec} on {self._task}: exists already as {_whole(known.spec)}, "
+                    f"got {_whole(spec)}"
+                )
+            return False
+        values = BlockArray(spec.size, dtype_of(spec.dtype), fill)
+        shard = Shard(spec, values, values.nbytes)
+        if value is not None:
+            shard.values = BlockArray.from_array(self._typed(shard, value), self._pool)
+        self._shards[spec.key] = shard
+        return True
+
+    def copy(self, spec: ShardSpec, source: Key) -> Work:
+        """Start to take up a shard that begins with the present value of another one.
+
+        Idempotent like ``create``: the work on a shard that is there already is nothing. What
+        happens to the other shard meanwhile changes nothing: its blocks are held.
+
+        Args:
+            spec: Of the new shard.
+            source: Of the other one, which has its shape and dtype.
+
+        Returns:
+            The work, to be run to its end; the new shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If there is no such other shard here.
+            PartitionError: If its shape or dtype differ, or there is another shard under the key.
+            BusyError: If an update of the other shard is under way.
+        """
+        if source not in self._shards:
+            raise UnknownVariableError(
+                f"{spec} on {self._task}: cannot begin as a copy of shard {source[1]} of variable "
+                f"{source[0]}, which is not here"
+            )
+        if spec.key in self._shards:
+            self.create(spec)  # raises if it is another one
+            return _nothing()
+        original = self._idle(source)
+        if (original.spec.shape, original.spec.dtype) != (spec.shape, spec.dtype):
+            raise PartitionError(
+                f"{spec} on {self._task}: expected {described(original.spec)}, as "
+                f"{original.spec} has, got {described(spec)}"
+            )
+        self.create(spec)
+        shard = self._shards[spec.key]
+        held = original.values.export()  # one view of each block
+        values, dtype = shard.values, shard.values.dtype
+
+        def one_block(i: int) -> None:
+            np.copyto(values.block(i).array, bytes_of(held[i]).view(dtype))
+
+        return started(shard, one_block, held.clear)
+
+    def release(self) -> tuple[list[Shard], dict[int, Optimizer]]:
+        """Give away all shards, none of which may be busy, and all optimizers; none are left."""
+        shards, optimizers = list(self._shards.values()), self._optimizers
+        self._shards, self._optimizers = {}, {}
+        return shards, optimizers
+
+    def take_up(self, shard: Shard) -> None:
+        """Take a shard that another table has released, as it is; there is none under its key."""
+        self._shards[shard.spec.key] = shard
+
+    def take_up_optimizer(self, optimizer_id: int, optimizer: Optimizer) -> None:
+        """Take an optimizer that another table has released, as it is, under a number."""
+        self._optimizers[optimizer_id] = optimizer
+
+    def keys(self) -> list[Key]:
+        """Return the keys of all shards, in the order of their creation."""
+        return list(self._shards)
+
+    def shards(self) -> Mapping[Key, Shard]:
+        """Return all shards themselves, for those who keep images of them."""
+        return self._shards
+
+    def optimizers(self) -> Mapping[int, Optimizer]:
+        """Return all optimizers, by their number; not to be changed."""
+        return self._optimizers
+
+    def spec(self, key: Key) -> ShardSpec:
+        """Return the spec of a shard.
+
+        Raises:
+            UnknownVariableError: If it is not here.
+        """
+        return self._shard(key).spec
+
+    def busy(self, key: Key) -> bool:
+        """Return whether an update of the shard is under way.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+        """
+        return self._shard(key).busy
+
+    def version(self, key: Key) -> int:
+        """Return how many updates of the shard have been finished.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+        """
+        return self._shard(key).version
+
+    def read(self, key: Key) -> list[memoryview]:
+        """Return the shard's bytes as read-only views, without copying.
+
+        They never change. While they live, updates replace the blocks instead of changing them.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            BusyError: If an update of it is under way.
+        """
+        return self._idle(key).values.export()
+
+    def read_slot(self, key: Key, optimizer_id: int, slot: str) -> list[memoryview]:
+        """Return a slot's bytes like ``read``; it has its initial value before the first apply.
+
+        The dtype is ``update_rules.slot_dtype`` of the shard's: float32 for half precision.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            GradientError: If the shard's dtype cannot be optimized.
+            BusyError: If an update of the shard is under way.
+        """
+        return self._slot(key, optimizer_id, slot).export()
+
+    def define_optimizer(self, optimizer_id: int, config: object) -> None:
+        """Make an optimizer known. Idempotent for the same config.
+
+        Args:
+            optimizer_id: Its number in the strategy.
+            config: ``UpdateRule.to_config()``, as it came over the wire.
+
+        Raises:
+            ConfigurationError: If the config is not one, or differs from the one known.
+        """
+        rule = rule_from_config(config)
+        known = self._optimizers.get(optimizer_id)
+        if known is None:
+            self._optimizers[optimizer_id] = Optimizer(rule, rule.to_config())
+        elif known.config != rule.to_config():
+            raise ConfigurationError(
+                f"optimizer {optimizer_id} on {self._task} is defined already as "
+                f"{known.config}, got {rule.to_config()}"
+            )
+
+    def optimizer_step(self, optimizer_id: int) -> int:
+        """Return the lowest step that the next push of an optimizer may have.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+        """
+        return self._optimizer(optimizer_id).step
+
+    @property
+    def iterations(self) -> int:
+        """The most updates that an optimizer has made."""
+        return max(
+            (each.rule.iteration(each.step) for each in self._optimizers.values()), default=0
+        )
+
+    def set_optimizer_step(self, optimizer_id: int, step: int) -> None:
+        """Let the next push of an optimizer have this step, or the one that it carries if later.
+
+        Raises:
+            UsageError: If the optimizer is not defined, or the step is negative.
+        """
+        optimizer = self._optimizer(optimizer_id)
+        if step < 0:
+            raise UsageError(
+                f"optimizer {optimizer_id} on {self._task}: expected a step from 0, got {step}"
+            )
+        optimizer.step = step
+
+    def set_learning_rate(self, optimizer_id: int, config: object) -> None:
+        """Let an optimizer go on with another learning rate.
+
+        Its configuration stays what it was defined with: that is what its other users know.
+
+        Args:
+            optimizer_id: Its number in the strategy.
+            config: ``Schedule.to_config()``, as it came over the wire.
+
+        Raises:
+            UsageError: If the optimizer is not defined.
+            ConfigurationError: If the config is not that of a schedule.
+        """
+        self._optimizer(optimizer_id).rule.learning_rate = schedules.from_config(config)
+
+    def load_slot(self, key: Key, optimizer_id: int, slot: str, data: object) -> Work:
+        """Start to replace a slot's value, as when it comes from a checkpoint.
+
+        An accumulator of gradients begins anew, with nothing in it, whatever the value.
+
+        Args:
+            key: Of the shard.
+            optimizer_id: Of the optimizer.
+            slot: Its name.
+            data: A buffer of the slot's bytes, in ``update_rules.slot_dtype`` of the shard's. Must
+                not change until the work is done.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If the optimizer is not defined or has no such slot.
+            GradientError: If the data do not fit.
+            BusyError: If an update of the shard is under way.
+        """
+        target = self._slot(key, optimizer_id, slot)
+        raw = bytes_of(data)
+        if raw.nbytes != target.nbytes:
+            raise GradientError(
+                f"{self.spec(key)} on {self._task}: expected {target.nbytes} bytes for slot "
+                f"{slot!r}, got {raw.nbytes}"
+            )
+        values, pool = raw.view(target.dtype), self._pool
+        if slot == ACCUMULATOR:  # it is not known how many gradients are in the sum
+            values = np.zeros_like(values)
+            self._shards[key].pushes.pop(optimizer_id, None)
+
+        def one_block(i: int) -> None:
+            start, stop = target.bounds(i)
+            block = target.writable(i, pool)
+            np.copyto(block.array, values[start:stop])
+            target.commit(i, block, pool)
+
+        return started(self._shards[key], one_block, lambda: None)
+
+    # Lookups and checks
+
+    def _shard(self, key: Key) -> Shard:
+        shard = self._shards.get(key)
+        if shard is None:
+            variable_id, index = key
+            names = {
+                s.spec.variable for s in self._shards.values() if s.spec.variable_id == variable_id
+            }
+            named = "".join(f' ("{name}")' for name in names)
+            raise UnknownVariableError(
+                f"{self._task} holds no shard {index} of variable {variable_id}{named}"
+            )
+        return shard
+
+    def _idle(self, key: Key) -> Shard:
+        shard = self._shard(key)
+        if shard.busy:
+            raise BusyError(f"{shard.spec} on {self._task}: an update is under way")
+        return shard
+
+    def _optimizer(self, optimizer_id: int) -> Optimizer:
+        optimizer = self._optimizers.get(optimizer_id)
+        if optimizer is None:
+            raise UsageError(f"optimizer {optimizer_id} is not defined on {self._task}")
+        return optimizer
+
+    def _slot(self, key: Key, optimizer_id: int, slot: str) -> BlockArray:
+        """Return a slot of an idle shard."""
+        rule = self._optimizer(optimizer_id).rule
+        if slot not in rule.slot_names():
+            raise UsageError(
+                f"optimizer {optimizer_id} ({rule.name}) on {self._task} has no slot {slot!r}",
+                hint=f"its slots are {', '.join(rule.slot_names()) or 'none'}",
+            )
+        shard = self._idle(key)
+        self._check_optimizable(shard)
+        return self._slots(shard, optimizer_id)[rule.slot_names().index(slot)]
+
+    def _slots(self, shard: Shard, optimizer_id: int) -> list[BlockArray]:
+        """Return the shard's slots in the rule's order, made when first asked for."""
+        rule = self._optimizers[optimizer_id].rule
+        slots = []
+        for name in rule.slot_names():
+            slot = shard.slots.get((optimizer_id, name))
+            if slot is None:
+                dtype = slot_dtype(shard.values.dtype)
+                slot = BlockArray(shard.values.size, dtype, rule.initial_slot(name))
+                shard.slots[optimizer_id, name] = slot
+            slots.append(slot)
+        return slots
+
+    def _check_optimizable(self, shard: Shard) -> None:
+        try:
+            slot_dtype(shard.values.dtype)
+        except GradientError as exc:
+            raise GradientError(
+                f"{shard.spec} on {self._task}: {exc.message}", hint=exc.hint
+            ) from None
+
+    def _typed(self, shard: Shard, data: object) -> np.ndarray:
+        """Return ``data`` as a 1-D array of the shard's dtype, without copying if it can be."""
+        spec, dtype = shard.spec, shard.values.dtype
+        if isinstance(data, np.ndarray) and (data.dtype != dtype or data.shape != spec.shape):
+            raise self._misfit(spec, f"shape {data.shape} {data.dtype}")
+        data_bytes = bytes_of(data)
+        if data_bytes.size != shard.nbytes:
+            raise self._misfit(spec, f"{data_bytes.size} bytes")
+        if spec.dtype == "bool" and data_bytes.size and data_bytes.max() > 1:
+            raise self._misfit(spec, "bytes other than 0 and 1")
+        return data_bytes.view(dtype)
+
+    def _misfit(self, spec: ShardSpec, got: str) -> PsyncError:
+        return GradientError(
+            f"{spec} on {self._task}: expected {described(spec)} ({spec.nbytes} bytes), got {got}"
+        )
+
+
+def _nothing() -> Work:
+    yield from ()
+
+
+def described(spec: ShardSpec) -> str:
+    return f"shape {spec.shape} {spec.dtype}"
+
+
+def _whole(spec: ShardSpec) -> str:
+    return f"{spec} of {described(spec)} at row {spec.offset} on ps {spec.ps}"

@@ -1,0 +1,337 @@
+"""The image of a ps: what it holds at a cut, frozen in place, and taken up again.
+
+To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
+blocks that are held (see ``blocks``). To thaw is to make a store and a ledger of a state. The
+arrays of that store are empty then, but for constant ones; they are filled piece by piece, and
+whoever fills them knows when all of them are there.
+
+Frozen contents, and those being filled, may be handed to a thread; one at a time uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
+from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
+from psync.numerics.row_blocks import RowBlocks
+from psync.schedules import Config
+from psync.specs import dtype_name, dtype_of
+from psync.store.ledger import Ledger
+from psync.store.ledger_snapshot import ledger_of, state_of
+from psync.store.shard import Shard
+from psync.store.shards import Key
+from psync.store.snapshot_state import ImageItem as ImageItem
+from psync.store.snapshot_state import ImageState as ImageState
+from psync.store.snapshot_state import OptimizerImage as OptimizerImage
+from psync.store.store import ShardStore
+
+_LOOK_AT_ONCE = 256
+"""Blocks, a microsecond or a few for each."""
+
+
+class Frozen:
+    """What a ps held at a cut.
+
+    Args:
+        state: All but the bytes.
+        arrays: Of each item a view of each block; of constant ones nothing.
+    """
+
+    def __init__(self, state: ImageState, arrays: Sequence[list[memoryview]]) -> None:
+        self.state = state
+        self._arrays: dict[int, list[memoryview]] = dict(enumerate(arrays))
+        self._dropped = False
+
+    def views(self, place: int) -> list[memoryview]:
+        """Return the bytes of an item, in order; of a constant one the same view several times.
+
+        Args:
+            place: Of the item in the state.
+
+        Raises:
+            CheckpointError: They were let go of, or there is no such item.
+        """
+        views = self._arrays.get(place)
+        if views is None:
+            raise CheckpointError(f"item {place} of an image is not held any more, or never was")
+        item = self.state.items[place]
+        if item.fill is None:
+            return list(views)
+        return _constant(item)
+
+    def part(self, place: int, start: int, stop: int) -> list[memoryview]:
+        """Return bytes ``start`` to ``stop`` of an item, as ``views`` does.
+
+        Raises:
+            CheckpointError: As ``views``, or it has not as many.
+        """
+        views = self.views(place)
+        if not 0 <= start <= stop <= self.state.items[place].nbytes:
+            raise CheckpointError(f"{self.state.items[place]}: no bytes {start} to {stop}")
+        size = views[0].nbytes if views else 1  # all but the last are of one size
+        found = []
+        while start < stop:
+            i, first = divmod(start, size)
+            view = views[i][first : first + stop - start]
+            found.append(view)
+            start += view.nbytes
+        return found
+
+    def letting_go(self, place: int) -> Iterator[memoryview]:
+        """Yield what ``views`` returns, and hold each block only until the next is asked for.
+
+        Raises:
+            CheckpointError: As ``views``; also in the midst of it, if ``drop`` is called.
+        """
+        views = self.views(place)[::-1]
+        del self._arrays[place]
+        while views:
+            if self._dropped:
+                raise CheckpointError(f"{self.state.items[place]}: its image is not held any more")
+            yield views.pop()
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self._dropped = True
+        self._arrays.clear()
+
+
+def _constant(item: ImageItem) -> list[memoryview]:
+    array = BlockArray(item.nbytes // dtype_of(item.dtype).itemsize, dtype_of(item.dtype))
+    sizes = [
+        (stop - start) * array.dtype.itemsize
+        for start, stop in map(array.bounds, range(array.num_blocks))
+    ]
+    assert item.fill is not None, "the caller has looked"
+    element = bytes_of(item.fill)
+    block = np.tile(element, max(sizes, default=0) // element.size).data.toreadonly()
+    return [block[:size] for size in sizes]
+
+
+def freeze(
+    store: ShardStore,
+    ledger: Ledger,
+    pack: Callable[[object], bytes | None],
+    accumulators: Sequence[tuple[bytes, int]] = (),
+    groups: Mapping[int, Config] | None = None,
+    counted: Sequence[tuple[int, int, int, bytes]] = (),
+    pending: Sequence[int] = (),
+) -> Frozen:
+    """Hold what a ps holds now. Nothing is copied.
+
+    Args:
+        store: Its shards and optimizers.
+        ledger: Its updates.
+        pack: As for ``ledger_image.state_of``.
+        accumulators: Of ``ImageState``, as all that follow.
+        groups: Likewise.
+        counted: Likewise.
+        pending: Likewise.
+
+    Raises:
+        BusyError: An update is under way.
+    """
+    shards = store.shards()
+    for shard in shards.values():
+        if shard.busy:
+            raise BusyError(f"{shard.spec}: an update is under way, so there can be no image")
+    remembered = state_of(ledger, pack)
+    items: list[ImageItem] = []
+    arrays: list[list[memoryview]] = []
+    for key, shard in shards.items():
+        for optimizer, slot, array in _arrays_of(shard):
+            constant = array.is_constant
+            items.append(
+                ImageItem(
+                    key, optimizer, slot, shard.spec.shape, dtype_name(array.dtype),
+                    _element(array) if constant else None,
+                )
+            )  # fmt: skip
+            arrays.append([] if constant else array.export())
+    state = ImageState(
+        tuple(shard.spec for shard in shards.values()),
+        tuple(items),
+        {key: shard.version for key, shard in shards.items()},
+        {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
+        {
+            number: OptimizerImage(each.config, each.rule.learning_rate.to_config(), each.step)
+            for number, each in store.optimizers().items()
+        },
+        remembered,
+        tuple(accumulators),
+        dict(groups or {}),
+        tuple(counted),
+        tuple(pending),
+    )
+    return Frozen(state, arrays)
+
+
+def settling(store: ShardStore) -> Iterator[None]:
+    """Write out, block by block, what is constant in blocks of rows that were written in part.
+
+    Nothing depends on it, but freezing does it all at once else.
+    """
+    for shard in list(store.shards().values()):
+        for _, _, array in list(_arrays_of(shard)):
+            if not isinstance(array, RowBlocks):
+                continue
+            for i in range(array.num_blocks):
+                if (not shard.busy and array.settle(i)) or not i % _LOOK_AT_ONCE:
+                    yield
+
+
+def _arrays_of(shard: Shard) -> Iterator[tuple[int, str, BlockArray]]:
+    yield -1, "", shard.values
+    for (optimizer, slot), array in shard.slots.items():
+        yield optimizer, slot, array
+
+
+def _element(array: BlockArray) -> bytes:
+    return bytes(bytes_of(np.full(1, array.fill, array.dtype)))
+
+
+class Thawed:
+    """A store and a ledger that are becoming what an image says.
+
+    Args:
+        state: Of the image.
+        store: Has its shards, without their bytes.
+        ledger: Remembers what it does.
+    """
+
+    def __init__(self, state: ImageState, store: ShardStore, ledger: Ledger) -> None:
+        self.state = state
+        self.store = store
+        self.ledger = ledger
+        self._given_up = False
+        # Ranges of bytes that are there, apart from each other, ascending; by place.
+        self._filled: dict[int, list[tuple[int, int]]] = {
+            place: []
+            for place, item in enumerate(state.items)
+            if item.nbytes and not item.is_constant
+        }
+
+    def memory(self, place: int) -> Iterator[memoryview]:
+        """Yield the memory of an item, block by block, each to be written before the next.
+
+        Args:
+            place: Of an item that is ``wanted``.
+
+        Raises:
+            CheckpointError: ``give_up`` was called.
+            CheckpointCorrupt: What was written is no array of its dtype.
+        """
+        array = self._array(place)
+        for i in range(array.num_blocks):
+            if self._given_up:
+                raise CheckpointError("another image is to be loaded instead of this one")
+            yield array.block(i).array.view(np.uint8).data
+        self._note(place, 0, array.nbytes)
+
+    def write(self, place: int, start: int, data: memoryview) -> Iterator[None]:
+        """Fill a part of an item, one block for each ``next``; again changes nothing.
+
+        Args:
+            place: Of the item in the state.
+            start: First byte.
+            data: The bytes from there on.
+
+        Raises:
+            UsageError: It has no such bytes, or is constant, or there is no such item.
+            CheckpointCorrupt: They are no array of its dtype.
+        """
+        if place not in self._filled:
+            raise UsageError(f"item {place} of an image has no bytes to be filled")
+        array, source = self._array(place), bytes_of(data)
+        stop = start + source.size
+        if not 0 <= start <= stop <= array.nbytes:
+            raise UsageError(f"{self.state.items[place]}: no bytes {start} to {stop}")
+        size = array.bounds(0)[1] * array.dtype.itemsize
+        at = start
+        while at < stop:
+            i, first = divmod(at, size)
+            count = min(stop - at, size - first)
+            block = array.block(i).array.view(np.uint8)
+            block[first : first + count] = source[at - start : at - start + count]
+            at += count
+            yield
+        self._note(place, start, stop)
+
+    def wanted(self) -> list[int]:
+        """Return the places of the items that are not filled."""
+        items = self.state.items
+        return [
+            place for place, there in self._filled.items() if there != [(0, items[place].nbytes)]
+        ]
+
+    def give_up(self) -> None:
+        """Let whoever fills it stop."""
+        self._given_up = True
+
+    def _array(self, place: int) -> BlockArray:
+        item = self.state.items[place]
+        shard = self.store.shards()[item.key]
+        return shard.slots[item.optimizer, item.slot] if item.slot else shard.values
+
+    def _note(self, place: int, start: int, stop: int) -> None:
+        ranges: list[tuple[int, int]] = []
+        for first, last in sorted([*self._filled[place], (start, stop)]):
+            if ranges and first <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
+            else:
+                ranges.append((first, last))
+        self._filled[place] = ranges
+        item = self.state.items[place]
+        if item.dtype == "bool" and ranges == [(0, item.nbytes)]:
+            self._check_bools(place)
+
+    def _check_bools(self, place: int) -> None:
+        array = self._array(place)
+        for i in range(array.num_blocks):
+            if array.block(i).array.view(np.uint8).max() > 1:
+                raise CheckpointCorrupt(
+                    f"{self.state.items[place]}: bytes other than 0 and 1 for bool"
+                )
+
+
+def thaw(
+    state: ImageState,
+    task: str,
+    pool: BlockPool,
+    floor: int,
+    unpack: Callable[[bytes], object],
+) -> Thawed:
+    """Make a store and a ledger of a state.
+
+    Args:
+        state: Of the image.
+        task: Name of the ps, for messages.
+        pool: Of the store.
+        floor: Of the ledger.
+        unpack: As for ``ledger_image.ledger_of``.
+    """
+    store = ShardStore(task, pool)
+    for number, optimizer in state.optimizers.items():
+        store.define_optimizer(number, optimizer.config)
+        store.set_learning_rate(number, optimizer.learning_rate)
+        store.set_optimizer_step(number, optimizer.step)
+    specs = {spec.key: spec for spec in state.shards}
+    for item in state.items:
+        dtype = dtype_of(item.dtype)
+        fill: float | np.ndarray = 0 if item.fill is None else bytes_of(item.fill).view(dtype)
+        if not item.slot:
+            store.create(specs[item.key], fill=fill)
+            continue
+        shard = store.shards()[item.key]
+        shard.slots[item.optimizer, item.slot] = BlockArray(shard.values.size, dtype, fill)
+    for key, shard in store.shards().items():
+        _take_counts(shard, state, key)
+    return Thawed(state, store, ledger_of(state.ledger, floor, unpack))
+
+
+def _take_counts(shard: Shard, state: ImageState, key: Key) -> None:
+    shard.version = state.versions[key]
+    shard.pushes.update(state.pushes.get(key, {}))

@@ -1,0 +1,192 @@
+"""What one ps holds and how it changes: shards, their slots, and the state of optimizers.
+
+The store decides nothing about time and peers. It reads, assigns and applies, each on one
+shard, and refuses before anything has changed whatever does not fit.
+
+Reading is free of copies: ``read`` returns references to the shard's blocks, and these bytes
+stay what they are for ever, because a block that somebody holds is replaced, not changed
+(see ``blocks``). Memory is therefore bounded by values, slots and the blocks in flight.
+
+``assign``, ``apply`` and the like return work, to be done block by block: see ``shards``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from psync.errors import GradientError, PartitionError, UsageError
+from psync.numerics.blocks import BlockPool, PoolStatistics, bytes_of
+from psync.numerics.means import move_average
+from psync.numerics.sums import sum_dtype
+from psync.store.gradients import GradientTable
+from psync.store.shard import Work, started
+from psync.store.shards import Key, described
+
+__all__ = ["AssignOp", "Key", "ShardStore", "StoreStatistics", "Work"]
+
+AssignOp = Literal["assign", "add", "sub"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """A snapshot of a store."""
+
+    shards: int  # shards held
+    bytes: int  # size of their values
+    slot_bytes: int  # size of their slots
+    applies: int  # finished applies, one per shard
+    assigns: int  # finished assigns and moving averages, one per shard
+    copies: int  # blocks replaced instead of changed, because a reader held them
+    row_updates: int  # finished applies and assigns of some rows, one per shard
+    rows: int  # read or changed on their own
+    row_blocks: int  # in which these lie; counted anew by each update or reading
+    row_bytes: int  # of these rows' values
+    versions: dict[str, int]  # finished updates per shard, by name: "w/part_0"
+    pool: PoolStatistics
+
+
+class ShardStore(GradientTable):
+    """A table of shards whose values can be changed. Single owner; never blocks.
+
+    Args:
+        task: Name of the ps, for messages: ``/job:ps/task:1``.
+        pool: Where replaced blocks go and fresh ones come from.
+    """
+
+    def __init__(self, task: str, pool: BlockPool | None = None) -> None:
+        super().__init__(task, pool)
+        self._assigns = 0
+
+    def check_assign(self, key: Key, op: str, data: object) -> np.ndarray:
+        """Raise what ``assign`` would raise, except BusyError, and return ``data`` as it is used.
+
+        For callers that take several updates whole or not at all.
+        """
+        shard = self._shard(key)
+        spec = shard.spec
+        if op not in ("assign", "add", "sub"):
+            raise UsageError(f"{spec} on {self._task}: unknown operation {op!r}")
+        if spec.dtype == "bool" and op != "assign":
+            raise GradientError(
+                f"{spec} on {self._task}: bool values can only be assigned, not {op!r}"
+            )
+        return self._typed(shard, data)
+
+    def assign(self, key: Key, op: AssignOp, data: object) -> Work:
+        """Start to replace, increase or decrease the shard's value. Integers wrap around.
+
+        Args:
+            key: Of the shard.
+            op: "assign", "add" or "sub".
+            data: A buffer of the shard's bytes, or an array of its shape and dtype. Must
+                not change until the work is done.
+
+        Returns:
+            The work, to be run to its end; the shard is busy until then.
+
+        Raises:
+            UnknownVariableError: If the shard is not here.
+            UsageError: If there is no such operation.
+            GradientError: If the data do not fit the shard.
+            BusyError: If another update of the shard is under way.
+        """
+        return self.assign_checked(key, op, self.check_assign(key, op, data))
+
+    def assign_checked(self, key: Key, op: AssignOp, operand: np.ndarray) -> Work:
+        """As ``assign``, of what ``check_assign`` returned."""
+        shard = self._idle(key)
+        values, pool = shard.values, self._pool
+
+        def one_block(i: int) -> None:
+            start, stop = values.bounds(i)
+            target = values.writable(i, pool)
+            if op == "assign":
+                np.copyto(target.array, operand[start:stop])
+            else:
+                with np.errstate(all="ignore"):  # an overflow is a result, see update_rules
+                    (np.add if op == "add" else np.subtract)(
+                        values.block(i).array, operand[start:stop], out=target.array
+                    )
+            self._copies += values.commit(i, target, pool)
+
+        def finished() -> None:
+            self._assigns += 1
+
+        return started(shard, one_block, finished)
+
+    def check_average(self, average_key: Key, key: Key) -> None:
+        """Raise what ``average`` would raise, except BusyError.
+
+        For callers that take several updates whole or not at all.
+        """
+        shard, other = self._shard(average_key), self._shard(key)
+        if (shard.spec.shape, shard.spec.dtype) != (other.spec.shape, other.spec.dtype):
+            raise PartitionError(
+                f"{shard.spec} on {self._task}: expected {described(other.spec)}, as {other.spec} "
+                f"has, whose moving average it is, got {described(shard.spec)}"
+            )
+        try:
+            sum_dtype(shard.values.dtype)
+        except GradientError:
+            raise GradientError(
+                f"{shard.spec} on {self._task}: only floating-point variables have moving "
+                f"averages, got {shard.spec.dtype}"
+            ) from None
+
+    def average(self, average_key: Key, key: Key, decay: float) -> Work:
+        """Start to move a shard towards the present value of another one.
+
+        It becomes ``average - (1 - decay) * (average - value)``, as ``means.move_average`` says.
+        What happens to the other shard meanwhile changes nothing: its blocks are held, each one
+        until it was read.
+
+        Args:
+            average_key: Of the shard that changes.
+            key: Of the other one, which has its shape and dtype.
+            decay: In [0, 1].
+
+        Returns:
+            The work, to be run to its end; the shard that changes is busy until then.
+
+        Raises:
+            UnknownVariableError: If one of them is not here.
+            PartitionError: If shapes or dtypes differ.
+            GradientError: If they are not floating.
+            BusyError: If an update of one of them is under way.
+        """
+        self.check_average(average_key, key)
+        shard, other = self._idle(average_key), self._idle(key)
+        averages, pool, scratch = shard.values, self._pool, self._sums
+        held = other.values.export()[::-1]  # one view of each block, the first at the end
+
+        def one_block(i: int) -> None:
+            target = averages.writable(i, pool)
+            value = bytes_of(held.pop()).view(averages.dtype)
+            move_average(averages.block(i).array, value, target.array, decay, scratch)
+            self._copies += averages.commit(i, target, pool)
+
+        def finished() -> None:
+            self._assigns += 1
+
+        return started(shard, one_block, finished)
+
+    def statistics(self) -> StoreStatistics:
+        """Return sizes and counters as of now."""
+        shards = self._shards.values()
+        return StoreStatistics(
+            shards=len(shards),
+            bytes=sum(shard.values.nbytes for shard in shards),
+            slot_bytes=sum(slot.nbytes for shard in shards for slot in shard.slots.values()),
+            applies=self._applies,
+            assigns=self._assigns,
+            copies=self._copies + self._row_copies,
+            row_updates=self._row_updates,
+            rows=self._row_counters.rows,
+            row_blocks=self._row_counters.blocks,
+            row_bytes=self._row_counters.bytes,
+            versions={str(shard.spec).strip('"'): shard.version for shard in shards},
+            pool=self._pool.statistics(),
+        )

@@ -1,0 +1,189 @@
+"""What a synchronous optimizer is, as its ps tasks are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from psync.errors import ConfigurationError
+from psync.numerics.means import growing_decay
+
+REDUCTIONS = ("mean", "sum")
+SPARSE_DIVISORS = ("per_index", "total")
+
+MAX_TOKENS = 1 << 20
+"""Most tokens that are put at once, so the highest R and N: they take memory on ps 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """One group: R gradients a step, N replicas, and the rule that applies their mean.
+
+    Raises:
+        ConfigurationError: The numbers contradict each other.
+    """
+
+    name: str
+    optimizer: dict[str, Any]  # ``UpdateRule.to_config()`` of the wrapped optimizer
+    replicas_to_aggregate: int  # R
+    total_num_replicas: int  # N
+    min_replicas: int = 1  # with fewer living ones no step is closed
+    patience_s: float = 30.0  # how long fewer are waited for
+    strict: bool = False  # tokens are bound to replicas
+    deterministic: bool = False  # sums in the order of the replicas; implies ``strict``
+    tensorflow_compat: bool = False  # R initial tokens; old ones stay; the token is the local step
+    reduction: str = "mean"  # or "sum"
+    sparse_divisor: str = "per_index"  # or "total": of the mean of rows
+    global_step: tuple[int, int, int]  # (ps, variable id, shard index)
+    decay: float = 0.0  # of moving averages
+    num_updates: bool = False  # the decay begins low and follows the step
+    averages: tuple[tuple[int, int], ...] = field(default=())  # (variable id, its shadow's id)
+
+    def __post_init__(self) -> None:
+        needed, total = self.replicas_to_aggregate, self.total_num_replicas
+        if needed < 1 or total < 1:
+            raise ConfigurationError(
+                f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at least "
+                f"1, got {needed} and {total}"
+            )
+        if self.tokens_per_step > MAX_TOKENS:
+            raise ConfigurationError(
+                f"{self.name}: expected replicas_to_aggregate and total_num_replicas of at most "
+                f"{MAX_TOKENS}, got {needed} and {total}"
+            )
+        if not 1 <= self.min_replicas <= total:
+            raise ConfigurationError(
+                f"{self.name}: expected min_replicas from 1 to total_num_replicas ({total}), got "
+                f"{self.min_replicas}"
+            )
+        if not 0 < self.patience_s < math.inf:
+            raise ConfigurationError(
+                f"{self.name}: expected patience_s above 0 s and finite, got {self.patience_s:g}"
+            )
+        if self.reduction not in REDUCTIONS:
+            raise ConfigurationError(
+                f'{self.name}: expected reduction "mean" or "sum", got {self.reduction!r}'
+            )
+        if self.sparse_divisor not in SPARSE_DIVISORS:
+            raise ConfigurationError(
+                f'{self.name}: expected sparse_divisor "per_index" or "total", got '
+                f"{self.sparse_divisor!r}"
+            )
+        if not 0 <= self.decay < 1:
+            raise ConfigurationError(f"{self.name}: expected decay in [0, 1), got {self.decay:g}")
+        if self.deterministic and needed != total:
+            raise ConfigurationError(
+                f"{self.name}: deterministic=True needs every replica in every step, got "
+                f"replicas_to_aggregate={needed} of total_num_replicas={total}",
+                hint="give both the same value: there are no backup replicas then",
+            )
+        if self.tensorflow_compat and (self.strict or self.deterministic):
+            raise ConfigurationError(
+                f"{self.name}: tensorflow_compat=True has free tokens, as TensorFlow has",
+                hint="leave out strict and deterministic, or tensorflow_compat",
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that each step brings."""
+        return max(self.replicas_to_aggregate, self.total_num_replicas)
+
+    @property
+    def allowance(self) -> int:
+        """How often a replica contributes to a step where tokens are bound: ⌈R/N⌉."""
+        return math.ceil(self.replicas_to_aggregate / self.total_num_replicas)
+
+    @property
+    def bound(self) -> bool:
+        """Whether tokens are bound to replicas."""
+        return self.strict or self.deterministic
+
+    @property
+    def fewest_initial_tokens(self) -> int:
+        """Without them the first step would never be complete: R - N, or 0."""
+        return max(0, self.replicas_to_aggregate - self.total_num_replicas)
+
+    def initial_tokens(self, count: int) -> int:
+        """Return how many tokens ``count`` asks for; -1 is the default.
+
+        The default is what the first step needs. In ``tensorflow_compat`` it is R: with
+        them the gradients of each replica's second step are stale.
+
+        Raises:
+            ConfigurationError: Too few, too many, or no number of tokens.
+        """
+        if count == -1:
+            compat = self.tensorflow_compat
+            return self.replicas_to_aggregate if compat else self.fewest_initial_tokens
+        if count < self.fewest_initial_tokens:
+            raise ConfigurationError(
+                f"{self.name}: too few tokens to finish the first step: got {count}, needed "
+                f"{self.fewest_initial_tokens} (replicas_to_aggregate - total_num_replicas)",
+                hint="-1 puts as many as are needed",
+            )
+        if count > MAX_TOKENS:
+            raise ConfigurationError(
+                f"{self.name}: expected at most {MAX_TOKENS} initial tokens, got {count}",
+                hint="-1 puts as many as are needed",
+            )
+        return count
+
+    def decay_at(self, step: int) -> float:
+        """Return the decay of moving averages after the update that raised the step to ``step``."""
+        return growing_decay(self.decay, step) if self.num_updates else self.decay
+
+    def to_config(self) -> dict[str, Any]:
+        """Return it as plain data that msgpack takes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_config(cls, config: object) -> SyncConfig:
+        """Return what ``to_config`` of a peer described.
+
+        Raises:
+            ConfigurationError: It is none.
+        """
+        if not isinstance(config, dict) or not config.keys() == _KINDS.keys():
+            raise ConfigurationError("a synchronous optimizer's configuration lacks fields")
+        values = dict(config)
+        for name, kinds in _KINDS.items():
+            value = values[name]
+            if type(value) not in kinds:
+                raise ConfigurationError(
+                    f"a synchronous optimizer's {name}: got {type(value).__name__}"
+                )
+        values["global_step"] = _integers(values["global_step"], 3, "global_step")
+        values["averages"] = tuple(_integers(pair, 2, "averages") for pair in values["averages"])
+        values["decay"], values["patience_s"] = float(values["decay"]), float(values["patience_s"])
+        return cls(**values)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "optimizer": (dict,),
+    "replicas_to_aggregate": (int,),
+    "total_num_replicas": (int,),
+    "min_replicas": (int,),
+    "patience_s": (int, float),
+    "strict": (bool,),
+    "deterministic": (bool,),
+    "tensorflow_compat": (bool,),
+    "reduction": (str,),
+    "sparse_divisor": (str,),
+    "global_step": (list, tuple),
+    "decay": (int, float),
+    "num_updates": (bool,),
+    "averages": (list, tuple),
+}
+
+
+def _integers(values: object, count: int, name: str) -> tuple[Any, ...]:
+    if (
+        not isinstance(values, list | tuple)
+        or len(values) != count
+        or any(type(value) is not int for value in values)
+    ):
+        raise ConfigurationError(f"a synchronous optimizer's {name}: expected {count} integers")
+    return tuple(values)

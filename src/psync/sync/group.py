@@ -1,0 +1,419 @@
+"""One synchronous group: its step, what was counted in it, its replicas and their tokens.
+
+``SyncSteps`` looks over all groups and decides when; this knows what follows in one of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from psync.errors import LocalProtocolError, PsyncError, UsageError
+from psync.numerics.sums import check_weight
+from psync.store.sync_config import SyncConfig
+from psync.sync.tokens import Replica, Taker, TokenChannel
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A push whose parts are all staged."""
+
+    replica: Replica
+    number: int  # of the push, from 1; the replica counts anew in each group
+    acked_below: int  # the replica has the answers to all smaller numbers
+    closure: int | None
+    ordinal: int  # of the call within the closure
+    variable_set: bytes  # digest of the variables of the push
+    local_step: int  # -1: of before the group's first step
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Tell the replica what became of its push, and from which step it may go on."""
+
+    group: int
+    replica: Replica
+    number: int
+    outcome: str  # "accepted", "stale" or "duplicate"
+    staleness: int  # steps closed since the values were pulled
+    token: int
+    partial: bool  # whether it was counted in a step that was closed as a partial one
+    count: int  # pushes in the step that it was counted in; 0: that is not closed, or there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the replica that its push has failed."""
+
+    group: int
+    replica: Replica
+    number: int
+    error: PsyncError
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Let every ps apply ``step``, raise the global step, then call ``closed``."""
+
+    group: int
+    step: int
+    pushes: tuple[tuple[str, int, int, float], ...]  # (task, incarnation, number, weight), in order
+    partial: bool
+
+
+Action: TypeAlias = Answer | Refuse | Close
+
+
+@dataclass(slots=True, eq=False)
+class Push:
+    """What is known of one push, until its replica has the answer."""
+
+    contribution: Contribution
+    outcome: str
+    staleness: int
+    partial: bool = False
+    count: int = 0
+    answer: Answer | None = None
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Pushes of one task, for statistics."""
+
+    accepted: int = 0
+    stale: int = 0
+    duplicate: int = 0
+
+
+class Group:
+    """One group.
+
+    Args:
+        number: Of the group.
+        config: What its optimizer said.
+        step: At which it begins: the value of the global step.
+        alive: Living replicas, task → incarnation; None where nobody has said who lives.
+        goes_on: Whether another one, whose backup this is, has closed steps of it. Then values of
+            before all these steps (local step -1) are stale: nobody has kept what they brought.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: SyncConfig,
+        step: int,
+        alive: Mapping[str, int] | None,
+        *,
+        goes_on: bool = False,
+    ) -> None:
+        self.number = number
+        self.config = config
+        self.step = step
+        self.closing: Close | None = None  # is being applied
+        self.broken: PsyncError | None = None  # a step could not be applied
+        self.short_since: float | None = None  # since when fewer live than ``min_replicas``
+        self.tokens = TokenChannel(
+            config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
+        )
+        self.tokens.put(step, 0)
+        self.first_step = step - goes_on  # or a later one, which is over
+        self._begun_at = step  # here
+        self._target = self._target_for(alive)
+        self._counted: list[Push] = []  # in the present step
+        self._being_applied: list[Push] = []  # in the one before, while that is closed
+        self._shares: Counter[Replica] = Counter()  # of it, by who contributed
+        self._pushes: dict[Replica, dict[int, Push]] = {}  # that are not acknowledged
+        self._tokens_held: dict[Replica, int] = {}  # that were not used yet
+        self._calls: dict[int, dict[int, bytes]] = {}  # counted: closure → ordinal → digest
+        self._has_initial = False  # initial tokens were put
+        self._counts: dict[str, _Counts] = {}
+        self._staleness: Counter[int] = Counter()
+        self._steps = self._partial_steps = 0
+
+    # Pushes.
+
+    def replayed(self, contribution: Contribution) -> Push | None:
+        """Return what is known of this very push; forget those whose answers nobody waits for."""
+        replica = contribution.replica
+        pushes = self._pushes.setdefault(replica, {})
+        for number in [number for number in pushes if number < contribution.acked_below]:
+            del pushes[number]
+            self.tokens.cancel((replica, number))  # it may have been cancelled over there
+        return pushes.get(contribution.number)
+
+    def judge(self, contribution: Contribution, final_below: int) -> Push:
+        """Decide what becomes of a new push, and count it if it counts.
+
+        Raises:
+            UsageError: Another run of its closure pushed other variables, or its replica makes
+                more pushes at once than it may contribute to a step.
+            GradientError: The weight is out of range.
+        """
+        check_weight(contribution.weight)
+        replica = contribution.replica
+        local_step = contribution.local_step
+        staleness = max(0, self.step - (self.first_step if local_step < 0 else local_step))
+        counts = self._counts.setdefault(replica[0], _Counts())
+        if self._was_counted(contribution, final_below):
+            push = Push(contribution, "duplicate", staleness)
+            counts.duplicate += 1
+        elif staleness or self._has_had_its_share(contribution):
+            push = Push(contribution, "stale", staleness)
+            counts.stale += 1
+        else:
+            push = Push(contribution, "accepted", 0)
+            self._count(push)
+            counts.accepted += 1
+        self._staleness[staleness] += 1
+        self._pushes[replica][contribution.number] = push
+        token = self._tokens_held.pop(replica, None)
+        if push.outcome == "accepted" and token != self.step:
+            self.tokens.charge(replica, self.step)
+        return push
+
+    def counts(self, replica: Replica, number: int) -> bool:
+        """Return whether a push that is not acknowledged was accepted."""
+        push = self._pushes.get(replica, {}).get(number)
+        return push is not None and push.outcome == "accepted"
+
+    def recount(self, contribution: Contribution) -> None:
+        """Count a push that was judged elsewhere."""
+        push = Push(contribution, "accepted", 0)
+        self._count(push)
+        self._pushes.setdefault(contribution.replica, {})[contribution.number] = push
+
+    def take(self, push: Push) -> list[Action]:
+        """Let the push's replica have a token, or wait for one."""
+        taker = (push.contribution.replica, push.contribution.number)
+        token = self.tokens.take(taker)
+        return [] if token is None else self._answers([(taker, token)])
+
+    def drop(self, replica: Replica, error: PsyncError) -> list[Action]:
+        """The replica is gone: it waits no more. What was counted stays counted."""
+        waiting = [number for owner, number in self.tokens.waiting if owner == replica]
+        for number in waiting:
+            self.tokens.cancel((replica, number))
+        self._pushes.pop(replica, None)
+        self._tokens_held.pop(replica, None)
+        return [Refuse(self.number, replica, number, error) for number in waiting]
+
+    def final_below(self, closure: int) -> None:
+        """Forget the calls of final closures."""
+        for number in [number for number in self._calls if number < closure]:
+            del self._calls[number]
+
+    def waiting_closures(self) -> set[int | None]:
+        """Return the closures whose replicas wait for a token."""
+        return {
+            self._pushes[replica][number].contribution.closure
+            for replica, number in self.tokens.waiting
+        }
+
+    def pending(self) -> list[tuple[int, Contribution]]:
+        """Return (step, push) of what was counted in steps that have not been applied."""
+        return [
+            *((self.step - 1, push.contribution) for push in self._being_applied),
+            *((self.step, push.contribution) for push in self._counted),
+        ]
+
+    def calls(self) -> list[tuple[int, int, bytes]]:
+        """Return (closure, ordinal, digest) of each call in the steps that have been applied."""
+        pending = {(each.closure, each.ordinal) for _, each in self.pending()}
+        return [
+            (closure, ordinal, digest)
+            for closure, by_ordinal in self._calls.items()
+            for ordinal, digest in by_ordinal.items()
+            if (closure, ordinal) not in pending
+        ]
+
+    def note_calls(self, calls: Iterable[tuple[int, int, bytes]]) -> None:
+        """Take calls for counted that were counted before this group was begun anew."""
+        for closure, ordinal, digest in calls:
+            self._calls.setdefault(closure, {})[ordinal] = digest
+
+    # Steps.
+
+    @property
+    def num_counted(self) -> int:
+        """Pushes in the present step."""
+        return len(self._counted)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the present step has what it needs."""
+        return len(self._counted) >= self._target
+
+    @property
+    def may_end(self) -> bool:
+        """Whether there is a step that may be closed when nothing is left to do."""
+        return bool(self._counted and self.closing is None and self.broken is None)
+
+    @property
+    def may_close(self) -> bool:
+        """Whether there is a step that may be closed now: enough replicas live."""
+        return self.may_end and self.short_since is None
+
+    def follow(self, alive: Mapping[str, int], now: float) -> None:
+        """Let the target shrink with the living replicas, and note if they are too few."""
+        self._target = min(self._target, self._target_for(alive))
+        if len(alive) >= self.config.min_replicas:
+            self.short_since = None
+        elif self.short_since is None:
+            self.short_since = now
+
+    def close(self, *, partial: bool) -> Close:
+        """Decide that the present step is closed with what was counted."""
+        pushes, self._counted = self._counted, []
+        self._being_applied = pushes
+        self._shares.clear()
+        if self.config.deterministic:
+            pushes.sort(key=lambda push: (_place(push.contribution.replica[0]),
+                                          push.contribution.number))  # fmt: skip
+        for push in pushes:
+            push.partial, push.count = partial, len(pushes)
+        self.closing = Close(
+            self.number,
+            self.step,
+            tuple(
+                (*push.contribution.replica, push.contribution.number, push.contribution.weight)
+                for push in pushes
+            ),
+            partial,
+        )
+        self.step += 1
+        if not self.config.tensorflow_compat:
+            self.tokens.void_below(self.step)
+        self._steps += 1
+        self._partial_steps += partial
+        return self.closing
+
+    def closed(self, step: int, alive: Mapping[str, int] | None) -> list[Action]:
+        """Publish the tokens of the step that has begun.
+
+        Raises:
+            LocalProtocolError: If ``step`` was not being closed.
+        """
+        if self.closing is None or self.closing.step != step:
+            raise LocalProtocolError(f"{self.config.name}: step {step} is not being closed")
+        self.closing = None
+        self._being_applied = []
+        self._target = self._target_for(alive)
+        return self._answers(self.tokens.put(self.step, self.config.tokens_per_step))
+
+    def put_initial(self, count: int) -> list[Action]:
+        """Put the initial tokens, once; -1: as many as is the default.
+
+        Raises:
+            ConfigurationError: Too few for the first step.
+        """
+        if self._has_initial:
+            return []
+        number = self.config.initial_tokens(count)
+        self._has_initial = True
+        return self._answers(self.tokens.put(self._begun_at, number))
+
+    def release(self) -> list[Action]:
+        """Give those who wait tokens of the present step: nothing else will make it go on."""
+        return self._answers(self.tokens.release(self.step))
+
+    def refuse_waiting(self, error: PsyncError) -> list[Action]:
+        """Nobody waits any more: all are told why."""
+        return [
+            Refuse(self.number, replica, number, error) for replica, number in self.tokens.close()
+        ]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters as plain data."""
+        tokens = self.tokens.statistics()
+        return {
+            "step": self.step,
+            "target": self._target,
+            "counted": self.num_counted,
+            "steps": self._steps,
+            "partial_steps": self._partial_steps,
+            "waiting": tokens.waiting,
+            "tokens": {
+                "published": tokens.published, "taken": tokens.taken, "void": tokens.void,
+                "left": tokens.left,
+            },
+            "staleness": {str(key): count for key, count in sorted(self._staleness.items())},
+            "replicas": {
+                task: {
+                    "accepted": counts.accepted, "stale": counts.stale,
+                    "duplicate": counts.duplicate,
+                }
+                for task, counts in self._counts.items()
+            },
+        }  # fmt: skip
+
+    def _was_counted(self, contribution: Contribution, final_below: int) -> bool:
+        closure = contribution.closure
+        if closure is None:
+            return False
+        if closure < final_below:
+            return True
+        digest = self._calls.get(closure, {}).get(contribution.ordinal)
+        if digest is not None and digest != contribution.variable_set:
+            raise UsageError(
+                f"{self.config.name}: closure {closure}, call {contribution.ordinal}, pushes other "
+                "variables than in its first run",
+                hint="a closure may run more than once, and every run must push the same variables "
+                "in the same order; decide which by its arguments, not by randomness or time",
+            )
+        return digest is not None
+
+    def _has_had_its_share(self, contribution: Contribution) -> bool:
+        """Whether the replica has contributed to the step all that its bound tokens allow.
+
+        It has not waited for the next step: its earlier push was cancelled, and this one came too
+        early to count. If it still waits, the program does not wait for it.
+        """
+        if not self.config.bound:
+            return False
+        replica = contribution.replica
+        if self._shares[replica] < self.config.allowance:
+            return False
+        mine = [each.contribution for each in self._counted if each.contribution.replica == replica]
+        if any(each.number >= contribution.acked_below for each in mine):
+            raise UsageError(
+                f"{self.config.name}: {replica[0]} has contributed {len(mine)} times to step "
+                f"{self.step}, which is all that bound tokens allow",
+                hint="await each apply_gradients before the next pull and push",
+            )
+        return True
+
+    def _count(self, push: Push) -> None:
+        contribution = push.contribution
+        self._counted.append(push)
+        self._shares[contribution.replica] += 1
+        if contribution.closure is not None:
+            calls = self._calls.setdefault(contribution.closure, {})
+            calls[contribution.ordinal] = contribution.variable_set
+
+    def _target_for(self, alive: Mapping[str, int] | None) -> int:
+        needed = self.config.replicas_to_aggregate
+        if alive is None:
+            return needed
+        fewest = min(needed, self.config.min_replicas)
+        return max(fewest, min(needed, len(alive) * self.config.allowance))
+
+    def _answers(self, grants: list[tuple[Taker, int]]) -> list[Action]:
+        answers: list[Action] = []
+        for (replica, number), token in grants:
+            push = self._pushes[replica][number]
+            push.answer = Answer(
+                self.number, replica, number, push.outcome, push.staleness, token, push.partial,
+                push.count,
+            )  # fmt: skip
+            self._tokens_held[replica] = token
+            answers.append(push.answer)
+        return answers
+
+
+def _place(task: str) -> tuple[str, int]:
+    """Return a task's place among the replicas: the chief first, then workers by their index."""
+    job, _, index = task.removeprefix("/job:").partition("/task:")
+    return job, int(index)

@@ -1,0 +1,489 @@
+"""All ps tasks as ps 0 sees them: itself, and the others over the network.
+
+``StepCloser`` says which step is to be closed; this carries it to every ps, and keeps the
+global step, wherever that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar
+
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink, always
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    NotServedError,
+    ParameterServerLost,
+    RemoteProtocolError,
+)
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Peer, Received
+from psync.net.platform import Platform
+from psync.numerics.blocks import BlockPool, bytes_of
+from psync.ps.cooperative_work import LongWork
+from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.store.step_norms import ShardSums
+from psync.store.sync_config import SyncConfig
+from psync.sync.cross_ps_sets import Along, Share, ShareNumbers, Values, WholeSet
+from psync.sync.global_steps import GLOBAL_STEP_DTYPE
+from psync.sync.groups import CLOSER
+from psync.sync.ps_sync import PsSync
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.ps_messages import AttachPs
+from psync.wire.sync_messages import (
+    CloseStep,
+    DescribeSet,
+    MeasureStep,
+    RaiseStep,
+    SetSizes,
+    StepMeasured,
+)
+
+T = TypeVar("T")
+
+
+class AllPs:
+    """The ps tasks of one coordinator's cluster.
+
+    Args:
+        platform: Network, secret.
+        attach: Says who the coordinator is, and where the ps tasks are.
+        sync: The part of ps 0 itself.
+        work: Waits for shards that are busy.
+        pool: Memory for what comes in.
+        timeline: How often the cluster has gone back to an image.
+        shares: Numbers of before that, which connections to this ps may still use.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        attach: AttachPs,
+        sync: PsSync,
+        work: LongWork,
+        pool: BlockPool,
+        timeline: int = 0,
+        shares: ShareNumbers | None = None,
+    ) -> None:
+        self._platform = platform
+        self._attach = attach
+        self._sync = sync
+        self._work = work
+        self._pool = pool
+        self._endpoint: Endpoint | None = None  # made when another ps is first needed
+        self._client: PsClient | None = None
+        self._closed = False
+        self._told: set[tuple[int, int]] = set()  # (ps, group): who knows its configuration
+        self.shares = shares or ShareNumbers(len(attach.ps_addresses), CLOSER)
+        self._incarnation = attach.coordinator + timeline
+        self._own_parts: set[asyncio.Task[None]] = set()  # of ps 0, which take long
+        self._addresses = list(attach.ps_addresses)
+        self._moves = False  # a ps that is lost is served elsewhere soon
+        self._moved = 0  # how often we heard where they are served
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is more than one ps."""
+        return len(self._attach.ps_addresses) > 1
+
+    def ask_others(self, message: Message) -> list[asyncio.Task[Received]]:
+        """Begin to ask all other ps tasks the same; all at once.
+
+        Returns:
+            One task each, which raises what ``PsLink.call`` does.
+        """
+        create_task = asyncio.get_running_loop().create_task
+        return [create_task(link.call(always(message))) for link in self._others()]
+
+    async def describe(self, known: WholeSet, group: int, config: dict[str, Any] | None) -> None:
+        """Let each other ps say whether its share of a set fits.
+
+        Args:
+            known: The set.
+            group: That pushes to it; -1: its values are wanted, and no more.
+            config: Of the group.
+
+        Raises:
+            GradientError: It does not fit.
+            PsyncError: What a ps has against it.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Safe.
+        """
+        sizes = 0
+        for share in known.shares:
+            message = DescribeSet(share.number, share.members, group, config)
+            received = await self._ask_one(share.ps, message, set_ids=(share.number,))
+            answer = received.message
+            if not isinstance(answer, SetSizes):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{share.ps} described a set with {type(answer).__name__}"
+                )
+            if group >= 0:
+                known.check_share(share, answer.sizes, CLOSER)
+            sizes += sum(answer.sizes)
+        if group < 0 and sizes + known.own.look_up(self._sync.store).nbytes > SMALL_BODY_BYTES:
+            raise RemoteProtocolError(
+                f"{CLOSER}: the values of a set of more than {SMALL_BODY_BYTES} bytes are wanted"
+            )
+        known.checked_for.add(group)
+
+    def close_step(
+        self,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        then: Callable[[Values, Exception | None], None],
+    ) -> None:
+        """Let every ps close a step, all at once. It is carried as far as it goes.
+
+        Args:
+            message: What all are told.
+            along: What belongs to others of each push.
+            wanted: Whose values are wanted afterwards.
+            then: Called once, when all have answered, with the values that were wanted and the
+                first error. Must not raise.
+        """
+        values: Values = {}
+
+        def brought(ps: int, received: Received) -> None:
+            ahead = [share for share in wanted if share.ps == ps]
+            came = iter(received.segments)
+            if received.segments:
+                values.update(
+                    (share.number, list(islice(came, len(share.members)))) for share in ahead
+                )
+
+        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
+            return self._sync.applier.close(message, begun=tell)
+
+        self._to_all(message, along, wanted, own, brought, lambda failed: then(values, failed))
+
+    def measure_step(
+        self,
+        message: MeasureStep,
+        along: Sequence[Sequence[Along]],
+        then: Callable[[Sequence[ShardSums], Exception | None], None],
+    ) -> None:
+        """Let every ps measure a step, all at once. It is carried as far as it goes.
+
+        Args:
+            message: What all are told.
+            along: As for ``close_step``.
+            then: Called once, when all have answered, with the sums of all shards and the first
+                error. Must not raise.
+        """
+        sums: list[ShardSums] = []
+
+        def measured(ps: int, received: Received) -> None:
+            if not isinstance(received.message, StepMeasured):
+                raise RemoteProtocolError(
+                    f"/job:ps/task:{ps} measured a step with {type(received.message).__name__}"
+                )
+            for variable, index, first, second in received.message.sums:
+                sums.append((variable, index, first, second))
+
+        def own(tell: Callable[[], None]) -> Awaitable[None] | None:
+            tell()
+            mine = self._sync.applier.measure(message)
+            if not isinstance(mine, list):
+                return _add(mine, sums)
+            sums.extend(mine)
+            return None
+
+        self._to_all(message, along, (), own, measured, lambda failed: then(sums, failed))
+
+    def _to_all(
+        self,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        own: Callable[[Callable[[], None]], Awaitable[None] | None],
+        heard: Callable[[int, Received], None],
+        then: Callable[[Exception | None], None],
+    ) -> None:
+        """Tell all of a step; ``heard`` gets each answer, ``then`` is called when all are there.
+
+        ``own`` does the part of ps 0. It tells the others first, who work meanwhile.
+        """
+        try:
+            others = self._others()
+        except ClosedError as exc:
+            then(exc)
+            return
+        missing = 1
+        failed: Exception | None = None
+
+        def done(error: Exception | None) -> None:
+            nonlocal missing, failed
+            missing -= 1
+            failed = failed or error
+            if not missing:
+                then(failed)
+
+        def tell() -> None:
+            nonlocal missing
+            missing += len(others)
+            for link in others:
+                self._tell(link, message, along, wanted, heard, done)
+
+        try:
+            under_way = own(tell)
+        except Exception as exc:
+            done(exc)
+        else:
+            if under_way is None:
+                done(None)
+            else:
+                # The work itself is carried to its end, but it may wait for a log before.
+                own_part = asyncio.get_running_loop().create_task(
+                    _say_how_it_ended(under_way, done)
+                )
+                self._own_parts.add(own_part)
+                own_part.add_done_callback(self._own_parts.discard)
+
+    def _tell(
+        self,
+        link: PsLink,
+        message: CloseStep,
+        along: Sequence[Sequence[Along]],
+        wanted: Collection[Share],
+        heard: Callable[[int, Received], None],
+        done: Callable[[Exception | None], None],
+    ) -> None:
+        ps, group = link.index, message.group
+        moved = self._moved
+        ahead = [share for share in wanted if share.ps == ps]
+        sets = {share.number: share.members for share in ahead}
+        numbers: list[int] = []
+        segments: list[memoryview] = []
+        for shares in along:
+            number = -1
+            for share, body in shares:
+                if share.ps == ps:
+                    number = share.number
+                    sets[number] = share.members
+                    segments.append(body)
+            numbers.append(number)
+
+        def build(peer: Peer) -> CloseStep:
+            known: Container[int] = peer.state.get("sets", ())
+            return replace(
+                message,
+                config=None if (ps, group) in self._told else message.config,
+                along=numbers if segments else [],
+                sets=[item for item in sets.items() if item[0] not in known],
+                ahead=[share.number for share in ahead],
+            )
+
+        def answered(outcome: Received | Exception) -> None:
+            nonlocal moved
+            if isinstance(outcome, FencedError):
+                if self._moves:
+                    moved = self._await_move(link, moved)
+                    link.ask(build, segments, answered, bulk=bulk, set_ids=sets)
+                elif isinstance(outcome, NotServedError):
+                    done(_came_back(link, outcome))
+                else:
+                    done(outcome)
+                return
+            if isinstance(outcome, Exception):
+                done(outcome)
+                return
+            self._told.add((ps, group))
+            try:
+                heard(ps, outcome)
+            except RemoteProtocolError as exc:
+                done(exc)
+            else:
+                done(None)
+
+        bulk = bool(segments) and sum(map(len, segments)) > SMALL_BODY_BYTES
+        link.ask(build, segments, answered, bulk=bulk, set_ids=sets, at_once=True)
+
+    def _others(self) -> Sequence[PsLink]:
+        return self._links().links[1:] if self.has_others else ()
+
+    async def read_global_step(self, config: SyncConfig) -> int:
+        """Return the present value of a group's global step.
+
+        Raises:
+            ConfigurationError: It is no single integer, or on a ps that there is not.
+            UnknownVariableError: It is not on the ps that it should be on.
+            ParameterServerLost: Its ps is gone.
+
+        Cancellation: Safe.
+        """
+        ps, variable, index = config.global_step
+        if not 0 <= ps < len(self._attach.ps_addresses):
+            raise ConfigurationError(
+                f"{config.name}: its global step is on ps {ps}, and there are "
+                f"{len(self._attach.ps_addresses)} ps tasks"
+            )
+        if ps:
+            client = self._links()
+            wanted = client.plan((_step_variable(config),))
+            (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
+            return int(value)
+        spec = self._sync.store.spec((variable, index))
+        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
+            raise ConfigurationError(
+                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
+                f"expected one element of {GLOBAL_STEP_DTYPE}"
+            )
+        (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
+        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
+
+    async def raise_global_step(self, config: SyncConfig, group: int, step: int) -> None:
+        """Add one to a group's global step, unless that was done for this step.
+
+        Raises:
+            ParameterServerLost: Its ps is gone.
+
+        Cancellation: It may have been raised, or be raised later.
+        """
+        ps, message = _raising(config, group, step)
+        if ps:
+            await self._ask_one(ps, message)
+        else:
+            await self._sync.global_steps.raise_one((CLOSER, self._incarnation), message)
+
+    def raise_at_once(self, config: SyncConfig, group: int, step: int) -> bool:
+        """As ``raise_global_step``; False: nothing was done, since that takes longer."""
+        ps, message = _raising(config, group, step)
+        return not ps and self._sync.global_steps.raise_at_once(message)
+
+    async def close(self) -> None:
+        """Close the links; what is under way on them fails. Cancellation: they may be left open."""
+        self._closed = True
+        if self._client is not None and self._endpoint is not None:
+            await self._client.close()
+            await self._endpoint.close()
+
+    def _links(self) -> PsClient:
+        """Return the links to the other ps tasks.
+
+        Their incarnation is the coordinator's, plus the timeline: a ps that serves a newer one
+        refuses it.
+        """
+        if self._closed:
+            raise ClosedError(f"{CLOSER} has closed its links to the other ps tasks")
+        if self._client is None:
+            attach = self._attach
+            self._endpoint = Endpoint(self._platform, CLOSER, self._incarnation, {}, self._pool)
+            self._client = PsClient(
+                self._endpoint, self._addresses, self._pool, attach.ps_timeout_s
+            )
+            if self._moves:
+                self.expect_moves()
+        return self._client
+
+    # Where others are served by backups.
+
+    def expect_moves(self) -> None:
+        """From now on wait for a ps that is lost until it is served elsewhere, see ``move``.
+
+        Which one is lost the coordinator says: what cannot be reached from here may serve all the
+        same, and is looked for as long as it takes.
+        """
+        self._moves = True
+        for link in () if self._client is None else self._client.links:
+            link.lost_after_s = math.inf
+            link.on_lost = functools.partial(_hold, link)
+
+    async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
+        """Ask a ps; where it is served by its backup, that."""
+        link = self._links().links[ps]
+        return await self._asking(link, lambda: link.call(always(message), **options))
+
+    async def _asking(self, link: PsLink, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask a ps until it, or its backup, answers."""
+        moved = self._moved
+        while True:
+            try:
+                return await ask()
+            except FencedError as exc:
+                if not self._moves:
+                    if isinstance(exc, NotServedError):
+                        raise _came_back(link, exc) from exc
+                    raise
+                moved = self._await_move(link, moved)
+
+    def _await_move(self, link: PsLink, moved: int) -> int:
+        """A ps was replaced by its backup: where that is we shall hear, or have heard already.
+
+        Args:
+            link: To the ps.
+            moved: How often we had heard when it was asked.
+
+        Returns:
+            How often we have heard by now.
+        """
+        if moved == self._moved:
+            link.hold()
+        return self._moved
+
+    def move(self, addresses: Sequence[str]) -> None:
+        """Take note of where each ps is served now; what is under way goes there."""
+        self._addresses = list(addresses)
+        self._moved += 1
+        if self._client is None:
+            return
+        for link, address in zip(self._client.links, addresses, strict=True):
+            if link.address != address or link.lost is not None:
+                link.revive()
+                link.address = address
+                self._told = {(ps, group) for ps, group in self._told if ps != link.index}
+            link.release()
+
+
+def _hold(link: PsLink, _: ParameterServerLost) -> None:
+    link.hold()
+
+
+def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
+    """Return what it means that a ps without a backup serves nothing: it was started again.
+
+    A step must not fail with the refusal itself: the coordinator knows what to do about a loss.
+    """
+    lost = ParameterServerLost(link.task, f"refuses {CLOSER}: {refused.message}")
+    lost.__cause__ = refused
+    return lost
+
+
+async def _say_how_it_ended(
+    under_way: Awaitable[None], done: Callable[[Exception | None], None]
+) -> None:
+    try:
+        await under_way
+    except Exception as exc:
+        done(exc)
+    else:
+        done(None)
+
+
+async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
+    sums += await measured
+
+
+def _raising(config: SyncConfig, group: int, step: int) -> tuple[int, RaiseStep]:
+    """Return whom to tell that a step is applied, and how."""
+    ps, variable, index = config.global_step
+    return ps, RaiseStep(group, step, variable, index)
+
+
+def _step_variable(config: SyncConfig) -> VariableSpec:
+    """Describe the shard of the global step, on another ps, as a variable of its own."""
+    ps, variable, index = config.global_step
+    name = f"{config.name}: global step"
+    shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
+    return VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")

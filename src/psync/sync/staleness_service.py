@@ -1,0 +1,162 @@
+"""Bounded staleness on ps 0: a worker's tick is answered when the worker may go on.
+
+``RoundClocks`` decides, one for each bound; this holds the answers back. A bound is known from its
+first tick on, and is told then who has work. Each bound is told who waits at the others, and in
+synchronous groups: nobody waits for a worker that may be waiting for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from psync.cluster import task_name
+from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.net.peer import Handler, Peer, Reply
+from psync.sync.staleness import Release, Replica, RoundClocks, Tick
+from psync.wire.codec import Message
+from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
+
+_Waiting = dict[Tick, list[asyncio.Future[int]]]
+"""Several futures where a request was repeated; each gets the rounds that the worker is ahead."""
+
+
+class ClockService:
+    """All bounds of one cluster.
+
+    Args:
+        task: Name of the ps, for messages.
+        check_incarnation: Raises FencedError for a (task, incarnation) that is not served any more.
+        in_groups: Says who waits in a synchronous group. When that changes, ``look_again``.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        check_incarnation: Callable[[str, int], None],
+        in_groups: Callable[[], frozenset[Replica]],
+    ) -> None:
+        self._task = task
+        self._check_incarnation = check_incarnation
+        self._in_groups = in_groups
+        self._bounds: dict[int, tuple[RoundClocks, _Waiting]] = {}
+        self._alive: dict[str, int] = {}
+        self._busy: frozenset[str] | None = None
+        self._version = 0  # of the latest report of the coordinator
+        self._ended = False
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {TickClock: Handler(self._tick)}
+
+    def restart(self) -> None:
+        """A new coordinator is served: whoever worked for the old one waits no more."""
+        self.end()
+        self._bounds = {}
+        self._alive, self._busy, self._version, self._ended = {}, None, 0, False
+
+    def hear(self, message: ReportSchedule) -> None:
+        """Note a report of the coordinator, unless a newer one was there."""
+        if message.version > self._version:
+            self._version = message.version
+            busy = None if message.queued else {_worker(index) for _, index in message.in_flight}
+            self.report({_worker(index): born for index, born in message.workers}, busy)
+
+    def report(self, alive: Mapping[str, int], busy: AbstractSet[str] | None) -> None:
+        """Note who has work; see ``RoundClocks.members``."""
+        self._alive, self._busy = dict(alive), None if busy is None else frozenset(busy)
+        for clocks, waiting in self._bounds.values():
+            _perform(waiting, clocks.members(self._alive, self._busy))
+            self.look_again()  # who goes on here is waited for by the next
+
+    def look_again(self) -> None:
+        """Tell each bound who waits elsewhere.
+
+        Whoever is let go at one does not wait any more for another one: that lets nobody go there,
+        but the next tick must find it so.
+        """
+        somebody_went = bool(self._bounds)
+        while somebody_went:
+            somebody_went = False
+            in_groups = self._in_groups()
+            for bound, (clocks, waiting) in self._bounds.items():
+                others = (each.waiting for key, (each, _) in self._bounds.items() if key != bound)
+                releases = clocks.elsewhere(in_groups.union(*others))
+                _perform(waiting, releases)
+                somebody_went |= bool(releases)
+
+    def end(self) -> None:
+        """Training is over: nobody waits any more."""
+        self._ended = True
+        for clocks, waiting in self._bounds.values():
+            _perform(waiting, clocks.end())
+
+    def statistics(self) -> dict[str, Any]:
+        """Return, for each bound by its number, clocks and waits."""
+        return {
+            str(number): dataclasses.asdict(clocks.statistics())
+            for number, (clocks, _) in self._bounds.items()
+        }
+
+    def _tick(
+        self, peer: Peer, message: TickClock, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        self._check_incarnation(peer.task, peer.incarnation)
+        if message.tick < 1 or message.max_staleness < 0:
+            raise RemoteProtocolError(
+                f"{self._task}: expected a tick from 1 and a bound from 0 of {peer.task}, got "
+                f"tick {message.tick} and bound {message.max_staleness}"
+            )
+        clocks, waiting = self._bound(message)
+        tick = Tick(peer.task, peer.incarnation, message.tick)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        waiting.setdefault(tick, []).append(future)
+        _perform(waiting, clocks.tick(*tick))
+        if len(self._bounds) > 1:
+            self.look_again()
+        if future.done():
+            return Reply(ClockTicked(future.result()))
+        return self._wait(clocks, waiting, tick, future)
+
+    def _bound(self, message: TickClock) -> tuple[RoundClocks, _Waiting]:
+        bound = self._bounds.get(message.bound)
+        if bound is None:
+            bound = self._bounds[message.bound] = (RoundClocks(message.max_staleness), {})
+            bound[0].members(self._alive, self._busy)
+            self.look_again()
+            if self._ended:
+                bound[0].end()
+        elif bound[0].max_staleness != message.max_staleness:
+            raise ConfigurationError(
+                f"{self._task}: optimizer {message.bound} has a staleness bound of "
+                f"{bound[0].max_staleness} rounds, got {message.max_staleness}"
+            )
+        return bound
+
+    async def _wait(
+        self, clocks: RoundClocks, waiting: _Waiting, tick: Tick, future: asyncio.Future[int]
+    ) -> Reply:
+        try:
+            return Reply(ClockTicked(await future))
+        finally:
+            futures = waiting.get(tick, [])
+            if future in futures:  # who asked does not want to know any more
+                futures.remove(future)
+                if not futures:
+                    del waiting[tick]
+                    clocks.cancel(tick)
+                    self.look_again()
+
+
+def _worker(index: int) -> str:
+    return task_name("worker", index)
+
+
+def _perform(waiting: _Waiting, releases: Iterable[Release]) -> None:
+    for release in releases:
+        for future in waiting.pop(release.tick):
+            if not future.done():
+                future.set_result(release.ahead)

@@ -1,0 +1,289 @@
+"""A synchronous step that ps 0 has decided: what it changes on one ps, and how, shard by shard.
+
+For synchronous steps what ``updates`` is for pushes. It decides nothing about time: ``ps_sync``
+says when to begin and work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from psync.errors import ConfigurationError, RemoteProtocolError
+from psync.numerics.layerwise_rules import Sums
+from psync.numerics.sums import Reduction, check_weight
+from psync.numerics.update_rule import slot_dtype
+from psync.ps.update import NO_BYTES, ShardSet
+from psync.specs import dtype_of
+from psync.store.rows import RowValues
+from psync.store.step_norms import UPDATES, ShardSums, StepNorms
+from psync.store.store import Key, ShardStore, Work
+from psync.store.sync_config import SyncConfig
+from psync.sync.cross_ps_sets import Along, WholeSet
+
+Gradient = np.ndarray | RowValues
+
+
+class RowsAsWhole:
+    """The gradient of some rows as one of the whole shard, zero in the others; made when it is cut.
+
+    Args:
+        gradient: The rows.
+    """
+
+    __slots__ = ("_gradient",)
+
+    def __init__(self, gradient: RowValues) -> None:
+        self._gradient = gradient
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return elements ``part.start`` to ``part.stop``."""
+        rows, values = self._gradient
+        size = values.shape[1]
+        first, end = part.start // size, -(-part.stop // size)
+        begin, stop = rows.searchsorted((first, end)).tolist()
+        made = np.zeros((end - first, size), values.dtype)
+        made[rows[begin:stop] - first] = values[begin:stop]
+        return made.reshape(-1)[part.start - first * size : part.stop - first * size]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a push brings to the shards of one ps."""
+
+    known: ShardSet
+    gradients: Sequence[Gradient]  # views of the buffer in which they came
+    body: memoryview = NO_BYTES  # that buffer, or all of it that came to ps 0
+    rows: Sequence[int] | None = None  # as in StagePush
+    whole: WholeSet | None = None  # on ps 0: the set, if the push came whole
+    along: Sequence[Along] = ()  # on ps 0: what of it belongs to others
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """A shard and its moving average, which is another shard of the same ps."""
+
+    shadow: Key
+    value: Key
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class StepUpdate:
+    """The mean of a step's pushes, for each shard over those that carry it; then the averages."""
+
+    store: ShardStore
+    group: int
+    config: SyncConfig
+    step: int  # that is closed
+    averages: Sequence[Average]
+    norms: StepNorms
+    optimizer_step: int = 0  # with which schedules are evaluated
+    keys: Sequence[Key] = ()
+    costs: Sequence[int] = ()  # bytes that the update of each shard touches, then each average's
+    touched: Sequence[Key] = ()  # all shards that must be idle
+    _gradients: Sequence[Sequence[Gradient]] = ()  # of each shard, in the order of the sum
+    _weights: Sequence[Sequence[float]] = ()  # of each shard
+    _decay: float = 0.0
+    _pushes: Sequence[Sequence[np.ndarray]] = field(default=())  # if all carry the same shards
+
+    def __post_init__(self) -> None:
+        self._decay = self.config.decay_at(self.step + 1)
+
+    def gather(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
+        """Take the parts of the step's pushes, in the order in which they are summed.
+
+        Raises:
+            GradientError: A weight is none.
+            RemoteProtocolError: Some factors of a shard are known, and others are not.
+        """
+        for weight in weights:
+            check_weight(weight)
+        if parts and all(
+            part.known.keys == parts[0].known.keys and part.rows is None for part in parts
+        ):
+            self._gather_alike(parts, weights)
+        else:
+            self._gather_mixed(parts, weights)
+        if not self.norms.known_for(self.keys):
+            raise RemoteProtocolError(
+                f"{self.store.task}: step {self.step} of {self.config.name} changes shards of "
+                "which no norms were measured"
+            )
+        self.optimizer_step = max(self.store.optimizer_step(self.group), self.step)
+        self.touched = self.keys
+        if self.averages:
+            self.costs = [*self.costs, *(average.nbytes for average in self.averages)]
+            pairs = ((average.shadow, average.value) for average in self.averages)
+            self.touched = [*self.keys, *(key for pair in pairs for key in pair)]
+
+    def _gather_alike(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
+        known = parts[0].known
+        self.keys = known.keys
+        self.costs = [length * len(parts) for length in known.lengths]
+        self._pushes = [cast(Sequence[np.ndarray], part.gradients) for part in parts]
+        self._gradients = list(zip(*self._pushes, strict=True))
+        self._weights = [weights] * len(self.keys)
+
+    def _gather_mixed(self, parts: Sequence[Part], weights: Sequence[float]) -> None:
+        carried: dict[Key, tuple[list[Gradient], list[float]]] = {}
+        for part, weight in zip(parts, weights, strict=True):
+            for key, gradient in zip(part.known.keys, part.gradients, strict=True):
+                gradients, its_weights = carried.setdefault(key, ([], []))
+                gradients.append(gradient)
+                its_weights.append(weight)
+        self.keys = list(carried)
+        self._gradients = [gradients for gradients, _ in carried.values()]
+        self._weights = [its_weights for _, its_weights in carried.values()]
+        self.costs = [
+            sum(self._cost(key, gradient) for gradient in gradients)
+            for key, gradients in zip(self.keys, self._gradients, strict=True)
+        ]
+
+    def _cost(self, key: Key, gradient: Gradient) -> int:
+        if isinstance(gradient, RowValues):
+            return self.store.rows_cost(key, gradient.rows)
+        return gradient.nbytes
+
+    def begin(self) -> None:
+        """Draw the step with which the optimizer applies it."""
+        if self.keys:
+            self.optimizer_step = self.store.begin_push(self.group, self.step)
+
+    @property
+    def cost(self) -> int:
+        """Bytes that all of it touches, with what is measured by this ps alone."""
+        return sum(self.costs) * (1 + len(self.passes()))
+
+    def passes(self) -> list[str]:
+        """Return what this ps must measure by itself before it begins to work."""
+        return self.norms.passes_alone(self.keys)
+
+    def measure(self, what: str, position: int, into: list[Sums]) -> Work:
+        """Begin to measure one shard, which changes nothing.
+
+        Args:
+            what: The pass. Those before it are concluded.
+            position: Of the shard; one after the other, in order.
+            into: Gets its sums of squares at the end.
+        """
+        key, weights = self.keys[position], self._weights[position]
+        gradients, rows = self._wholes_or_rows(position)
+        if what == UPDATES:
+            return self.store.measure_mean(
+                self.group, key, gradients, weights, self.optimizer_step, into,
+                reduction=self._reduction, scale=self._scale(key),
+            )  # fmt: skip
+        if rows:
+            return self.store.square_row_mean(
+                key, rows, weights, into, reduction=self._reduction, per_index=self._per_index
+            )
+        return self.store.square_mean(key, gradients, weights, into, reduction=self._reduction)
+
+    def measure_at_once(self, what: str) -> list[ShardSums]:
+        """Do a whole pass; for small shards, none of which is busy."""
+        sums: list[Sums] = []
+        for position in range(len(self.keys)):
+            for _ in self.measure(what, position, sums):
+                pass
+        return self.sums_by_shard(sums)
+
+    def sums_by_shard(self, sums: Sequence[Sums]) -> list[ShardSums]:
+        """Return what a pass over all shards has measured, with their names."""
+        return [(*key, *pair) for key, pair in zip(self.keys, sums, strict=True)]
+
+    def at_once(self) -> None:
+        """Do all the work; for small shards, none of which is busy."""
+        for what in self.passes():
+            self.norms.conclude(what, self.measure_at_once(what))
+        first = 0
+        if self._pushes and self.norms.scales is None and self.norms.ratios is None:
+            first = len(self.keys)
+            self.store.apply_mean_at_once(
+                self.group, self.keys, self._pushes, self._weights[0], self.optimizer_step,
+                self._reduction,
+            )  # fmt: skip
+        for position in range(first, len(self.costs)):
+            for _ in self.work(position):
+                pass
+
+    def work(self, position: int) -> Work:
+        """Begin on one shard, or on one average: these come after all that they follow."""
+        if position < len(self.keys):
+            return self._mean(self.keys[position], position)
+        average = self.averages[position - len(self.keys)]
+        return self.store.average(average.shadow, average.value, self._decay)
+
+    def _mean(self, key: Key, position: int) -> Work:
+        common = self._weights[position], self.optimizer_step
+        gradients, rows = self._wholes_or_rows(position)
+        if rows:
+            return self.store.apply_row_mean(
+                self.group, key, rows, *common, reduction=self._reduction,
+                per_index=self._per_index, scale=self._scale(key),
+            )  # fmt: skip
+        ratios = self.norms.ratios
+        return self.store.apply_mean(
+            self.group, key, gradients, *common, reduction=self._reduction,
+            scale=self._scale(key), ratio=None if ratios is None else ratios[key[0]],
+        )  # fmt: skip
+
+    def _wholes_or_rows(self, position: int) -> tuple[Sequence[np.ndarray], Sequence[RowValues]]:
+        """Return the gradients of a shard: rows, or if not all are rows, whole ones."""
+        gradients = self._gradients[position]
+        rows = [gradient for gradient in gradients if isinstance(gradient, RowValues)]
+        if len(rows) == len(gradients):
+            return (), rows
+        wholes = [
+            cast(np.ndarray, RowsAsWhole(gradient)) if isinstance(gradient, RowValues) else gradient
+            for gradient in gradients
+        ]
+        return wholes, ()
+
+    def _scale(self, key: Key) -> float:
+        scales = self.norms.scales
+        return 1.0 if scales is None else scales[key[0]]
+
+    @property
+    def _per_index(self) -> bool:
+        return self.config.sparse_divisor == "per_index"
+
+    @property
+    def _reduction(self) -> Reduction:
+        return cast(Reduction, self.config.reduction)
+
+
+def averages_of(store: ShardStore, config: SyncConfig, task: str) -> list[Average]:
+    """Return the moving averages of a group that are kept on the ps ``task``.
+
+    Raises:
+        ConfigurationError: One is not beside its variable, or of another shape or dtype.
+        GradientError: One has a dtype of which there is no mean.
+    """
+    if not config.averages:
+        return []
+    here: dict[int, set[int]] = {}
+    for variable, index in store.keys():
+        here.setdefault(variable, set()).add(index)
+    averages = []
+    for variable, shadow in config.averages:
+        if here.get(variable, set()) != here.get(shadow, set()):
+            raise ConfigurationError(
+                f"{config.name} on {task}: variable {variable} has the shards "
+                f"{sorted(here.get(variable, ()))} here, its moving average {shadow} has "
+                f"{sorted(here.get(shadow, ()))}",
+                hint="a variable and its moving average must be on the same ps tasks",
+            )
+        for index in sorted(here.get(variable, ())):
+            spec, other = store.spec((variable, index)), store.spec((shadow, index))
+            if (spec.shape, spec.dtype) != (other.shape, other.dtype):
+                raise ConfigurationError(
+                    f"{config.name}: {other} on {task}: expected shape {spec.shape} {spec.dtype}, "
+                    f"as {spec} has, whose moving average it is, got {other.shape} {other.dtype}"
+                )
+            slot_dtype(dtype_of(spec.dtype))
+            averages.append(Average(other.key, spec.key, spec.nbytes))
+    return averages

@@ -1,0 +1,383 @@
+"""When a synchronous step is closed, with which pushes, and who may go on: the rule of ps 0.
+
+A push arrives here when all its parts are staged. For each the first line that fits decides:
+
+    the push                                             what becomes of it
+    training has ended, or the group is broken           Refuse
+    same replica, same number, answered                  the same Answer again
+    same replica, same number, waiting                   it goes on waiting
+    of an incarnation that was replaced                  Refuse: FencedError
+    its closure is final, or made the same call before   "duplicate", then a token
+    local step below the group's step, see ``Group``     "stale", then a token
+    its replica has used all bound tokens of the step    "stale", then a token
+    else                                                 it counts, then a token
+
+One staleness decision for a whole push, over all variables and all ps tasks: TensorFlow's
+accumulators decide one by one.
+
+A step is closed when its target is reached, or as a partial one when nobody else will or can
+come; see ``_close_what_is_due``. Between Close and ``closed`` the step is being applied: the
+group is at the next step already, and no other Close of it is under way.
+
+Source: TensorFlow's ``SyncReplicasOptimizer``; Chen et al. 2016 for backup replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from psync.errors import (
+    ConfigurationError,
+    FencedError,
+    LocalProtocolError,
+    NotEnoughReplicas,
+    PsyncError,
+    TrainingEnded,
+)
+from psync.store.sync_config import SyncConfig
+from psync.sync.group import Action, Answer, Close, Contribution, Group, Refuse
+from psync.sync.tokens import Replica
+
+__all__ = ["Action", "Answer", "Close", "Contribution", "Refuse", "Replica", "SyncSteps"]
+
+
+class SyncSteps:
+    """All synchronous groups of one cluster. Single owner, no clock; never blocks."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._incarnations: dict[str, int] = {}  # newest known of each task that pushed
+        self._alive: dict[str, int] | None = None  # None: nobody has said so far
+        self._missing: tuple[str, ...] = ()
+        self._in_flight: frozenset[int] = frozenset()  # closures; none: more may be started
+        self._final_below = 0
+        self._ended: str | None = None  # why
+        self._noted: list[tuple[int, int, int, bytes]] = []  # calls of groups to be defined
+
+    # Groups.
+
+    def define(
+        self, group: int, config: SyncConfig, initial_step: int, *, goes_on: bool = False
+    ) -> None:
+        """Make a group known; the same again changes nothing.
+
+        Args:
+            group: Its number.
+            config: What its optimizer said.
+            initial_step: The value of the global step.
+            goes_on: Whether another one has closed steps of it before, whose backup this is.
+
+        Raises:
+            ConfigurationError: If it is known with another configuration.
+        """
+        known = self._groups.get(group)
+        if known is None:
+            known = self._groups[group] = Group(
+                group, config, initial_step, self._alive, goes_on=goes_on
+            )
+            known.note_calls([noted[1:] for noted in self._noted if noted[0] == group])
+        elif known.config != config:
+            raise ConfigurationError(
+                f"{known.config.name}: another configuration than at first: expected "
+                f"{known.config.to_config()}, got {config.to_config()}"
+            )
+
+    def knows(self, group: int) -> bool:
+        """Return whether the group is defined."""
+        return group in self._groups
+
+    def step(self, group: int) -> int:
+        """Return the group's present step, -1 if it is not defined."""
+        known = self._groups.get(group)
+        return -1 if known is None else known.step
+
+    def first_step(self, group: int) -> int:
+        """Return the step at which the group began, or a later one, which is over; -1: unknown."""
+        known = self._groups.get(group)
+        return -1 if known is None else known.first_step
+
+    def init_tokens(self, group: int, count: int) -> list[Action]:
+        """Put a group's initial tokens: once, however often a chief that restarts asks.
+
+        Raises:
+            ConfigurationError: Too few for the first step.
+        """
+        return [*self._group(group).put_initial(count), *self._close_what_is_due()]
+
+    # Pushes.
+
+    def contribute(self, group: int, contribution: Contribution) -> list[Action]:
+        """Judge a push by the table above, and close the step if it was the last one missing."""
+        known, replica = self._group(group), contribution.replica
+        actions: list[Action] = []
+        try:
+            actions += self._replace_older(replica)
+            push = known.replayed(contribution)
+            if push is not None and push.answer is not None:
+                return [push.answer]
+            if self._ended is not None:
+                raise TrainingEnded(self._ended)
+            if known.broken is not None:
+                raise known.broken
+            if push is None:
+                push = known.judge(contribution, self._final_below)
+        except PsyncError as exc:
+            return [*actions, Refuse(group, replica, contribution.number, exc)]
+        actions += known.put_initial(-1)
+        actions += self._close_what_is_due()  # before a token is taken that this makes void
+        actions += known.take(push)
+        return actions + self._close_what_is_due()
+
+    def counts(self, group: int, replica: Replica, number: int) -> bool:
+        """Return whether a push is known, and counts."""
+        known = self._groups.get(group)
+        return known is not None and known.counts(replica, number)
+
+    def recount(self, group: int, left: Sequence[tuple[int, Contribution]]) -> list[Action]:
+        """Count pushes that another one has counted whose backup this is; nobody waits for them.
+
+        All of a step are in it, however few of them it would take now. It had decided the step
+        before that of a push, whyever, if this has not.
+
+        Args:
+            group: Of the pushes.
+            left: (step, push) of each, in the order in which they were counted.
+        """
+        known = self._group(group)
+        actions: list[Action] = []
+        for step, contribution in left:
+            if step > known.step and known.may_end:
+                actions.append(known.close(partial=not known.is_complete))
+            known.recount(contribution)
+        return actions + self._close_what_is_due()
+
+    def forget(self, group: int, replica: Replica, number: int) -> None:
+        """Whoever made this request waits no more; what was counted stays counted."""
+        known = self._groups.get(group)
+        if known is not None:
+            known.tokens.cancel((replica, number))
+
+    def closed(self, group: int, step: int) -> list[Action]:
+        """Every ps has applied ``step``, and the global step is raised.
+
+        Raises:
+            LocalProtocolError: If it was not being closed.
+        """
+        actions = self._group(group).closed(step, self._alive)
+        return [*actions, *self._close_what_is_due()]
+
+    def finish(self) -> list[Action]:
+        """Nothing is left to do: close the steps in which something was counted.
+
+        However few replicas live: those that pushed may have gone, and nobody goes on without them.
+        """
+        if self._ended is not None:
+            return []
+        return [
+            known.close(partial=not known.is_complete)
+            for known in self._groups.values()
+            if known.may_end
+        ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was counted has been applied, as far as it can be."""
+        over = self._ended is not None
+        return not any(
+            known.closing or (known.may_end and not over) for known in self._groups.values()
+        )
+
+    def close_failed(self, group: int, error: PsyncError) -> list[Action]:
+        """A ps could not apply a step: the group is broken for good."""
+        known = self._group(group)
+        known.broken, known.closing = error, None
+        return known.refuse_waiting(error)
+
+    # Who takes part, and what is left to do.
+
+    def members(self, alive: Mapping[str, int], missing: Sequence[str], now: float) -> list[Action]:
+        """Take note of who takes part (task → incarnation), and of the names of those who should.
+
+        Targets shrink at once, and grow with the next step. Who is not named need not be dead: a
+        worker that is out of data takes part no more, and may be waiting for its token all the
+        same. Of deaths ``fence`` tells.
+        """
+        self._alive = dict(alive)
+        self._missing = tuple(missing)
+        actions = [act for task, number in alive.items() for act in self.fence(task, number)]
+        for known in self._groups.values():
+            known.follow(self._alive, now)
+        return actions + self._close_what_is_due()
+
+    def fence(self, task: str, below: int) -> list[Action]:
+        """Incarnations of ``task`` below ``below`` are over: they wait no more."""
+        known = self._incarnations.get(task)
+        if known is None or known >= below:
+            return []
+        self._incarnations[task] = below
+        return self._drop((task, known), f"incarnation {known} of {task} is over")
+
+    def schedule(self, queued: bool, in_flight: Sequence[int]) -> list[Action]:
+        """Take note of the coordinator's closures.
+
+        Args:
+            queued: Whether more may be started: then ``in_flight`` says nothing.
+            in_flight: Ids of the closures that workers hold.
+        """
+        self._in_flight = frozenset() if queued else frozenset(in_flight)
+        return self._close_what_is_due()
+
+    def final_below(self, closure: int) -> None:
+        """Forget the calls of all closures below ``closure``: none will count any more."""
+        if closure > self._final_below:
+            self._final_below = closure
+            self._noted = [noted for noted in self._noted if noted[1] >= closure]
+            for known in self._groups.values():
+                known.final_below(closure)
+
+    def pending(self) -> list[tuple[int, int, Contribution]]:
+        """Return (group, step, push) of all that was counted in steps that are not applied."""
+        return [
+            (number, step, contribution)
+            for number, known in self._groups.items()
+            for step, contribution in known.pending()
+        ]
+
+    def pending_closures(self) -> list[int]:
+        """Return the closures of which something was counted in a step that is not applied."""
+        return sorted({push.closure for *_, push in self.pending() if push.closure is not None})
+
+    def calls(self) -> list[tuple[int, int, int, bytes]]:
+        """Return (group, closure, ordinal, digest) of each call in steps that have been applied."""
+        calls = [noted for noted in self._noted if noted[0] not in self._groups]
+        for number, known in self._groups.items():
+            calls += [(number, *call) for call in known.calls()]
+        return calls
+
+    def note_calls(self, calls: Sequence[tuple[int, int, int, bytes]], final_below: int) -> None:
+        """Take calls for counted that were counted before; no group is defined yet.
+
+        Args:
+            calls: (group, closure, ordinal, digest) of each.
+            final_below: Closures below are final.
+        """
+        self._noted, self._final_below = list(calls), final_below
+
+    def add_calls(self, calls: Iterable[tuple[int, int, int, bytes]]) -> None:
+        """Take more calls for counted, as in ``note_calls``."""
+        self._noted += [call for call in calls if call[1] >= self._final_below]
+
+    def end(self, reason: str) -> list[Action]:
+        """Close the token channels: whoever waits or comes later is told that training has ended.
+
+        A step that is being applied is carried to its end; one that is not complete is dropped.
+        """
+        self._ended = reason
+        error = TrainingEnded(reason)
+        return [act for known in self._groups.values() for act in known.refuse_waiting(error)]
+
+    @property
+    def waiting(self) -> frozenset[Replica]:
+        """Who waits in a group for others: not where a step is being applied, which will end."""
+        groups = [known for known in self._groups.values() if known.closing is None]
+        return frozenset(replica for known in groups for replica, _ in known.tokens.waiting)
+
+    # Time.
+
+    def next_deadline(self) -> float | None:
+        """Return the time at which ``tick`` has something to do, or None."""
+        earliest: float | None = None
+        for known in self._groups.values():
+            if known.short_since is not None and known.tokens.waiting:
+                deadline = known.short_since + known.config.patience_s
+                earliest = deadline if earliest is None else min(earliest, deadline)
+        return earliest
+
+    def tick(self, now: float) -> list[Action]:
+        """Tell those who have waited too long for ``min_replicas`` who is missing."""
+        actions: list[Action] = []
+        for known in self._groups.values():
+            since = known.short_since
+            if since is not None and now >= since + known.config.patience_s:
+                actions += known.refuse_waiting(self._not_enough(known))
+        return actions
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of each group, by its name and number."""
+        return {
+            f"{known.config.name}/{number}": known.statistics()
+            for number, known in self._groups.items()
+        }
+
+    # Decisions.
+
+    def _close_what_is_due(self) -> list[Action]:
+        """Close the steps whose target is reached, and those for which nobody else is to come.
+
+        Nobody else will come if nothing is queued and all closures in flight wait in a group;
+        nobody else can if all living replicas wait in one. A group that is being closed will
+        let its replicas go on, so nothing is decided for lack of others until it has.
+        """
+        if self._ended is not None:
+            return []
+        groups = self._groups.values()
+        actions: list[Action] = [
+            known.close(partial=False) for known in groups if known.is_complete and known.may_close
+        ]
+        if actions or not self._nobody_comes():
+            return actions
+        for known in groups:
+            if known.may_close:
+                actions.append(known.close(partial=True))
+            elif known.short_since is None:
+                actions += known.release()
+        return actions
+
+    def _nobody_comes(self) -> bool:
+        groups = self._groups.values()
+        num_waiting = 0
+        for known in groups:
+            if known.closing is not None:
+                return False
+            num_waiting += known.tokens.num_waiting
+        if self._alive and num_waiting >= len(self._alive):
+            replicas = {replica for known in groups for replica, _ in known.tokens.waiting}
+            if replicas.issuperset(self._alive.items()):
+                return True
+        if self._in_flight and num_waiting >= len(self._in_flight):
+            closures = {closure for known in groups for closure in known.waiting_closures()}
+            return self._in_flight <= closures
+        return False
+
+    def _replace_older(self, replica: Replica) -> list[Action]:
+        """Drop what an earlier incarnation of the task has left; FencedError if this is one."""
+        task, incarnation = replica
+        known = self._incarnations.setdefault(task, incarnation)
+        if incarnation == known:
+            return []
+        text = f"incarnation {min(known, incarnation)} of {task} has been replaced"
+        if incarnation < known:
+            raise FencedError(text)
+        self._incarnations[task] = incarnation
+        return self._drop((task, known), text)
+
+    def _drop(self, replica: Replica, text: str) -> list[Action]:
+        error = FencedError(text)
+        return [act for known in self._groups.values() for act in known.drop(replica, error)]
+
+    def _not_enough(self, known: Group) -> NotEnoughReplicas:
+        alive = sorted(self._alive or ())
+        missing = ", ".join(self._missing) or "unknown"
+        return NotEnoughReplicas(
+            f"{known.config.name}: step {known.step} needs at least {known.config.min_replicas} "
+            f"living replicas that have data, and for {known.config.patience_s:g} s there were "
+            f"{len(alive)} ({', '.join(alive) or 'none'}); missing: {missing}",
+            hint="start the missing workers, or give them data, or lower min_replicas",
+        )
+
+    def _group(self, group: int) -> Group:
+        known = self._groups.get(group)
+        if known is None:
+            raise LocalProtocolError(f"synchronous group {group} is not defined")
+        return known

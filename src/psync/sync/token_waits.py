@@ -1,0 +1,122 @@
+"""Who waits for the answer to a synchronous push, and which values go with it.
+
+``StepCloser`` says what becomes of a push; here are the requests that it is told to. The same push
+may be asked for twice, after a lost connection of which ps 0 has not heard yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+from psync.errors import PsyncError
+from psync.net.peer import Later, Reply
+from psync.sync.cross_ps_sets import Share, Values, WholeSet
+from psync.sync.group import Answer, Refuse
+from psync.sync.ps_sync import PsSync
+from psync.sync.tokens import Replica
+from psync.wire.sync_messages import Contributed
+
+PushKey = tuple[int, Replica, int]
+"""Group, replica, number of the push."""
+
+
+class TokenWaits:
+    """The requests of one coordinator's replicas that are not answered yet.
+
+    Args:
+        sync: The part of ps 0 itself.
+        left: Told of a push for which nobody waits any more.
+    """
+
+    def __init__(self, sync: PsSync, left: Callable[[PushKey], None]) -> None:
+        self._sync = sync
+        self._on_left = left
+        self._waiting: dict[PushKey, list[Later]] = {}
+        self._wanted: dict[PushKey, WholeSet] = {}  # with the token
+        self._brought: Values | None = None  # by other ps tasks, while tokens are given
+
+    def __len__(self) -> int:
+        """Return for how many pushes somebody waits."""
+        return len(self._waiting)
+
+    def add(self, key: PushKey, wanted: WholeSet | None) -> Later:
+        """Return what will be the answer to a request.
+
+        Args:
+            key: Of the push.
+            wanted: Whose values are to go with the token of a new step; None: nothing's.
+        """
+        waiter = Later(functools.partial(self._left, key))
+        self._waiting.setdefault(key, []).append(waiter)
+        if wanted is not None:
+            self._wanted[key] = wanted
+        return waiter
+
+    def _left(self, key: PushKey, waiter: Later) -> None:
+        """Somebody waits no more; perhaps nobody waits for this push now."""
+        waiters = self._waiting.get(key, [])
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiting[key]
+                self._wanted.pop(key, None)
+                self._on_left(key)
+
+    def refuse_all(self, error: PsyncError) -> None:
+        """Nobody waits any more: all are told why."""
+        waiting, self._waiting = self._waiting, {}
+        self._wanted.clear()
+        for waiters in waiting.values():
+            for waiter in waiters:
+                waiter.give(error)
+
+    def answer(self, action: Answer | Refuse) -> None:
+        """Tell whoever waits for a push what has become of it."""
+        key = (action.group, action.replica, action.number)
+        waiters = self._waiting.pop(key, ())
+        wanted = self._wanted.pop(key, None)
+        if isinstance(action, Refuse):
+            for waiter in waiters:
+                waiter.give(action.error)
+            return
+        reply = Reply(
+            Contributed(
+                action.outcome, action.staleness, action.token, action.partial, action.count
+            ),
+            () if wanted is None else self._values_of(wanted),
+        )
+        for waiter in waiters:
+            waiter.give(reply)
+
+    # Values that go with tokens.
+
+    def wanted_shares(self, group: int) -> Collection[Share]:
+        """Return what is wanted of other ps tasks with the tokens of a group's next step.
+
+        Nothing where there are several groups: only an answer to a pull says how far each is. And
+        no global step of another ps, which is raised after the values are read.
+        """
+        if not self._wanted or not self._sync.has_one_group:
+            return ()
+        ps, *key = self._sync.define(group, None).global_step
+        wanted = {
+            share.number: share
+            for known in self._wanted.values()
+            for share in known.shares
+            if share.ps != ps or tuple(key) not in share.members
+        }
+        return wanted.values()
+
+    def bring(self, values: Values) -> None:
+        """Until ``done`` these values of other ps tasks go with tokens: those of a new step."""
+        self._brought = values if self._sync.has_one_group else None
+
+    def done(self) -> None:
+        """The tokens of the new step are given."""
+        self._brought = None
+
+    def _values_of(self, wanted: WholeSet) -> Sequence[list[memoryview]]:
+        if self._brought is None:
+            return ()
+        return wanted.joined(self._sync.values_of((wanted.own,)), self._brought)

@@ -1,0 +1,151 @@
+"""The token channel of a synchronous group: who may go on, and from which step.
+
+A token is the number of a step. After each push a replica takes one and waits if there is none.
+Tokens and those who wait are first in, first out; the channel has no bound.
+
+**Free** tokens go to whoever asks first, as in TensorFlow: a fast replica may take what was meant
+for a slow one. **Bound** ones are counted instead of queued: each replica may take so many of
+each step, less what it contributed to the step without one of these (``charge``). A new step's
+tokens void those of earlier steps, unless the channel is to keep them.
+
+Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
+are never bound, never void, and whoever waits is never told that training has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Replica: TypeAlias = tuple[str, int]
+"""Task name and incarnation."""
+
+Taker: TypeAlias = tuple[Replica, int]
+"""Who asks: a replica, and the number of its push."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """A snapshot: ``published == taken + void + left``."""
+
+    published: int
+    taken: int
+    void: int
+    left: int
+    waiting: int
+
+
+class TokenChannel:
+    """Tokens of one group. Single owner; never blocks.
+
+    Args:
+        allowance: None: free tokens. Else how many of each step a replica may take.
+        keeps_old: Whether a new step leaves older tokens in the channel.
+    """
+
+    def __init__(self, allowance: int | None = None, *, keeps_old: bool = False) -> None:
+        self._allowance = allowance
+        self._keeps_old = keeps_old
+        self._step = 0  # of the newest tokens
+        self._free: deque[int] = deque()
+        self._valid_from = 0  # the lowest step of which there may be tokens
+        self._used: Counter[tuple[int, Replica]] = Counter()  # bound tokens of each step
+        self._waiting: dict[Taker, None] = {}  # in order of arrival
+        self._published = self._taken = self._void = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Taker]:
+        """Those who wait, in order."""
+        return list(self._waiting)
+
+    def put(self, step: int, count: int) -> list[tuple[Taker, int]]:
+        """Publish ``count`` tokens of ``step``; return who gets which.
+
+        Bound tokens need no count: every replica gets its allowance.
+        """
+        if step > self._step:
+            self._step = step
+            self._used = Counter({key: n for key, n in self._used.items() if key[0] >= step})
+            if not self._keeps_old:
+                self.void_below(step)
+        if self._allowance is None:
+            self._free.extend([step] * count)
+            self._published += count
+        return self._serve()
+
+    def void_below(self, step: int) -> None:
+        """Let there be no tokens of earlier steps: none at all, until ``put`` brings newer ones."""
+        self._valid_from = step
+        kept = [token for token in self._free if token >= step]
+        self._void += len(self._free) - len(kept)
+        self._free = deque(kept)
+
+    def take(self, taker: Taker) -> int | None:
+        """Return a token, or None: ``taker`` waits. Whoever waits already keeps its place."""
+        token = None if taker in self._waiting else self._token_for(taker[0])
+        if token is None:
+            self._waiting[taker] = None
+        return token
+
+    def charge(self, replica: Replica, step: int) -> None:
+        """Count a bound token of ``step`` as used, by who contributed to it without having one.
+
+        Such a replica began, or it has used an older token for values that it pulled since.
+        """
+        if self._allowance is not None:
+            self._used[step, replica] += 1
+
+    def cancel(self, taker: Taker) -> None:
+        """``taker`` waits no more; nothing if it did not."""
+        self._waiting.pop(taker, None)
+
+    def release(self, step: int) -> list[tuple[Taker, int]]:
+        """Give everyone who waits a token of ``step`` beyond what was published."""
+        grants = [(taker, step) for taker in self._waiting]
+        self._waiting.clear()
+        self._published += len(grants)
+        self._taken += len(grants)
+        return grants
+
+    def close(self) -> list[Taker]:
+        """Nobody will get a token any more; return who waited."""
+        takers = list(self._waiting)
+        self._waiting.clear()
+        return takers
+
+    def statistics(self) -> TokenStatistics:
+        """Return counters as of now."""
+        return TokenStatistics(
+            self._published, self._taken, self._void, len(self._free), len(self._waiting)
+        )
+
+    def _serve(self) -> list[tuple[Taker, int]]:
+        grants: list[tuple[Taker, int]] = []
+        for taker in list(self._waiting):
+            token = self._token_for(taker[0])
+            if token is not None:
+                del self._waiting[taker]
+                grants.append((taker, token))
+            elif self._allowance is None:
+                break
+        return grants
+
+    def _token_for(self, replica: Replica) -> int | None:
+        if self._allowance is None:
+            if not self._free:
+                return None
+            token = self._free.popleft()
+        else:
+            if self._step < self._valid_from or self._used[self._step, replica] >= self._allowance:
+                return None
+            self._used[self._step, replica] += 1
+            self._published += 1
+            token = self._step
+        self._taken += 1
+        return token

@@ -1,0 +1,380 @@
+"""Saving and restoring what is trained.
+
+    checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
+    manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
+    await manager.restore_or_initialize()
+    for progress.epoch in range(progress.epoch, 10):
+        ...
+        await coordinator.join()
+        await manager.save()
+
+A checkpoint is one instant over all ps tasks, taken while training goes on, so it may be saved at
+any time. Each ps writes what it holds, all at once.
+
+Source: ``tf.train.Checkpoint`` and ``tf.train.CheckpointManager``. There a sharded variable must be
+restored into as many shards as were saved; here into any number, its slots too. There variables
+are read one after the other while others may change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import operator
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from psync.api.cluster_coordinator import coordinator_of
+from psync.api.optimizers.state import restore_learning_rate, updates_of
+from psync.api.variables import runtime_of
+from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
+from psync.checkpoints.layout import changed_rate, step_of
+from psync.checkpoints.weak_writer import Expected, writer_without
+from psync.checkpoints.writer import Writer, streamed_by_environ
+from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.scopes import running_scopes
+from psync.coordinator import Coordinator
+from psync.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigurationError,
+    CutLost,
+    FencedError,
+    RemoteError,
+    TransportError,
+)
+from psync.net.failpoints import Failpoints
+from psync.store.snapshot_state import ImageState
+from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
+from psync.training.saved_names import with_names_of
+from psync.training.saved_objects import Contents, rate_name
+from psync.training.saved_values import nested, read_arrays
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "ckpt"
+
+TRIES = 5
+"""A save is begun anew when the cut is lost, since a ps was cut off, or lost and recovered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        path: Of the checkpoint.
+        number: Of its save.
+        missing: Names that the checkpoint did not have; they were left as they are.
+        extra: Names in the checkpoint that nothing here stands for.
+    """
+
+    path: Path
+    number: int
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was saved."""
+
+    path: Path
+    coordinator: Coordinator | None = None  # whose ps tasks wrote it
+    images: Sequence[ImageState] = ()  # of these
+
+
+class Checkpoint:
+    """Objects that are saved and restored together, each under the name that it is given here.
+
+    Args:
+        objects: Variables, modules, optimizers (their slots and steps, and a learning rate that was
+            set later), metrics, moving averages, visits of data shards, ``SavedState`` and
+            everything with ``checkpoint_state``; dicts and lists of them.
+
+    Raises:
+        UsageError: Nothing is given, or something that cannot be saved, or under a name that begins
+            with "~"; or inside a step.
+    """
+
+    __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+
+    def __init__(self, **objects: Any) -> None:
+        forbid_in_step("making a checkpoint")
+        forbid_in_dataset("making a checkpoint")
+        if not objects:
+            raise ConfigurationError(
+                "checkpoint: expected objects to save", hint="Checkpoint(model=model)"
+            )
+        for name in objects:
+            if name.startswith("~"):
+                raise ConfigurationError(
+                    f"checkpoint: {name!r} cannot be a name: '~' is what is not saved by name"
+                )
+        self._objects = objects
+        self._contents(slots=False)  # what cannot be saved is refused here
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(self._objects)})"
+
+    async def save(self, directory: str | os.PathLike[str], *, number: int | None = None) -> Path:
+        """Write a checkpoint and return its path; it is complete or absent.
+
+        It holds one instant: of every update that has been answered, everything; of every other
+        one everything or nothing. Updates wait for this instant, not for the disk. At this instant
+        objects without arrays are asked for their states.
+
+        A training session without a ``ClusterCoordinator`` reads one shard after the other instead:
+        what is pushed meanwhile may be in some of them and not in others.
+
+        Args:
+            directory: Of all checkpoints; made if it is not there. Where ps tasks see it under the
+                same path, they write there themselves.
+            number: Of this one, from 0. Default: one more than the highest there.
+
+        Raises:
+            CheckpointError: The disk is full, or fails, or the directory is none: path, number and
+                step are named. There is one of that number; a ps was cut off or died meanwhile, or
+                serves another coordinator. What was saved before is whole.
+            ConfigurationError: The number is none.
+            UsageError: No coordinator is running.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Nothing is left of the checkpoint, unless it was complete by then.
+        """
+        return (await self._saved(Path(directory), number)).path
+
+    async def _saved(self, directory: Path, number: int | None) -> Saved:
+        """As ``save``; also say whose ps tasks wrote the checkpoint."""
+        forbid_in_step("saving a checkpoint")
+        number = None if number is None else _checked_number(number)
+        contents = self._contents()
+        coordinator = await coordinator_for(contents)
+        if coordinator is None:
+            return Saved(await self._save_by_reading(contents, directory, number))
+        for tries_left in reversed(range(TRIES)):
+            try:
+                return await self._save_cut(coordinator, contents, directory, number)
+            except (CutLost, FencedError, RemoteError, TransportError) as exc:
+                recovering = coordinator.recovery.from_checkpoint.is_on
+                if tries_left and (isinstance(exc, CutLost) or recovering):
+                    logger.warning("a checkpoint is begun anew: %s", exc.message)
+                    continue  # a ps was cut off, or was lost and has been recovered
+                raise CheckpointError(
+                    f"checkpoint in {directory}: it was not saved: {exc}",
+                    hint="what was saved before is whole",
+                ) from exc
+        raise AssertionError("unreachable")
+
+    async def _save_cut(
+        self, coordinator: Coordinator, contents: Contents, directory: Path, number: int | None
+    ) -> Saved:
+        """Take a cut and write it."""
+        states: dict[str, Any] = {}
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                states.update(contents.present_states())
+            except Exception as exc:
+                errors.append(exc)
+
+        async with coordinator.cuts.take(ask) as cut:
+            for error in errors:
+                raise error
+            states.update(_states_of_optimizers(cut.images, contents))
+            path = await _written(
+                directory, number, contents, states, coordinator._failpoints,
+                lambda writer: write_cut(
+                    cut, contents, writer, streamed=streamed_by_environ(os.environ)
+                ),
+            )  # fmt: skip
+            try:
+                cut.check_present()  # what was undone, and told so, must not be gone back to
+            except CutLost:
+                await in_thread(remove, path)
+                raise
+        return Saved(path, coordinator, cut.images)
+
+    async def _save_by_reading(
+        self, contents: Contents, directory: Path, number: int | None
+    ) -> Path:
+        states = contents.present_states()
+        for name, optimizer in contents.optimizers.items():
+            states[name] = int(await optimizer.iterations.read())
+        return await _written(
+            directory, number, contents, states, Failpoints(),
+            lambda writer: write_by_reading(contents, writer),
+        )  # fmt: skip
+
+    async def restore(self, path: str | os.PathLike[str], *, partial: bool = False) -> Restored:
+        """Take everything from a checkpoint, whatever number of ps tasks and shards it was of.
+
+        Args:
+            path: Of the checkpoint, as ``save`` returned it.
+            partial: Whether what the checkpoint does not have is left as it is. What it has and
+                nobody asks for is passed over in any case, and named in the result.
+
+        Raises:
+            CheckpointNotFound: There is none.
+            CheckpointCorrupt: It is damaged.
+            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
+                Nothing was restored.
+            CheckpointError: It cannot be read; the path is named.
+            UsageError: No coordinator is running.
+            ParameterServerLost: A ps is gone.
+
+        Cancellation: Some variables are restored, others are not.
+        """
+        forbid_in_step("restoring a checkpoint")
+        reader = await asyncio.to_thread(Reader, Path(path))
+        contents = self._contents()
+        manifest = await asyncio.to_thread(with_names_of, contents, reader)
+        difference = contents.compared(
+            manifest,
+            reader.path,
+            "restore(path, partial=True) leaves what is missing as it is",
+            partial=partial,
+        )
+        for name, array in contents.arrays.items():
+            tensor = manifest.tensors.get(name)
+            for part in array.parts if tensor is not None else ():
+                assert tensor is not None
+                stop = part.offset + (part.shape[0] if part.shape else 1)
+                value = await asyncio.to_thread(reader.read, tensor, part.offset, stop)
+                await part.write(value)
+        for name, optimizer in contents.optimizers.items():
+            if name in manifest.states:
+                await optimizer.iterations.assign(_as_step(manifest.states[name], name, reader))
+            if (rate := rate_name(name)) in manifest.states:
+                await restore_learning_rate(optimizer, manifest.states[rate])
+        for name, thing in contents.states.items():
+            if name in manifest.states:
+                thing.restore_checkpoint_state(manifest.states[name])
+        logger.info("restored %s", reader.path)
+        return Restored(reader.path, manifest.number, difference.missing, difference.extra)
+
+    async def read(self, path: str | os.PathLike[str], *, slots: bool = False) -> dict[str, Any]:
+        """Return the values of a checkpoint; nothing is restored, and no cluster is needed.
+
+        Args:
+            path: Of the checkpoint, as ``save`` returned it.
+            slots: Whether those of optimizers are read, too.
+
+        Returns:
+            What was saved, nested as the objects of this ``Checkpoint``. A numpy array for each
+            variable, whole; dicts, lists and tuples as they are; a dict of its attributes for a
+            module, and of its values for ``SavedState``; the value of a metric; the averages by
+            the names of their variables; of an optimizer {"step": …}, with ``slots`` also
+            {slot: {name of the variable: array}}.
+
+        Raises:
+            CheckpointNotFound: There is none.
+            CheckpointCorrupt: It is damaged.
+            CheckpointMismatch: Something is missing, or of another shape or dtype: all are named.
+
+        Cancellation: Safe.
+
+        Example:
+            values = await checkpoint.read(psync.latest_checkpoint("run/checkpoints"))
+            logits = x @ values["model"]["w"]
+        """
+        contents = self._contents(slots=False)
+        reader = await asyncio.to_thread(Reader, Path(path))
+        reader.manifest = await asyncio.to_thread(with_names_of, contents, reader)
+        arrays = await read_arrays(reader, contents, slots=slots)
+        states = reader.manifest.states
+        return {
+            name: nested(thing, contents, arrays, states) for name, thing in self._objects.items()
+        }
+
+    def _contents(self, *, slots: bool = True) -> Contents:
+        contents = Contents(slots)
+        for name, thing in self._objects.items():
+            contents.add(name, thing)
+        return contents
+
+
+async def coordinator_for(contents: Contents) -> Coordinator | None:
+    """Return whose ps tasks hold what is saved; None: there is a training session instead.
+
+    Raises:
+        UsageError: There is neither, or variables are of several strategies.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Safe.
+    """
+    if contents.handles:
+        runtime = await runtime_of("saving a checkpoint", *contents.handles)
+        return coordinator_of(runtime.origin)
+    running = [coordinator_of(scope.origin) for scope in running_scopes()]
+    return running[0] if len(running) == 1 else None
+
+
+def _states_of_optimizers(images: Sequence[ImageState], contents: Contents) -> dict[str, Any]:
+    """Return their steps and learning rates; of one that was never changed: None."""
+    states: dict[str, Any] = {}
+    for name, optimizer in contents.optimizers.items():
+        states[name] = updates_of(optimizer, step_of(images, optimizer.number))
+        states[rate_name(name)] = changed_rate(images, optimizer.number)
+    return states
+
+
+async def _written(
+    directory: Path,
+    number: int | None,
+    contents: Contents,
+    states: dict[str, Any],
+    failpoints: Failpoints,
+    write: Callable[[Writer], Awaitable[None]],
+) -> Path:
+    """Write a checkpoint, or leave nothing of it.
+
+    Raises:
+        CheckpointError: The disk is full, or fails: says of which checkpoint and step.
+    """
+    begun: list[Writer] = []  # so that who is cancelled while it is made abandons it, too
+    shapes = {array.name: (array.shape, array.dtype) for array in contents.arrays.values()}
+    try:
+        with disk_errors(str(directory)):
+            if number is None:
+                number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
+            name = f"{PREFIX}-{number:08d}"
+            begin = writer_without(failpoints.without, Expected(number, shapes, states))
+            await in_thread(lambda: begun.append(begin(directory, name, failpoints.hit)))
+            writer = begun[0]
+            await write(writer)
+            return await in_thread(writer.commit, number, shapes, states)
+    except BaseException as exc:
+        for writer in begun:
+            await in_thread(writer.abandon)
+        if type(exc) is not CheckpointError:
+            raise
+        steps = [states[step] for step in contents.optimizers]
+        what = "a checkpoint" if number is None else f"checkpoint {number}"
+        what += f" of step {max(steps)}" if steps else ""
+        raise CheckpointError(f"saving {what}: {exc.message}", hint=exc.hint) from (
+            exc.__cause__ or exc
+        )
+
+
+def _checked_number(number: Any) -> int:
+    """Return the number of a checkpoint, or raise ConfigurationError: it is none."""
+    try:
+        checked = -1 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        checked = -1
+    if not 0 <= checked < 10**18:
+        raise ConfigurationError(
+            f"checkpoint: expected a whole number from 0, got {number!r}",
+            hint="save(int(await global_step.read()))",
+        )
+    return checked
+
+
+def _as_step(value: Any, name: str, reader: Reader) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise CheckpointMismatch(f"{reader.path}: expected a step as {name!r}, got {value!r}")
+    return value

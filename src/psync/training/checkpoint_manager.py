@@ -1,0 +1,210 @@
+"""The checkpoints of one program: numbered, the newest kept, and gone back to if a ps is lost.
+
+A ps that is brought back reads files by their paths, while the program may go on saving. It reads
+the newest, which is never removed; and what was handed out for recovery during a ``save`` is not
+removed by that ``save``. A checkpoint that vanishes nevertheless costs another try, with the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+from psync.api.variables import scope_of
+from psync.checkpoints.files import (
+    checkpoints_in,
+    mark_last,
+    remove,
+    remove_leftovers,
+    unmark_last,
+)
+from psync.checkpoints.stored_snapshots import SavedImages, stored_images, why_not
+from psync.coordinator import Coordinator
+from psync.errors import CheckpointError, ConfigurationError
+from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """The checkpoints of one program in one directory: numbers, and which are kept.
+
+    The program goes back to the newest of them if a ps is lost, see ``ClusterCoordinator``: to what
+    it has saved last or, before it has saved anything, to what ``restore_or_initialize`` has found,
+    if the program, the number of ps tasks and of shards are the same. Of several managers the one
+    that has saved or restored last is asked.
+
+    Args:
+        checkpoint: What is saved.
+        directory: Where; made when the first one is saved. One program at a time may use it.
+        max_to_keep: The newest so many are kept; None: all.
+        keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
+
+    Raises:
+        ConfigurationError: An argument is no such number.
+
+    Source: ``tf.train.CheckpointManager``.
+    """
+
+    __psync_capture_error__ = "checkpoints are saved by the program, not by steps"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        keep_every_n_steps: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("max_to_keep", max_to_keep), ("keep_every_n_steps", keep_every_n_steps),
+        ):  # fmt: skip
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigurationError(
+                    f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
+                )
+        if not isinstance(checkpoint, Checkpoint):
+            raise ConfigurationError(
+                f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
+                hint="CheckpointManager(psync.Checkpoint(model=model), directory)",
+            )
+        self._checkpoint = checkpoint
+        self._directory = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._keep_every = keep_every_n_steps
+        self._images = SavedImages("")  # of the checkpoints that this program has saved
+        self._under_way = 0  # saves
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager of {self._checkpoint!r} in {str(self._directory)!r}>"
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._directory
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """The complete checkpoints, the oldest first.
+
+        Raises:
+            CheckpointError: The directory cannot be read.
+        """
+        return [path for _, path in checkpoints_in(self._directory, PREFIX)]
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, or None; raises as ``checkpoints``."""
+        return latest_checkpoint(self._directory)
+
+    async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
+        """Save, then remove those that need not be kept; else as ``Checkpoint.save``.
+
+        Args:
+            checkpoint_number: From 0, such as the global step. Default: one more than the highest.
+            last: Whether no other one follows; see ``finish``.
+        """
+        asked = self._images.asked
+        self._under_way += 1
+        try:
+            path, coordinator, images = await self._checkpoint._saved(
+                self._directory, checkpoint_number
+            )
+        finally:
+            self._under_way -= 1
+        if coordinator is not None:
+            self._offer(path, coordinator)
+            coordinator.recovery.from_checkpoint.saved(images)
+        in_use = self._images.handed if self._images.asked != asked else None
+        if self._max_to_keep is not None:
+            for number, old in checkpoints_in(self._directory, PREFIX)[: -self._max_to_keep]:
+                kept = self._keep_every is not None and not number % self._keep_every
+                if not kept and old not in (path, in_use):
+                    await asyncio.to_thread(remove, old)
+        if not self._under_way:
+            number = int(path.name.rpartition("-")[2])
+            await asyncio.to_thread(remove_leftovers, self._directory, PREFIX, number)
+        if last:
+            await self.finish()
+        return path
+
+    async def finish(self) -> Path | None:
+        """Say that no other checkpoint follows: a ``SidecarEvaluator`` then stops after the newest.
+
+        ``restore_or_initialize`` takes it back: the program goes on.
+
+        Returns:
+            The path of the newest checkpoint, or None: there is none, and nothing was said.
+
+        Raises:
+            CheckpointError: The disk fails, or is full.
+
+        Cancellation: It may have been said.
+        """
+        newest = self.latest_checkpoint
+        if newest is not None:
+            await asyncio.to_thread(mark_last, newest)
+        return newest
+
+    async def restore_or_initialize(self) -> Path | None:
+        """Restore the newest checkpoint; without one, everything stays as it was declared.
+
+        Returns:
+            Its path, or None.
+
+        Raises:
+            CheckpointError, UsageError, ParameterServerLost: As ``Checkpoint.restore``.
+
+        Cancellation: As ``Checkpoint.restore``.
+        """
+        latest = self.latest_checkpoint
+        if latest is not None:
+            await self._checkpoint.restore(latest)
+            await asyncio.to_thread(unmark_last, latest)
+            await self._offer_restored(latest)
+        return latest
+
+    def _offer(self, path: Path, coordinator: Coordinator) -> None:
+        """Let the coordinator go back to a checkpoint from now on."""
+        if self._images.origin != coordinator.runtime.origin:
+            self._images = SavedImages(coordinator.runtime.origin)
+        self._images.add(path)
+        coordinator.recovery.from_checkpoint.source = self._images
+
+    async def _offer_restored(self, path: Path) -> None:
+        """As ``_offer``, if the images of an earlier program fit this one."""
+        contents = self._checkpoint._contents()
+        coordinator = await coordinator_for(contents)
+        if coordinator is None or not contents.handles:
+            return
+        scope = scope_of(contents.handles[0])
+        specs = [variable.spec for variable in scope.variables] if scope is not None else []
+        optimizers = {each.number: each._config for each in contents.optimizers.values()}
+
+        def judge() -> str | None:
+            try:
+                return why_not(
+                    stored_images(path), len(coordinator.links.ps.links),
+                    [shard for spec in specs for shard in spec.shards], optimizers,
+                )  # fmt: skip
+            except CheckpointError as exc:
+                return exc.message
+
+        reason = await asyncio.to_thread(judge)
+        if reason is None:
+            self._offer(path, coordinator)
+        else:
+            logger.info("before the first save a lost ps cannot be recovered: %s", reason)
+
+
+def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the newest complete checkpoint in a directory, or None.
+
+    Raises:
+        CheckpointError: The directory cannot be read. If it is not there it is empty.
+
+    Source: ``tf.train.latest_checkpoint``.
+    """
+    found = checkpoints_in(Path(directory), PREFIX)
+    return found[-1][1] if found else None

@@ -1,0 +1,236 @@
+"""Exact evaluation: every example of the validation data counts once, whoever dies.
+
+The data are cut into shards. A shard is evaluated by one closure, which returns what it counted;
+the program adds that up. A closure that is lost with its worker runs again elsewhere, and only its
+last run returns something, so nothing is counted twice and nothing is missing.
+
+Source: "exact evaluation" of Keras under ``tf.distribute.ParameterServerStrategy``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.pulls import pull
+from psync.errors import ConfigurationError, GradientError
+from psync.metrics import Metric
+
+SHARDS_PER_WORKER = 5
+"""As in Keras: fewer leave workers idle at the end, more cost a pull each."""
+
+
+class ArrayShard:
+    """Rows of the validation data, cut into batches on the worker.
+
+    Args:
+        arrays: (x, y) or (x, y, sample_weight), of one length.
+        batch_size: Of all batches but the last.
+    """
+
+    def __init__(self, arrays: tuple[np.ndarray, ...], batch_size: int) -> None:
+        self._arrays = arrays
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+        for start in range(0, len(self._arrays[0]), self._batch_size):
+            yield tuple(array[start : start + self._batch_size] for array in self._arrays)
+
+
+class FunctionShard:
+    """A shard that a worker makes for itself.
+
+    Args:
+        function: (number of the shard, number of all) → finite iterable of batches.
+        number: Of this shard.
+        count: Of all.
+    """
+
+    def __init__(
+        self, function: Callable[[int, int], Iterable[Any]], number: int, count: int
+    ) -> None:
+        self._arguments = (function, number, count)
+
+    def __iter__(self) -> Iterator[Any]:
+        function, number, count = self._arguments
+        return iter(function(number, count))
+
+
+def shards_of(data: Any, num_shards: int, batch_size: int) -> Sequence[Iterable[Any]]:
+    """Cut validation data into shards.
+
+    Args:
+        data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number of
+            shards) → finite iterable of batches, called on workers; or a list of shards, each a
+            finite iterable of batches.
+        num_shards: How many; a list has its own number.
+        batch_size: Of arrays.
+
+    Raises:
+        ConfigurationError: It is nothing of this kind, or empty.
+    """
+    if callable(data):
+        if inspect.iscoroutinefunction(data) or inspect.isasyncgenfunction(data):
+            raise ConfigurationError("validation data: expected a plain function, got a coroutine")
+        return [FunctionShard(data, number, num_shards) for number in range(num_shards)]
+    if isinstance(data, tuple) and data and all(hasattr(part, "__array__") for part in data):
+        arrays = tuple(np.asarray(part) for part in data)
+        lengths = {len(array) if array.ndim else -1 for array in arrays}
+        if len(lengths) != 1 or min(lengths) < 1:
+            raise ConfigurationError(
+                "validation data: expected arrays of one length, at least 1, got shapes "
+                f"{[array.shape for array in arrays]}"
+            )
+        cuts = np.linspace(0, lengths.pop(), num_shards + 1).astype(int)
+        return [
+            ArrayShard(tuple(array[start:stop] for array in arrays), batch_size)
+            for start, stop in itertools.pairwise(cuts)
+            if start < stop
+        ]
+    if isinstance(data, Sequence) and data and not isinstance(data, str | bytes):
+        return list(data)
+    raise ConfigurationError(
+        f"validation data: got {type(data).__name__}",
+        hint="expected a tuple of arrays (x, y), a function (shard, num_shards) -> batches, or a "
+        "list of shards",
+    )
+
+
+def batch_parts(batch: Any) -> tuple[Any, Any, Any]:
+    """Return (x, y, sample_weight or None) of a batch.
+
+    Raises:
+        GradientError: It is none.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise GradientError(
+            f"a batch for metrics: expected (x, y) or (x, y, sample_weight), got "
+            f"{type(batch).__name__}"
+        )
+    x, y, *weight = batch
+    return x, y, weight[0] if weight else None
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return how many examples a batch has: the length of its first array; 1 if it has none."""
+    while isinstance(batch, tuple | list | dict) and batch:
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+    shape = np.shape(batch)
+    return int(shape[0]) if shape else 1
+
+
+def parts_of(made: Any) -> Sequence[Any]:
+    """Return (loss, …) of what a function of the user has made of a batch.
+
+    Raises:
+        GradientError: It is none.
+    """
+    if not isinstance(made, tuple | list) or len(made) not in (2, 3):
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+        raise GradientError(
+            "value_and_grad: expected (loss, gradients) or (loss, gradients, predictions), "
+            f"got {got}",
+            hint="for evaluation alone, loss_and_predictions returns (loss, predictions)",
+        )
+    return made
+
+
+class Counts:
+    """What batches amount to for the loss and the metrics, before anybody is told.
+
+    Args:
+        loss: The mean of the losses, weighted by batch size.
+        metrics: The others, of predictions.
+    """
+
+    def __init__(self, loss: Metric, metrics: Mapping[str, Metric]) -> None:
+        self._loss, self._metrics = loss, metrics
+        self.sums: list[Any] = [0.0] * (1 + len(metrics))
+        self.batches = 0
+
+    def note(self, batch: Any, loss: Any, predictions: Sequence[Any]) -> None:
+        """Count a batch.
+
+        Args:
+            batch: (x, y) or (x, y, sample_weight), if there are metrics.
+            loss: Its mean loss.
+            predictions: Empty, or (predictions,).
+
+        Raises:
+            GradientError: The loss is no number; there are metrics and no predictions, or they do
+                not fit.
+        """
+        if math.prod(np.shape(loss)) != 1:
+            raise GradientError(
+                f"loss: expected a number, got shape {np.shape(loss)}", hint="the mean of the batch"
+            )
+        self.batches += 1
+        self.sums[0] += self._loss.contribution(
+            np.reshape(loss, (1,)), sample_weight=[batch_size_of(batch)]
+        )
+        if not self._metrics:
+            return
+        if not predictions:
+            raise GradientError(
+                f"metrics {', '.join(self._metrics)} need predictions",
+                hint="let value_and_grad return (loss, gradients, predictions)",
+            )
+        _, y, weight = batch_parts(batch)
+        for position, metric in enumerate(self._metrics.values(), 1):
+            self.sums[position] += metric.contribution(y, predictions[0], sample_weight=weight)
+
+
+async def evaluate(
+    coordinator: ClusterCoordinator,
+    variables: Any,
+    value_of: Callable[[Any, Any], Any],
+    loss: Metric,
+    metrics: Mapping[str, Metric],
+    shards: Sequence[Iterable[Any]],
+) -> dict[str, float]:
+    """Evaluate the present values of variables on shards of data.
+
+    Args:
+        coordinator: That runs.
+        variables: A nesting of them.
+        value_of: (values, batch) → (loss, …, predictions): the first and the last are used.
+        loss: For its formula; nothing is counted in it.
+        metrics: By name; likewise.
+        shards: As ``shards_of`` returns them.
+
+    Returns:
+        "loss" and the metrics, by name.
+
+    Raises:
+        ConfigurationError: There is no example.
+        Exception: What a step raised.
+
+    Cancellation: What was scheduled goes on.
+    """
+
+    async def evaluate_shard(shard: Iterable[Any]) -> list[Any]:
+        values = await pull(variables)
+        counts = Counts(loss, metrics)
+        for batch in shard:
+            made = value_of(values, batch)
+            if inspect.isawaitable(made):
+                made = await made
+            first, *rest = parts_of(made)
+            counts.note(batch, first, rest[-1:])
+        return counts.sums
+
+    results = [coordinator.schedule(evaluate_shard, args=(shard,)) for shard in shards]
+    await coordinator.join()
+    totals = [sum(parts) for parts in zip(*await coordinator.fetch(results), strict=True)]
+    if not np.ndim(totals[0]):
+        raise ConfigurationError("validation data: expected at least one batch, got none")
+    logs = {"loss": loss.value_of(totals[0])}
+    for (name, metric), total in zip(metrics.items(), totals[1:], strict=True):
+        logs[name] = metric.value_of(total)
+    return logs

@@ -1,0 +1,222 @@
+"""Writing the arrays of a checkpoint: each ps its own, at once; the program the rest.
+
+What ps tasks write is what they held at a cut, wholly. The program writes what has to be computed
+of it, which it reads from the same cut. A ps that does not see the program's directory sends its
+arrays, and the program writes the same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from psync.checkpoints.files import DataFile, Planned
+from psync.checkpoints.layout import Layout
+from psync.checkpoints.writer import Writer
+from psync.chief.consistent_cut import Cut
+from psync.errors import CheckpointError
+from psync.net.platform import random_hex
+from psync.numerics.blocks import BLOCK_ELEMENTS
+from psync.specs import dtype_of
+from psync.training.saved_objects import Array, Contents, Part
+
+T = TypeVar("T")
+
+Piece = tuple[Array, Part]
+
+FILE_BYTES = 2 << 30
+"""A file of the program's that has as much is followed by another."""
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Work on files in a thread; who is cancelled, once or again, still waits until it has ended.
+
+    So nobody removes a checkpoint, or closes its files, while somebody else completes it.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait((work,))
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is None:
+        return work.result()
+    if not work.cancelled():
+        work.exception()  # which nobody wants to hear any more
+    raise cancelled
+
+
+async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: bool) -> None:
+    """Write what ps tasks held at a cut.
+
+    Args:
+        cut: Held meanwhile.
+        contents: What is wanted by name.
+        writer: Of the checkpoint.
+        streamed: Whether ps tasks are not asked to write, even if they could.
+
+    Raises:
+        CheckpointError: The disk is full, or fails.
+        CutLost, ParameterServerLost, RemoteError, TransportError: A ps did not write, or answer.
+
+    Cancellation: Files are half written.
+    """
+    layout = Layout(cut.images, contents.wanted())
+    shared = [False] * len(cut.images) if streamed else await _shared(cut, writer)
+    pieces = [(array, part) for array in contents.arrays.values() for part in array.parts]
+    computed = await _computed(cut, pieces, layout)  # first: a ps lets go of what it has written
+    own = [
+        piece for piece in pieces if piece[1].compute is not None or _found(layout, piece) is None
+    ]
+
+    async def value_of(piece: Piece) -> Any:
+        value = computed.get(piece[0].name)
+        return _constant(piece) if value is None else value
+
+    theirs = [_write_image(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.images))]
+    await _together([*theirs, _write_pieces(writer, own, value_of)])
+
+
+async def write_by_reading(contents: Contents, writer: Writer) -> None:
+    """Read one shard after the other and write it: of several instants, if somebody trains.
+
+    Raises:
+        CheckpointError: The disk is full, or fails.
+        ParameterServerLost: A ps is gone.
+
+    Cancellation: Files are half written.
+    """
+    pieces = [(array, part) for array in contents.arrays.values() for part in array.parts]
+    await _write_pieces(writer, pieces, lambda piece: piece[1].read())
+
+
+async def _shared(cut: Cut, writer: Writer) -> list[bool]:
+    """Return for each ps whether it sees the directory: it can read what was just written there."""
+    nonce = random_hex(16)
+    path = await in_thread(writer.put_nonce, nonce)
+    answers = await cut.shared(str(path.absolute()), nonce)
+    await in_thread(writer.remove_nonce)
+    return answers
+
+
+async def _write_image(cut: Cut, ps: int, layout: Layout, writer: Writer, shared: bool) -> None:
+    """Have all arrays of a ps written, and note what is where."""
+    name = f"ps-{ps:05d}-of-{len(cut.images):05d}"
+    path = writer.temporary.absolute() / f"{name}.safetensors"
+    if shared:
+        made = await cut.write(ps, str(path), layout.arrays[ps])
+        size, written = made.size, made.places
+    else:
+        size, written = await _write_streamed(cut, ps, layout, path)
+
+    def note() -> None:
+        writer.add_file(path.name, size, layout.slices(ps, path.name, written))
+        state = cut.images[ps].to_bytes()
+        writer.add_image(ps, f"{name}.json", state, path.name, layout.places(ps, written))
+
+    await in_thread(note)
+
+
+async def _write_streamed(
+    cut: Cut, ps: int, layout: Layout, path: Path
+) -> tuple[int, Sequence[tuple[int, int, int]]]:
+    """Write what a ps sends; return the file's size, and where arrays lie."""
+    planned = []
+    for number, label in layout.arrays[ps]:
+        item = cut.images[ps].items[number]
+        planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
+    opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
+    try:
+        await in_thread(lambda: opened.append(DataFile(path, planned)))
+        data_file = opened[0]
+        for number, _ in layout.arrays[ps]:
+            async for piece in cut.pieces(ps, number):
+                await in_thread(data_file.extend, piece)
+            data_file.end_slice()
+        size = await in_thread(data_file.close)
+    finally:
+        for data_file in opened:
+            data_file.abandon()
+    return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in data_file.slices]
+
+
+async def _computed(cut: Cut, pieces: Sequence[Piece], layout: Layout) -> dict[str, np.ndarray]:
+    """Return by name what is computed of what a ps holds, such as the sum of copies.
+
+    Raises:
+        CheckpointError: No ps holds a variable.
+    """
+    values = {}
+    for piece in pieces:
+        array, part = piece
+        found = _found(layout, piece)
+        if found is None and not part.slot:
+            raise CheckpointError(
+                f"checkpoint: no ps holds {array.name!r}",
+                hint="it was declared while the checkpoint was saved: save again",
+            )
+        if found is not None and part.compute is not None:
+            values[array.name] = await part.compute(await cut.read(*found))
+    return values
+
+
+def _found(layout: Layout, piece: Piece) -> tuple[int, int] | None:
+    part = piece[1]
+    return layout.find(part.key, part.optimizer, part.slot)
+
+
+async def _write_pieces(
+    writer: Writer, pieces: Sequence[Piece], value_of: Callable[[Piece], Awaitable[Any]]
+) -> None:
+    for number, batch in enumerate(_batches(pieces)):
+        planned = [_planned(piece) for piece in batch]
+        name = f"data-{number:05d}.safetensors"
+        data_file = await in_thread(writer.data_file, name, planned)
+        for piece in batch:
+            await in_thread(data_file.write, await value_of(piece))
+
+
+def _planned(piece: Piece) -> Planned:
+    array, part = piece
+    return Planned(array.name, part.shape, array.dtype, part.offset)
+
+
+def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Return what goes into which file."""
+    batches: list[list[Piece]] = []
+    nbytes = FILE_BYTES
+    for piece in pieces:
+        if nbytes >= FILE_BYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append(piece)
+        nbytes += _planned(piece).nbytes
+    return batches
+
+
+def _constant(piece: Piece) -> Iterator[np.ndarray]:
+    """Yield, in parts, a slot that no ps holds yet: as it is before the first push."""
+    dtype = dtype_of(piece[0].dtype)
+    left = _planned(piece).nbytes // dtype.itemsize
+    elements = np.full(min(left, BLOCK_ELEMENTS), piece[1].fill, dtype)
+    while left > 0:
+        yield elements[:left]
+        left -= elements.size
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Await all; when one fails the others are cancelled, and have ended when it is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()

@@ -1,0 +1,306 @@
+"""What a checkpoint holds of the objects that it was given: names, arrays, states.
+
+Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
+So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from psync.api.modules import Module
+from psync.api.moving_averages import ExponentialMovingAverage
+from psync.api.on_read import CopyAccess
+from psync.api.optimizers.handles import Optimizer
+from psync.api.optimizers.state import Slot
+from psync.api.variables import Handle, Variable
+from psync.checkpoints.layout import Wanted
+from psync.checkpoints.manifest import Difference, Manifest, check_state, compare
+from psync.errors import CheckpointMismatch, UsageError
+from psync.metrics import Metric
+from psync.specs import ShardSpec
+from psync.store.shards import Key
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object without arrays that a checkpoint can hold."""
+
+    def checkpoint_state(self) -> Any:
+        """Return what it has to be restored from: numbers, texts, lists and dicts of them."""
+
+    def restore_checkpoint_state(self, state: Any) -> None:
+        """Become what the state says."""
+
+
+class SavedState:
+    """Values of the program itself that a checkpoint is to hold: attributes, as many as you like.
+
+    Args:
+        values: What they begin as: numbers, texts, None, lists and dicts of them.
+
+    Example:
+        progress = psync.SavedState(epoch=0)
+        checkpoint = psync.Checkpoint(model=model, progress=progress)
+        progress.epoch += 1
+    """
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __repr__(self) -> str:
+        return f"SavedState({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
+
+    def __getattr__(self, name: str) -> Any:  # only of what is not there; types need to be told
+        raise AttributeError(f"no value {name!r} was saved or set")
+
+    def checkpoint_state(self) -> Any:
+        """Return the values."""
+        return dict(vars(self))
+
+    def restore_checkpoint_state(self, state: Any) -> None:
+        """Take the values of a checkpoint; those that it does not have stay."""
+        self.__dict__.update(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One shard of an array that a checkpoint holds."""
+
+    offset: int  # first row
+    shape: tuple[int, ...]
+    read: Callable[[], Awaitable[np.ndarray]]
+    write: Callable[[np.ndarray], Awaitable[Any]]
+    key: Key  # of the shard on its ps
+    optimizer: int = -1  # number of the one whose slot it is
+    slot: str = ""
+    fill: float = 0.0  # what a slot begins with
+    compute: Callable[[np.ndarray], Awaitable[np.ndarray]] | None = None
+    """Makes it of the shard's value; None: it is the value, or the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array that a checkpoint holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(slots=True)
+class Contents:
+    """Everything that a checkpoint holds.
+
+    Attributes:
+        slots: Whether those of optimizers are among the arrays: which there are is known only
+            while a coordinator runs.
+        arrays: By name.
+        states: By name.
+        optimizers: Their steps are kept as states, under these names.
+        handles: The variables.
+        by_variable: Paths below which arrays are called by the names of their variables.
+    """
+
+    slots: bool = True
+    arrays: dict[str, Array] = field(default_factory=dict)
+    states: dict[str, Stateful] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    handles: list[Handle] = field(default_factory=list)
+    by_variable: list[str] = field(default_factory=list)
+    _paths: dict[Any, str] = field(default_factory=dict)  # of variables, ids of other objects
+
+    def add(self, path: str, thing: Any) -> None:
+        """Take up an object, and what it holds.
+
+        Raises:
+            UsageError: It is nothing that a checkpoint can hold.
+        """
+        if isinstance(thing, Handle):
+            if thing not in self._paths:  # the first path is its name
+                self._paths[thing] = path
+                self.handles.append(thing)
+                self._add_array(path, thing)
+            return
+        adder = self._adder_of(thing)
+        if adder is None:
+            raise UsageError(
+                f"checkpoint: {path!r} is {type(thing).__name__}, which it cannot hold",
+                hint="it holds variables, optimizers, metrics, moving averages, modules, "
+                "SavedState(epoch=0), dicts and lists of them, and what has checkpoint_state()",
+            )
+        if id(thing) not in self._paths:
+            self._paths[id(thing)] = path
+            adder(path, thing)
+
+    def _check_new(self, name: str) -> None:
+        """Refuse a second thing of one name: the first would be neither saved nor restored.
+
+        Raises:
+            UsageError: There is one.
+        """
+        taken = (self.arrays, self.states, self.optimizers, map(rate_name, self.optimizers))
+        if any(name in names for names in taken):
+            raise UsageError(
+                f"checkpoint: two things are called {name!r}",
+                hint="names are paths: of dicts, keys without '/' that differ as texts",
+            )
+
+    def path_of(self, thing: Any) -> str:
+        """Return the first path of an object that was taken up."""
+        return self._paths[thing if isinstance(thing, Handle) else id(thing)]
+
+    def wanted(self) -> list[Wanted]:
+        """Return the slices that are arrays of ps tasks as they are."""
+        return [
+            Wanted(
+                array.name, part.offset, part.shape[0] if part.shape else 1,
+                part.key, part.optimizer, part.slot,
+            )
+            for array in self.arrays.values()
+            for part in array.parts
+            if part.compute is None
+        ]  # fmt: skip
+
+    def present_states(self) -> dict[str, Any]:
+        """Return the states of objects without arrays, as they are now; later changes do not show.
+
+        Raises:
+            CheckpointError: One would not come back from a checkpoint as it is.
+        """
+        states = {}
+        for name, thing in self.states.items():
+            state = thing.checkpoint_state()
+            check_state(name, state)
+            states[name] = copy.deepcopy(state)
+        return states
+
+    def compared(
+        self, manifest: Manifest, where: object, hint: str, *, partial: bool = False
+    ) -> Difference:
+        """Return how this differs from what a checkpoint has.
+
+        Args:
+            manifest: Of the checkpoint.
+            where: It is, for messages.
+            hint: What to do if it does not fit.
+            partial: Whether the checkpoint may lack something.
+
+        Raises:
+            CheckpointMismatch: It does not fit; all names are in the message.
+        """
+        wanted = {array.name: (array.shape, array.dtype) for array in self.arrays.values()}
+        rates = [rate_name(step) for step in self.optimizers]
+        difference = compare(manifest, wanted, [*self.states, *self.optimizers], rates)
+        if difference.misshaped or (difference.missing and not partial):
+            raise CheckpointMismatch(
+                f"{where} does not fit what is declared here"
+                + _listed("missing in it", difference.missing)
+                + _listed("of another shape or dtype", difference.misshaped)
+                + _listed("not asked for", difference.extra),
+                hint=hint,
+            )
+        return difference
+
+    def _adder_of(self, thing: Any) -> Callable[[str, Any], None] | None:
+        kinds: list[tuple[type, Callable[[str, Any], None]]] = [
+            (Optimizer, self._add_optimizer),
+            (ExponentialMovingAverage, self._add_averages),
+            (Metric, lambda path, metric: self.add(f"{path}/sums", metric.variables[0])),
+            (Module, self._add_module),
+            (Stateful, self._add_state),
+            (dict, lambda path, items: self._add_all(path, items.items())),
+            (list, lambda path, items: self._add_all(path, enumerate(items))),
+            (tuple, lambda path, items: self._add_all(path, enumerate(items))),
+        ]
+        return next((adder for kind, adder in kinds if isinstance(thing, kind)), None)
+
+    def _add_all(self, path: str, items: Any) -> None:
+        for key, item in items:
+            self.add(f"{path}/{key}", item)
+
+    def _add_state(self, path: str, thing: Stateful) -> None:
+        self._check_new(path)
+        self.states[path] = thing
+
+    def _add_module(self, path: str, module: Module) -> None:
+        """Take up the attributes that hold something; a module may have others."""
+        for name, value in held(module):
+            self.add(f"{path}/{name}", value)
+
+    def _add_averages(self, path: str, averages: ExponentialMovingAverage) -> None:
+        self.by_variable.append(path)
+        for variable, average in averages.items():
+            self.add(f"{path}/{variable.name}", average)
+
+    def _add_optimizer(self, path: str, optimizer: Optimizer) -> None:
+        self._check_new(f"{path}/step")
+        self._check_new(f"{path}/learning_rate")
+        self.optimizers[f"{path}/step"] = optimizer
+        self.by_variable += [f"{path}/{slot}" for slot in optimizer.get_slot_names()]
+        for slot in optimizer.variables() if self.slots else ():
+            self._add_array(f"{path}/{slot.name}/{slot.variable.name}", slot)
+
+    def _add_array(self, name: str, source: Handle | Slot) -> None:
+        self._check_new(name)
+        variable: Any = source.variable if isinstance(source, Slot) else source
+        dtype = source.dtype if isinstance(source, Slot) else variable.spec.dtype
+        if isinstance(variable, CopyAccess):  # of which only the aggregate is kept
+            (shard,) = variable.spec.shards
+            parts: tuple[Part, ...] = (
+                Part(
+                    0, variable.shape, variable.checkpoint_value, variable.restore_value,
+                    shard.key, compute=variable.checkpoint_value_of,
+                ),
+            )  # fmt: skip
+        else:
+            whole = [variable] if isinstance(variable, Variable) else variable.variables
+            parts = tuple(
+                _part(shard, part, source)
+                for part, shard in zip(whole, variable.spec.shards, strict=True)
+            )
+        self.arrays[name] = Array(name, variable.shape, dtype, parts)
+
+
+def _part(spec: ShardSpec, shard: Variable, source: Handle | Slot) -> Part:
+    if isinstance(source, Slot):
+        slot = Slot(shard, source.optimizer, source.name)
+        return Part(
+            spec.offset, spec.shape, slot.read, slot.assign, spec.key, source.optimizer.number,
+            source.name, source.first_element,
+        )  # fmt: skip
+    return Part(spec.offset, spec.shape, shard.read, shard.assign, spec.key)
+
+
+def rate_name(step: str) -> str:
+    """Return under which name the learning rate of an optimizer is kept; ``step`` is its step's."""
+    return f"{step.removesuffix('step')}learning_rate"
+
+
+def held(module: Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that are saved, in the order of their names."""
+    return [
+        (name, value) for name, value in sorted(vars(module).items()) if _holds_something(value)
+    ]
+
+
+def _holds_something(value: Any) -> bool:
+    """Return whether an attribute of a module is saved: settings and functions are not."""
+    if isinstance(value, dict):
+        return any(map(_holds_something, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_something, value))
+    return isinstance(value, Handle | Optimizer | ExponentialMovingAverage | Metric | Module) or (
+        isinstance(value, Stateful) and not isinstance(value, type)
+    )
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"; {what}: {shown}" if names else ""

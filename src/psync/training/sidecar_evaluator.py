@@ -1,0 +1,302 @@
+"""SidecarEvaluator: evaluates checkpoints beside the training that writes them.
+
+It reads files; of the cluster it only looks whether somebody is there, and training neither waits
+for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing is
+lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from psync.callbacks import Callback, EarlyStopping, LearningRateScheduler, ModelCheckpoint
+from psync.checkpoints.files import checkpoints_in, is_complete, is_last
+from psync.client.context import forbid_in_step
+from psync.errors import CheckpointError, CheckpointMismatch, ConfigurationError, UsageError
+from psync.net.environment import note_training_began, run_over, training_presence
+from psync.training.checkpoint import PREFIX, Checkpoint
+from psync.worker.step_thread import StepThread
+
+logger = logging.getLogger(__name__)
+
+REPORT_AFTER_S = 10.0
+"""A wait for so long is worth a line in the log, and again at doubling intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was found of a checkpoint.
+
+    Attributes:
+        number: Of the checkpoint.
+        path: Of the checkpoint; it may have been removed meanwhile.
+        logs: What the evaluation function returned, as floats.
+    """
+
+    number: int
+    path: Path
+    logs: dict[str, float]
+
+
+class SidecarEvaluator:
+    """Evaluates the newest checkpoint in a directory, again and again.
+
+    It waits for a checkpoint that is newer than those before, reads it, and calls ``eval_fn``.
+    Those that are older than the newest are skipped, each is evaluated at most once, and their
+    numbers only grow. One that is removed while it is read is left for the one that has replaced
+    it; a damaged one is said in the log and left for the next one.
+
+    It ends after a checkpoint that is the last: the program has said so
+    (``CheckpointManager.save(last=True)``, ``finish()``; ``Trainer.fit`` does it), or its number
+    is at least ``max_evaluations``. It also ends when all ps tasks and workers have gone for a
+    minute, as they do when their chief has failed or was killed, and with TrainingEnded when none
+    has come within the first hour; ``PSYNC_CHIEF_TIMEOUT`` is for it as for them. Under
+    ``psync run --evaluator`` it ends with the run instead, once it has evaluated the newest
+    checkpoint: a program that goes on from an earlier run finds the last one of that run there.
+
+    Moving averages are evaluated in place of the variables if they were saved in the same nesting:
+    ``Checkpoint(model=model, averages=ema.averages(model))`` gives ``values["averages"]["w"]``.
+
+    Args:
+        checkpoint: Of the same objects as in training, under the same names; what is not to be
+            evaluated may be left out. They are declared in ``strategy.scope()``, and exist on no
+            ps: this says only what is read, and how it is nested.
+        eval_fn: (values) → dict of numbers, where values are what ``Checkpoint.read`` returns:
+            ``values["model"]["w"]``. A coroutine function, or a plain one, which runs in a thread.
+        directory: Of the checkpoints; need not be there yet.
+        max_evaluations: Number of the last checkpoint; None: the program says which it is.
+        poll_interval: Seconds between two looks into the directory.
+        callbacks: Such as ``CSVLogger`` and ``TensorBoard``; an epoch is a checkpoint, by number.
+            One that sets ``self.trainer.stop_training`` ends it; there is no other trainer.
+        slots: Whether those of optimizers are read, too.
+
+    Raises:
+        ConfigurationError: An argument is out of range, or none; a callback needs a trainer.
+        UsageError: Inside a step.
+
+    Example:
+        async def evaluate():
+            strategy = psync.ParameterServerStrategy(psync.TFConfigClusterResolver())
+            with strategy.scope():
+                model = make_model()
+            evaluator = psync.SidecarEvaluator(
+                psync.Checkpoint(model=model), accuracy, "run/checkpoints")
+            async for result in evaluator:
+                print(result.number, result.logs)
+
+        psync.run(main, evaluator=evaluate)
+
+    Source: ``tf.keras.utils.SidecarEvaluator``. There checkpoints need an optimizer's
+        ``iterations``, from which the evaluator takes its step; here a checkpoint has a number, so
+        it may hold whatever is to be evaluated.
+    """
+
+    __psync_capture_error__ = "an evaluator reads files of its own machine, steps have no use of it"
+
+    validation_skipped = False  # a callback's question to its trainer
+    stop_training = False  # set by a callback: there will be no other evaluation
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        eval_fn: Callable[[dict[str, Any]], Any],
+        directory: str | os.PathLike[str],
+        max_evaluations: int | None = None,
+        *,
+        poll_interval: float = 1.0,
+        callbacks: Sequence[Callback] = (),
+        slots: bool = False,
+    ) -> None:
+        forbid_in_step("making a SidecarEvaluator")
+        if not isinstance(checkpoint, Checkpoint):
+            raise ConfigurationError(
+                f"evaluator: expected a Checkpoint, got {type(checkpoint).__name__}",
+                hint="SidecarEvaluator(psync.Checkpoint(model=model), eval_fn, directory)",
+            )
+        if not callable(eval_fn):
+            raise ConfigurationError(
+                f"evaluator: expected a function (values) -> dict of numbers, got {eval_fn!r}"
+            )
+        if max_evaluations is not None and (
+            not isinstance(max_evaluations, int) or max_evaluations < 1
+        ):
+            raise ConfigurationError(
+                f"evaluator: expected max_evaluations above 0, or None, got {max_evaluations!r}"
+            )
+        if not isinstance(poll_interval, int | float) or not poll_interval > 0:
+            raise ConfigurationError(
+                f"evaluator: expected poll_interval in seconds above 0, got {poll_interval!r}"
+            )
+        for callback in callbacks:
+            if isinstance(callback, EarlyStopping | LearningRateScheduler | ModelCheckpoint):
+                raise ConfigurationError(
+                    f"evaluator: {type(callback).__name__} acts on a trainer, and here is none",
+                    hint="give it to Trainer.fit, with validation_data",
+                )
+        self._checkpoint = checkpoint
+        self._eval_fn = eval_fn
+        self._directory = Path(directory)
+        self._max_evaluations = max_evaluations
+        self._poll_interval_s = poll_interval
+        self._callbacks = tuple(callbacks)
+        self._slots = slots
+        self._done = -1  # number of the last one that was evaluated, or passed over
+
+    def __repr__(self) -> str:
+        return f"<SidecarEvaluator of {self._checkpoint!r} in {str(self._directory)!r}>"
+
+    async def run(self) -> list[Evaluation]:
+        """Evaluate until the last checkpoint; return what was found, in order.
+
+        Raises:
+            CheckpointMismatch: A checkpoint lacks something that is asked for, or has it in
+                another shape or dtype.
+            CheckpointError: The directory cannot be read.
+            TrainingEnded: Nobody has come who trains.
+            UsageError: ``eval_fn`` returned something else than a dict of numbers.
+            Exception: What ``eval_fn`` or a callback raised.
+
+        Cancellation: Safe. A plain ``eval_fn`` goes on in its thread, which ends with the process.
+        """
+        async with contextlib.aclosing(self.__aiter__()) as found:
+            return [evaluation async for evaluation in found]
+
+    async def __aiter__(self) -> AsyncGenerator[Evaluation]:
+        """Yield what was found of each checkpoint, until the last; raises as ``run``.
+
+        A loop that is left with ``break`` may be followed by another one, which goes on.
+        """
+        thread, logs = StepThread(), dict[str, float]()
+        self.stop_training = False
+        try:
+            await self._call("on_train_begin")
+            while not self.stop_training and (newest := await self._next()) is not None:
+                note_training_began()
+                number, path = newest
+                values = await self._read(number, path)
+                if values is None:
+                    continue
+                await self._call("on_epoch_begin", number)
+                logs = _numbers(await self._evaluated(values, thread))
+                del values  # as large as the model
+                self._done = number
+                logger.info("%s: %s", path.name, _shown(logs))
+                await self._call("on_epoch_end", number, logs)
+                yield Evaluation(number, path, dict(logs))
+        finally:
+            thread.close()
+            await self._call("on_train_end", logs)
+
+    async def _next(self) -> tuple[int, Path] | None:
+        """Wait for a checkpoint that is new, the newest; None: there will be no other."""
+        over, training = run_over.get(), training_presence.get()
+        began = reported = asyncio.get_running_loop().time()
+        while self._max_evaluations is None or self._done < self._max_evaluations:
+            ends = over is not None and over.is_set()  # asked first: what was saved by then is seen
+            if training is not None:
+                await training.look()
+            newest = await asyncio.to_thread(self._newest)
+            if newest is not None and newest[0] > self._done:
+                if training is not None:
+                    training.note_sign()
+                return newest
+            if over is None:
+                ends = newest is not None and await asyncio.to_thread(is_last, newest[1])
+            if training is not None and not ends and training.has_ended():
+                logger.warning(
+                    "the evaluator ends: %s, and no checkpoint was saved as the last",
+                    training.describe(),
+                )
+                ends = True
+            if ends:
+                return None
+            now = asyncio.get_running_loop().time()
+            if now - reported >= max(REPORT_AFTER_S, reported - began):
+                reported = now
+                after = "" if newest is None else f" after {newest[1].name}"
+                goes_on = "" if training is None else f"; {training.describe()}"
+                logger.info("waiting for a checkpoint%s in %s%s", after, self._directory, goes_on)
+            await _pause(self._poll_interval_s, over)
+        return None
+
+    def _newest(self) -> tuple[int, Path] | None:
+        found = checkpoints_in(self._directory, PREFIX)
+        return found[-1] if found else None
+
+    async def _read(self, number: int, path: Path) -> dict[str, Any] | None:
+        """Return the values of a checkpoint; None if that cannot be."""
+        try:
+            return await self._checkpoint.read(path, slots=self._slots)
+        except CheckpointMismatch:
+            raise
+        except CheckpointError as exc:
+            if await asyncio.to_thread(is_complete, path):
+                self._done = number
+                logger.warning("%s is passed over: %s", path.name, exc)
+            else:
+                logger.debug("%s was removed while it was read", path.name)
+            return None
+
+    async def _evaluated(self, values: dict[str, Any], thread: StepThread) -> Any:
+        if inspect.iscoroutinefunction(self._eval_fn):
+            return await self._eval_fn(values)
+        made, error = await thread.run(lambda: self._eval_fn(values))
+        if error is not None:
+            raise error
+        return await made if inspect.isawaitable(made) else made
+
+    async def _call(self, method: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            callback.trainer = self  # type: ignore[assignment]  # as far as loggers ask for it
+            made: Awaitable[Any] | None = getattr(callback, method)(*arguments)
+            if inspect.isawaitable(made):
+                await made
+
+
+async def _pause(seconds: float, over: asyncio.Event | None) -> None:
+    """Wait, at most until the run is over."""
+    if over is None:
+        await asyncio.sleep(seconds)
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await over.wait()
+
+
+def _numbers(made: Any) -> dict[str, float]:
+    """Return what ``eval_fn`` returned, as floats.
+
+    Raises:
+        UsageError: It is something else than a dict of numbers.
+    """
+    if not isinstance(made, Mapping):
+        raise UsageError(
+            f"eval_fn: expected a dict of numbers, got {type(made).__name__}",
+            hint='return {"accuracy": accuracy}',
+        )
+    logs = {}
+    for name, value in made.items():
+        try:
+            if not isinstance(name, str) or isinstance(value, str) or np.ndim(value):
+                raise TypeError("no name and number")
+            logs[name] = float(value)
+        except (TypeError, ValueError) as exc:
+            raise UsageError(
+                f"eval_fn: expected a dict of numbers, got {type(value).__name__} as {name!r}",
+                hint="one number for each name: mean over the examples",
+            ) from exc
+    return logs
+
+
+def _shown(logs: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.6g}" for name, value in logs.items())

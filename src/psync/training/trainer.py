@@ -1,0 +1,404 @@
+"""Trainer: a training loop for those who do not want to write their own.
+
+Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
+is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from psync.api.cluster_coordinator import ClusterCoordinator
+from psync.api.datasets import PerWorkerDataset
+from psync.api.global_step import get_or_create_global_step
+from psync.api.optimizers.handles import Optimizer
+from psync.api.pulls import leaves, pairs, pull
+from psync.api.strategy import ParameterServerStrategy
+from psync.callbacks import Callback
+from psync.client.context import current_closure, forbid_in_step
+from psync.errors import ConfigurationError, EndOfData
+from psync.gradients import GradientFunction
+from psync.metrics import Mean, Metric
+from psync.serialization.failures import text_of
+from psync.serialization.remote_value import RemoteValue
+from psync.training.checkpoint import Checkpoint
+from psync.training.checkpoint_manager import CheckpointManager
+from psync.training.evaluation import SHARDS_PER_WORKER, Counts, evaluate, parts_of, shards_of
+from psync.training.progress import Progress, progress_of
+from psync.training.saved_names import by_name
+
+SHOW_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class History:
+    """What ``fit`` returns; a checkpoint holds it.
+
+    Attributes:
+        epoch: Numbers of the epochs that ran, from 0, those before a resume included.
+        history: By name: a value for each of them.
+    """
+
+    epoch: list[int] = field(default_factory=list)
+    history: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """Note an epoch."""
+        self.epoch.append(epoch)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"epoch": self.epoch, "history": self.history}
+
+    def restore_checkpoint_state(self, state: dict[str, Any]) -> None:
+        """Become what was saved."""
+        self.epoch, self.history = state["epoch"], state["history"]
+
+
+class Trainer:
+    """Trains variables on the workers of a strategy, epoch by epoch.
+
+    Made in ``strategy.scope()``, or outside of it; used while a ``ClusterCoordinator`` runs.
+
+    Args:
+        strategy: That declared the variables.
+        variables: A variable, a list, a dict: any nesting, as ``psync.pull`` takes it.
+        value_and_grad: (values, batch) → (loss, gradients) or (loss, gradients, predictions), where
+            values and gradients are nested as ``variables`` are. Runs on workers; may be a
+            coroutine function. Gradients may be None or ``IndexedSlices``. Or what
+            ``gradients.from_torch`` or ``from_jax`` returns: its loss function gets the values as
+            in ``minimize``, then the items of the batch, and returns predictions beside the loss
+            if there are metrics.
+        optimizer: One of ``psync.optimizers``, or a ``SyncReplicasOptimizer``.
+        metrics: Of predictions: each ``update_state(y, predictions, sample_weight=…)``, where a
+            batch is (x, y) or (x, y, sample_weight). Named by their names.
+        loss_and_predictions: (values, batch) → (loss, predictions), for evaluation. Default:
+            ``value_and_grad``, whose gradients are thrown away.
+        checkpoint_directory: Where the state is saved after each epoch, and from where ``fit``
+            resumes. None: it is not. Variables are called there as in
+            ``Checkpoint(model=variables)``, and below a list or tuple by their own names.
+        max_to_keep: How many checkpoints are kept there.
+
+    Raises:
+        ConfigurationError: An argument is none, or two metrics have one name.
+        UsageError: Inside a step.
+    """
+
+    __psync_capture_error__ = "the trainer lives in the program; steps get what they need of it"
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        variables: Any,
+        value_and_grad: Callable[[Any, Any], Any],
+        optimizer: Optimizer,
+        metrics: Sequence[Metric] = (),
+        *,
+        loss_and_predictions: Callable[[Any, Any], Any] | None = None,
+        checkpoint_directory: str | os.PathLike[str] | None = None,
+        max_to_keep: int = 3,
+    ) -> None:
+        forbid_in_step("making a Trainer")
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"trainer: expected an optimizer, got {type(optimizer).__name__}",
+                hint="Trainer(strategy, variables, value_and_grad, psync.optimizers.Adam())",
+            )
+        _check_all("trainer", "metrics", Metric, metrics)
+        self.metrics = {metric.name: metric for metric in metrics}
+        if len(self.metrics) < len(metrics) or "loss" in self.metrics:
+            raise ConfigurationError(
+                f"trainer: expected metrics of different names, and none called loss, got "
+                f"{', '.join(metric.name for metric in metrics)}"
+            )
+        self.strategy = strategy
+        self.variables = variables
+        self.flat_variables = list(dict.fromkeys(leaves(variables)))
+        if not self.flat_variables:
+            raise ConfigurationError("trainer: expected variables to train, got none")
+        self.optimizer = optimizer
+        self.stop_training = False
+        self.validation_skipped = False  # after this epoch: only each n-th has one
+        self._value_and_grad = _of_batch(value_and_grad)
+        self._evaluated = _of_batch(loss_and_predictions or value_and_grad)
+        with strategy.scope():
+            self._loss = Mean("loss")
+            self._global_step = get_or_create_global_step() if optimizer.synchronous else None
+        self.history = History()
+        self.checkpoint = Checkpoint(
+            model=by_name(variables), optimizer=optimizer, history=self.history
+        )
+        self.manager = (
+            None
+            if checkpoint_directory is None
+            else CheckpointManager(self.checkpoint, checkpoint_directory, max_to_keep)
+        )
+
+    async def fit(
+        self,
+        dataset: Any,
+        *,
+        epochs: int = 1,
+        steps_per_epoch: int,
+        steps_per_execution: int = 1,
+        validation_data: Any = None,
+        validation_batch_size: int = 32,
+        validation_freq: int = 1,
+        callbacks: Sequence[Callback] = (),
+        initial_epoch: int | None = None,
+        verbose: bool | str = "auto",
+    ) -> History:
+        """Train.
+
+        Args:
+            dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
+                epoch begins it anew.
+            epochs: Number of the last epoch, plus 1.
+            steps_per_epoch: Steps of all workers together.
+            steps_per_execution: Steps of one closure: more cost less, and are lost together.
+            validation_data: As ``evaluate`` takes it.
+            validation_batch_size: Of validation data that are arrays.
+            validation_freq: After each n-th epoch.
+            callbacks: Called between epochs.
+            initial_epoch: From 0. Default: where the last checkpoint was saved, else 0.
+            verbose: False, "lines", "bar"; "auto" or True: a bar on a terminal, else lines.
+
+        Returns:
+            The values of each epoch. If the data of a worker ended, training ended with the epoch.
+
+        Raises:
+            ConfigurationError: A number is out of range; validation data are none; the dataset has
+                no batch.
+            GradientError: ``value_and_grad`` returned something else than it should.
+            ClosedError: No coordinator runs.
+            Exception: What a step or a callback raised. What callbacks raise in ``on_train_end``
+                after it is added to it as notes.
+
+        Cancellation: What was scheduled goes on; ``on_train_end`` is called.
+        """
+        for name, value in (
+            ("epochs", epochs), ("steps_per_epoch", steps_per_epoch),
+            ("steps_per_execution", steps_per_execution), ("validation_freq", validation_freq),
+        ):  # fmt: skip
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"fit: expected {name} above 0, got {value!r}")
+        if initial_epoch is not None and (not isinstance(initial_epoch, int) or initial_epoch < 0):
+            raise ConfigurationError(
+                f"fit: expected initial_epoch from 0, or None, got {initial_epoch!r}"
+            )
+        _check_all("fit", "callbacks", Callback, callbacks)
+        if validation_data is not None:  # what is wrong with it is said before anything is trained
+            self._shards(validation_data, validation_batch_size)
+        coordinator = ClusterCoordinator(self.strategy)
+        if not isinstance(dataset, PerWorkerDataset):
+            dataset = coordinator.create_per_worker_dataset(dataset)
+        history = self.history
+        history.epoch, history.history = [], {}
+        if self.manager is not None:
+            await self.manager.restore_or_initialize()
+        first = max(history.epoch, default=-1) + 1 if initial_epoch is None else initial_epoch
+        self.stop_training, run_steps = False, self._steps()
+        logs: dict[str, float] = {}
+        show = progress_of(verbose)
+        try:
+            await self._call(callbacks, "on_train_begin")
+            for epoch in range(first, epochs):
+                await self._call(callbacks, "on_epoch_begin", epoch)
+                began = time.perf_counter()
+                show.begin(epoch, epochs, steps_per_epoch)
+                closures = _split(steps_per_epoch, steps_per_execution)
+                logs, ended = await self._epoch(coordinator, run_steps, dataset, closures, show)
+                validates = validation_data is not None and (epoch + 1) % validation_freq == 0
+                self.validation_skipped = validation_data is not None and not validates
+                if validates:
+                    found = await self.evaluate(validation_data, batch_size=validation_batch_size)
+                    logs |= {f"val_{name}": value for name, value in found.items()}
+                show.end(time.perf_counter() - began, logs)
+                history.add(epoch, logs)
+                await self._call(callbacks, "on_epoch_end", epoch, logs)
+                if self.manager is not None:
+                    await self.manager.save()
+                if ended or self.stop_training:
+                    break
+            if self.manager is not None:
+                await self.manager.finish()
+        except BaseException as exc:
+            show.close()
+            await self._end(callbacks, logs, exc)
+            raise
+        show.close()
+        await self._end(callbacks, logs)
+        return History(list(history.epoch), copy.deepcopy(history.history))
+
+    async def evaluate(
+        self, data: Any, *, batch_size: int = 32, num_shards: int | None = None
+    ) -> dict[str, float]:
+        """Return loss and metrics on data, each example counted exactly once.
+
+        Args:
+            data: (x, y) or (x, y, sample_weight), arrays of one length; a function (shard, number
+                of shards) → finite iterable of batches, called on workers; or a list of shards,
+                each a finite iterable of batches.
+            batch_size: Of arrays.
+            num_shards: Into how many shards data are cut that are no list. Default: five for each
+                worker.
+
+        Raises:
+            ConfigurationError: The data are none, or a number is out of range.
+            ClosedError: No coordinator runs.
+            Exception: What a step raised.
+
+        Cancellation: What was scheduled goes on.
+        """
+        shards = self._shards(data, batch_size, num_shards)
+        return await evaluate(
+            ClusterCoordinator(self.strategy), self.variables, self._evaluated, self._loss,
+            self.metrics, shards,
+        )  # fmt: skip
+
+    def _shards(
+        self, data: Any, batch_size: int, num_shards: int | None = None
+    ) -> Sequence[Iterable[Any]]:
+        """Cut data as ``evaluate`` does, or say what is wrong with them."""
+        if num_shards is None:
+            num_shards = SHARDS_PER_WORKER * self.strategy.cluster.num_tasks("worker")
+        for name, value in (("batch_size", batch_size), ("num_shards", num_shards)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"evaluate: expected {name} above 0, got {value!r}")
+        return shards_of(data, num_shards, batch_size)
+
+    def _steps(self) -> Callable[..., Any]:
+        """Return the step function: some steps, then one message for each metric."""
+        variables, value_and_grad = self.variables, self._value_and_grad
+        optimizer, global_step = self.optimizer, self._global_step
+        loss_metric, metrics = self._loss, self.metrics
+
+        async def run_steps(batches: Any, count: int) -> None:
+            counts = Counts(loss_metric, metrics)
+            ended: EndOfData | None = None
+            closure = current_closure()
+            assert closure is not None, "steps run in closures"
+            began, calls = closure.next_ordinal(), 0
+            for step in range(count):
+                try:
+                    batch = next(batches)
+                except EndOfData as exc:
+                    ended = exc
+                    # Where the closure runs again there may be more data, or less; what is added to
+                    # the metrics must be the same call in each run.
+                    for _ in range((count - step) * calls):
+                        closure.next_ordinal()
+                    break
+                made = value_and_grad(await pull(variables), batch)
+                if inspect.isawaitable(made):
+                    made = await made
+                loss, gradients, *predictions = parts_of(made)
+                pushed = pairs(variables, gradients, "gradients")
+                await optimizer.apply_gradients(
+                    [(gradient, variable) for variable, gradient in pushed], global_step
+                )
+                if step == 0:
+                    calls = closure.next_ordinal() - began - 1
+                counts.note(batch, loss, predictions)
+            if counts.batches:
+                await loss_metric.add(counts.sums[0])
+                for metric, total in zip(metrics.values(), counts.sums[1:], strict=True):
+                    await metric.add(total)
+            if ended is not None:
+                raise ended
+
+        return run_steps
+
+    async def _epoch(
+        self,
+        coordinator: ClusterCoordinator,
+        run_steps: Callable[..., Any],
+        dataset: PerWorkerDataset,
+        counts: Sequence[int],
+        show: Progress,
+    ) -> tuple[dict[str, float], bool]:
+        """Run one epoch; return its values, and whether the data of a worker ended."""
+        all_metrics = {"loss": self._loss, **self.metrics}
+        for metric in all_metrics.values():
+            await metric.reset_state()
+        batches, ended = iter(dataset), False
+        closures = [coordinator.schedule(run_steps, args=(batches, count)) for count in counts]
+        shown = asyncio.create_task(_show(closures, counts, show))
+        try:
+            await coordinator.join()
+        except EndOfData:
+            ended = True
+        finally:
+            shown.cancel()
+            await asyncio.wait((shown,))
+        if ended and not any(await self._loss.variables[0].read()):
+            raise ConfigurationError(
+                "fit: expected at least one batch, got none",
+                hint="the dataset of a worker is empty",
+            )
+        return {name: await metric.result() for name, metric in all_metrics.items()}, ended
+
+    async def _call(self, callbacks: Sequence[Callback], method: str, *arguments: Any) -> None:
+        for callback in callbacks:
+            callback.trainer = self
+            made = getattr(callback, method)(*arguments)
+            if inspect.isawaitable(made):
+                await made
+
+    async def _end(
+        self, callbacks: Sequence[Callback], logs: Mapping[str, float],
+        error: BaseException | None = None,
+    ) -> None:  # fmt: skip
+        """Tell every callback that training has ended, also if one before it raises.
+
+        The first error comes out, which is ``error`` if there is one; others become notes of it.
+        """
+        first: Exception | None = None
+        for callback in callbacks:
+            try:
+                await self._call((callback,), "on_train_end", logs)
+            except Exception as exc:
+                first = first or exc
+                if (before := error or first) is not exc:
+                    name = f"{type(callback).__name__}.on_train_end"
+                    before.add_note(f"{name}: {type(exc).__name__}: {text_of(exc)}")
+        if error is None and first is not None:
+            raise first
+
+
+def _of_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.of_batch if isinstance(function, GradientFunction) else function
+
+
+def _check_all(where: str, what: str, kind: type, things: Sequence[Any]) -> None:
+    for thing in things:
+        if not isinstance(thing, kind):
+            raise ConfigurationError(
+                f"{where}: expected psync.{what}, got {type(thing).__name__}",
+                hint=f"a class of your own is derived from psync.{what}.{kind.__name__}",
+            )
+
+
+async def _show(closures: Sequence[RemoteValue], counts: Sequence[int], show: Progress) -> None:
+    """Move the bar while the closures run; they are done about in order."""
+    first = done = 0
+    while True:
+        while first < len(closures) and closures[first].done():
+            done += counts[first]
+            first += 1
+        show.at(done)
+        await asyncio.sleep(SHOW_EVERY_S)
+
+
+def _split(steps: int, most: int) -> list[int]:
+    """Return how many steps each closure of an epoch has."""
+    return [min(most, steps - start) for start in range(0, steps, most)]

@@ -1,0 +1,379 @@
+"""Datasets that psync knows well enough to cut into shards: arrays, files, iterables.
+
+Each of them is a dataset function, called on a worker with an ``InputContext``: so it gives all of
+its batches to everybody. ``Sharded`` gives each worker its share. They are captured by value when
+the per-worker dataset is created, and each worker gets the whole of what they hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psync.errors import ConfigurationError, UsageError
+from psync.serialization.captures import name_of, type_name
+from psync.worker.dataset_functions import InputContext, asynchronous, batches_of, takes_context
+from psync.worker.element_specs import TensorSpec, leaves_of, map_nest, spec_of
+
+POLICIES = ("auto", "file", "data", "off")
+
+
+class Dataset(ABC):
+    """Batches of which a worker can be given all or a shard."""
+
+    def __call__(self, context: InputContext) -> Iterator[Any]:
+        """Return an iterator over all batches, in an order of that pipeline's own."""
+        return self.elements(0, 1, order=context.input_pipeline_id)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.elements(0, 1)
+
+    @abstractmethod
+    def elements(self, first: int, step: int, *, order: int = 0) -> Iterator[Any]:
+        """Return an iterator over the elements ``first``, ``first + step``, ….
+
+        Args:
+            first: Index, from 0.
+            step: At least 1.
+            order: Which of the orders that follow from its seed, if it is shuffled.
+        """
+
+    @property
+    def element_spec(self) -> Any:
+        """What its elements look like: a nest of ``TensorSpec``."""
+        return spec_of(itertools.islice(self, 2))
+
+
+class ArrayDataset(Dataset):
+    """Rows of arrays that belong together; see ``psync.data.from_arrays``."""
+
+    def __init__(
+        self,
+        arrays: Any,
+        batch_size: int | None,
+        *,
+        shuffle_seed: int | None = None,
+        drop_remainder: bool = False,
+        num_epochs: int | None = 1,
+    ) -> None:
+        self._arrays = _stacked(arrays)
+        self.num_rows = _common_length(leaves_of(self._arrays))
+        self.batch_size = None if batch_size is None else positive("batch_size", batch_size)
+        self.shuffle_seed = _seed(shuffle_seed)
+        self.drop_remainder = drop_remainder
+        self.num_epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
+        if drop_remainder and self.num_rows < (self.batch_size or 1):
+            raise ConfigurationError(
+                f"batch_size: expected at most {self.num_rows}, the number of rows, as "
+                f"drop_remainder leaves nothing else, got {batch_size}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<dataset of {self.num_rows} rows in batches of {self.batch_size}>"
+
+    def elements(self, first: int, step: int, *, order: int = 0) -> Iterator[Any]:
+        for rows in itertools.islice(self._rows(order), first, None, step):
+            yield map_nest(functools.partial(_taken, rows), self._arrays)
+
+    def _rows(self, order: int) -> Iterator[Any]:
+        """Yield what indexes the rows of each batch, or of each single row."""
+        size = self.batch_size or 1
+        end = self.num_rows - self.num_rows % size if self.drop_remainder else self.num_rows
+        for epoch in _count(self.num_epochs):
+            rows: Any = None
+            if self.shuffle_seed is not None:
+                rows = _permutation(self.num_rows, self.shuffle_seed, order, epoch)
+            for start in range(0, end, size):
+                if self.batch_size is None:
+                    yield start if rows is None else rows[start]
+                else:
+                    batch = slice(start, start + size)
+                    yield batch if rows is None else rows[batch]
+
+    @property
+    def element_spec(self) -> Any:
+        """What its batches look like; the last one may be smaller than the others."""
+        size = self.batch_size
+        even = self.drop_remainder or self.num_rows % (size or 1) == 0
+
+        def spec(array: NDArray[Any]) -> Any:
+            one = spec_of([array[0]])
+            batch = () if size is None else (size if even else None,)
+            return TensorSpec((*batch, *one.shape), one.dtype)
+
+        return map_nest(spec, self._arrays)
+
+
+class FileDataset(Dataset):
+    """Batches that a reader finds in files; see ``psync.data.from_files``."""
+
+    def __init__(
+        self,
+        files: Sequence[Any],
+        reader: Callable[[Any], Any],
+        *,
+        shuffle_seed: int | None = None,
+        num_epochs: int | None = 1,
+    ) -> None:
+        if isinstance(files, str | bytes | os.PathLike) or not isinstance(files, Sequence):
+            raise UsageError(
+                f"files: expected a list of file names, got {type_name(files)}",
+                hint="sorted(glob.glob(pattern)) is the same on every start",
+            )
+        if not files:
+            raise UsageError("files: expected at least one file name, got an empty list")
+        if not callable(reader):
+            raise UsageError(
+                f"reader: expected a function that takes a file name and returns its batches, "
+                f"got {type_name(reader)}"
+            )
+        if inspect.iscoroutinefunction(reader) or inspect.isasyncgenfunction(reader):
+            raise asynchronous(f"reader {name_of(reader)}")
+        self.files = tuple(files)
+        self.reader = reader
+        self.shuffle_seed = _seed(shuffle_seed)
+        self.num_epochs = None if num_epochs is None else positive("num_epochs", num_epochs)
+
+    def __repr__(self) -> str:
+        return f"<dataset of {len(self.files)} files, read by {name_of(self.reader)}>"
+
+    def elements(self, first: int, step: int, *, order: int = 0) -> Iterator[Any]:
+        return itertools.islice(self._batches(self.files, order), first, None, step)
+
+    def of_files(self, first: int, step: int) -> Iterator[Any]:
+        """Return an iterator over the batches of the files ``first``, ``first + step``, …."""
+        return self._batches(self.files[first::step], first)
+
+    def _batches(self, files: Sequence[Any], order: int) -> Iterator[Any]:
+        for epoch in _count(self.num_epochs):
+            empty = True
+            indices: Sequence[int] = range(len(files))
+            if self.shuffle_seed is not None:
+                indices = _permutation(len(files), self.shuffle_seed, order, epoch).tolist()
+            for index in indices:
+                for batch in batches_of(self.reader(files[index]), self.reader, "reader"):
+                    empty = False
+                    yield batch
+            if empty:  # for ever, perhaps
+                return
+
+
+class IterableDataset(Dataset):
+    """Any iterable that can be iterated over more than once: a list, a DataLoader, …."""
+
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __repr__(self) -> str:
+        return f"<dataset of a {type_name(self.iterable)}>"
+
+    def elements(self, first: int, step: int, *, order: int = 0) -> Iterator[Any]:
+        return itertools.islice(iter(self.iterable), first, None, step)
+
+    @property
+    def element_spec(self) -> Any:
+        """What its first two elements have in common; of a sequence, the first and the last."""
+        elements = self.iterable
+        if isinstance(elements, Sequence) and len(elements) > 1:
+            return spec_of((elements[0], elements[-1]))
+        return super().element_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A dataset function that gives each pipeline its share of a dataset."""
+
+    dataset: Dataset
+    policy: str  # "file", "data" or "off"
+
+    def __call__(self, context: InputContext) -> Iterator[Any]:
+        """Return an iterator over what is that pipeline's."""
+        index, count = context.input_pipeline_id, context.num_input_pipelines
+        if self.policy == "off":
+            return self.dataset(context)
+        if self.policy == "file":
+            assert isinstance(self.dataset, FileDataset), "checked by `policy_for`"
+            return self.dataset.of_files(index, count)
+        return self.dataset.elements(index, count)
+
+
+def policy_for(dataset: Dataset, policy: str, num_workers: int) -> str:
+    """Return how a dataset is cut into shards: "file", "data" or "off".
+
+    Raises:
+        ConfigurationError: If it is to be cut by file, and has none, or fewer than workers.
+    """
+    num_files = len(dataset.files) if isinstance(dataset, FileDataset) else 0
+    if policy == "auto":
+        return "file" if num_files >= num_workers else "data"
+    if policy == "file" and num_files < num_workers:
+        have = f"{num_files} files" if num_files else f"a dataset without files, {dataset!r}"
+        raise ConfigurationError(
+            f'shard_policy "file": expected a file at least for each of {num_workers} workers, '
+            f"got {have}",
+            hint='psync.data.from_files makes datasets of files; shard_policy="data" takes any',
+        )
+    return policy
+
+
+# What a user may give.
+
+
+def dataset_of(source: Any) -> Callable[..., Any]:
+    """Return the dataset function that ``source`` is or stands for.
+
+    Args:
+        source: A function with no argument or with an InputContext, or anything that can be
+            iterated over more than once.
+
+    Raises:
+        ConfigurationError: If it is something else; says what to give instead.
+        UsageError: If it is a function that is no dataset function.
+    """
+    if isinstance(source, Dataset | Sharded):
+        return source
+    if isinstance(source, type | functools.partial) or inspect.isroutine(source):
+        return _function(source)
+    if hasattr(source, "__iter__") or (
+        hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
+    ):
+        return iterable_of(source)
+    if inspect.iscoroutine(source):
+        source.close()  # one clear error, not also "was never awaited"
+    if callable(source):
+        return _function(source)
+    raise ConfigurationError(
+        f"dataset: expected a dataset function or an iterable of batches, got {type_name(source)}"
+        + (", which is asynchronous" if _is_asynchronous(source) else ""),
+        hint="batches are loaded by plain code, in a thread, ahead of the steps",
+    )
+
+
+def _function(source: Callable[..., Any]) -> Callable[..., Any]:
+    takes_context(source)  # what is no dataset function is refused here, not on a worker
+    return source
+
+
+def iterable_of(source: Any) -> Dataset:
+    """Return the dataset that an iterable is.
+
+    Raises:
+        ConfigurationError: If it is none, or can be iterated over only once, or is arrays and not
+            batches.
+    """
+    if isinstance(source, Dataset):
+        return source
+    if reason := getattr(type(source), "__psync_capture_error__", None):
+        raise ConfigurationError(f"dataset: a {type_name(source)} is none: {reason}")
+    if isinstance(source, Iterator):
+        raise ConfigurationError(
+            f"dataset: a {type_name(source)} can be iterated over only once, and each worker does",
+            hint="pass the function that makes it: create_per_worker_dataset(batches), not "
+            "create_per_worker_dataset(batches())",
+        )
+    if what := _arrays_in(source):
+        raise ConfigurationError(
+            f"dataset: expected an iterable of batches, got {what}",
+            hint="psync.data.from_arrays(arrays, batch_size=…) cuts arrays into batches",
+        )
+    if isinstance(source, str | bytes | Mapping) or not (
+        hasattr(source, "__iter__") or hasattr(source, "__getitem__")
+    ):
+        raise ConfigurationError(
+            f"dataset: expected an iterable of batches, got {type_name(source)}"
+        )
+    return IterableDataset(source)
+
+
+def _is_asynchronous(source: Any) -> bool:
+    return inspect.iscoroutine(source) or hasattr(source, "__aiter__")
+
+
+def _arrays_in(source: Any) -> str:
+    """Say what arrays ``source`` is; "" if it is something else."""
+    if isinstance(source, np.ndarray):
+        return "an array"
+    if not isinstance(source, tuple | Mapping):
+        return ""
+    parts = list(source.values()) if isinstance(source, Mapping) else list(source)
+    arrays = bool(parts) and all(isinstance(part, np.ndarray) for part in parts)
+    return f"a {type(source).__name__} of arrays" if arrays else ""
+
+
+# Checks.
+
+
+def positive(name: str, value: Any) -> int:
+    """Return ``value`` if it is an integer of at least 1.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigurationError(f"{name}: expected an integer of at least 1, got {value!r}")
+    return int(value)
+
+
+def _seed(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise ConfigurationError(
+            f"shuffle_seed: expected an integer of at least 0, or None, got {value!r}"
+        )
+    return int(value)
+
+
+def _stacked(arrays: Any) -> Any:
+    """Return a nest of arrays in which what is a list is stacked."""
+    if isinstance(arrays, Mapping):
+        return {key: _stacked(part) for key, part in arrays.items()}
+    if isinstance(arrays, tuple):
+        parts = [_stacked(part) for part in arrays]
+        return type(arrays)(*parts) if hasattr(arrays, "_fields") else tuple(parts)
+    if arrays is None:
+        raise UsageError("arrays: expected arrays, got None")
+    try:
+        return np.asarray(arrays)
+    except ValueError as exc:
+        raise UsageError(
+            f"arrays: a {type_name(arrays)} is stacked into one array, which failed: {exc}",
+            hint="arrays that belong together are a tuple or a dict: from_arrays((x, y), …)",
+        ) from exc
+
+
+def _common_length(arrays: Sequence[NDArray[Any]]) -> int:
+    lengths = {len(array) if array.ndim else None for array in arrays}
+    if not lengths or None in lengths or 0 in lengths:
+        raise UsageError(
+            "arrays: expected arrays of at least one row each, got shapes "
+            f"{[array.shape for array in arrays]}"
+        )
+    if len(lengths) > 1:
+        raise UsageError(
+            "arrays: expected the same number of rows in all, got shapes "
+            f"{[array.shape for array in arrays]}"
+        )
+    return int(lengths.pop() or 0)
+
+
+def _taken(rows: Any, array: NDArray[Any]) -> Any:
+    """Return a copy of these rows: a step may change its batch."""
+    return array[rows] if isinstance(rows, np.ndarray) else array[rows].copy()
+
+
+def _count(num_epochs: int | None) -> Iterator[int]:
+    return iter(range(num_epochs)) if num_epochs is not None else itertools.count()
+
+
+def _permutation(size: int, seed: int, order: int, epoch: int) -> NDArray[Any]:
+    return np.random.default_rng((seed, order, epoch)).permutation(size)

@@ -1,0 +1,200 @@
+"""What a closure needs before it can run on a worker: function, arguments, iterators.
+
+Functions are fetched once and kept, small arguments come with the closure, large ones are
+fetched when its turn has come. A per-worker iterator is built where it is first needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from psync.client.context import ClosureContext
+from psync.client.prefetch import NEVER
+from psync.client.runtime import IteratorHandle, arriving
+from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
+from psync.net.peer import Received
+from psync.serialization.functions import FunctionCache, is_coroutine_step, load_function
+from psync.serialization.payloads import Payload, unpack_arguments
+from psync.wire.codec import Message
+from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
+from psync.worker.dataset_functions import InputContext
+from psync.worker.iterators import BATCHES_AHEAD, IteratorTable, WorkerIterator
+
+
+class HeldClosure:
+    """A closure that this worker holds."""
+
+    __slots__ = (
+        "arrival", "began", "context", "counts", "id", "key", "name", "num_segments", "replica",
+        "segments",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        closure_id: int,
+        key: bytes,
+        num_segments: int,
+        counts: Sequence[int],
+        segments: Sequence[memoryview],
+        replica: tuple[int, int] | None = None,
+        *,
+        arrival: int = NEVER,
+    ) -> None:
+        self.arrival = arrival  # see ``pulled_ahead``; NEVER: of a gang, whose replicas meet
+        self.id = closure_id
+        self.key = key  # of its function
+        self.num_segments = num_segments  # of its arguments; -1: they have to be fetched
+        self.counts = counts  # segments of each RemoteValue input
+        self.segments = segments
+        self.replica = replica  # which one of how many, if it is of a gang
+        self.context: ClosureContext | None = None  # once it runs
+        self.began = 0.0  # loop time at which it did
+        self.name = ""  # of its step, once that is here
+
+
+class LoadedStep:
+    """A step function on this worker."""
+
+    __slots__ = ("fn", "handles", "is_coroutine", "name", "seconds")
+
+    def __init__(
+        self, fn: Callable[..., Any], name: str, handles: Sequence[IteratorHandle]
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.is_coroutine = is_coroutine_step(fn)
+        self.handles = handles  # per-worker iterators that it captured
+        self.seconds = float("inf")  # that its last run took
+
+
+class ClosureInputs:
+    """Fetches, unpickles and builds inputs for the closures of one session.
+
+    Args:
+        fetch: Sends a request to the coordinator and waits for the reply.
+        iterators: This worker's iterators; new ones are added.
+        worker_index: Of this worker.
+        threads: Whether datasets may load ahead in threads.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[Message], Awaitable[Received]],
+        iterators: IteratorTable,
+        worker_index: int,
+        *,
+        threads: bool,
+    ) -> None:
+        self._fetch = fetch
+        self._iterators = iterators
+        self._worker_index = worker_index
+        self._ahead = BATCHES_AHEAD if threads else 0
+        self._steps: FunctionCache[LoadedStep] = FunctionCache()
+
+    async def step(self, key: bytes) -> LoadedStep:
+        """Return the step function of that key.
+
+        Raises:
+            CaptureError: It cannot be loaded here.
+
+        Cancellation: Safe.
+        """
+        step = self._steps.get(key)
+        if step is None:
+            handles: list[IteratorHandle] = []
+            fn, name = await self._load(key, handles)
+            step = LoadedStep(fn, name, handles)
+            self._steps.put(key, step)
+        return step
+
+    async def arguments(
+        self, closure: HeldClosure, step: LoadedStep
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs, with every per-worker iterator built and its next batch there.
+
+        Raises:
+            ClosureInputError: A dataset could not be built.
+            Exception: What the arguments raise when they are unpickled.
+
+        Cancellation: Safe; no batch is lost.
+        """
+        handles: Sequence[IteratorHandle] = step.handles
+        args: tuple[Any, ...] = ()
+        kwargs: dict[str, Any] = {}
+        if closure.num_segments:
+            segments, counts, own = closure.segments, closure.counts, closure.num_segments
+            if own < 0:
+                segments, counts, own = await self._fetch_arguments(closure.id)
+            arrived: list[IteratorHandle] = []
+            args, kwargs = _unpack(segments, counts, own, arrived)
+            if arrived:
+                handles = (*handles, *arrived)
+        for handle in handles:
+            await self._prepare(handle)
+        return args, kwargs
+
+    async def _fetch_arguments(
+        self, closure_id: int
+    ) -> tuple[Sequence[memoryview], Sequence[int], int]:
+        received = await self._fetch(FetchArguments(closure_id))
+        message = received.message
+        if not isinstance(message, Arguments):
+            raise RemoteProtocolError(
+                f"expected the arguments of closure {closure_id}, got {type(message).__name__}"
+            )
+        return received.segments, message.remote_values, message.segments
+
+    async def _load(
+        self, key: bytes, handles: list[IteratorHandle]
+    ) -> tuple[Callable[..., Any], str]:
+        """Return a function and its name; iterators that it captured are added to ``handles``."""
+        received = await self._fetch(FetchFunction(key))
+        message = received.message
+        if not isinstance(message, Function) or not received.segments:
+            raise RemoteProtocolError(f"expected a function, got {type(message).__name__}")
+        token = arriving.set(handles)
+        try:
+            segments = received.segments
+            return load_function(segments[0], segments[1:], name=message.name), message.name
+        finally:
+            arriving.reset(token)
+
+    async def _prepare(self, handle: IteratorHandle) -> None:
+        """Build a per-worker iterator where it is first needed, and wait for its next batch."""
+        iterator = self._iterators.get(handle.uid)
+        if iterator is None:
+            try:
+                dataset_fn, _ = await self._load(handle.key, [])
+            except CaptureError as exc:
+                error = ClosureInputError(f"a dataset could not be built: {exc.message}")
+                raise error from exc
+            # A worker that was added after the dataset was made reads the share of another one.
+            share = self._worker_index % handle.num_pipelines
+            iterator = WorkerIterator(
+                dataset_fn,
+                InputContext(handle.num_pipelines, share, 1),
+                ahead=self._ahead,
+                position=handle.starts.get(self._worker_index, 0),
+                worker_index=self._worker_index,
+            )
+            self._iterators.add(handle.uid, iterator)
+        await iterator.ready()
+
+
+def _unpack(
+    segments: Sequence[memoryview],
+    counts: Sequence[int],
+    own: int,
+    arrived: list[IteratorHandle],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs; iterators among them are added to ``arrived``."""
+    values, at = [], own
+    for count in counts:
+        values.append(Payload.from_segments(segments[at : at + count]))
+        at += count
+    token = arriving.set(arrived)
+    try:
+        return unpack_arguments(segments[0], segments[1:own], values)
+    finally:
+        arriving.reset(token)

@@ -1,0 +1,319 @@
+"""Per-worker dataset iterators: batches are loaded ahead in a thread and handed out in order.
+
+Dataset code is the user's: it may block, raise, or never end. So it runs in a thread of its
+own, a few batches ahead of the steps, and neither the worker's loop nor the end of the process
+ever waits for it. It must not call psync: what it would wait for may be waiting for it.
+
+The position of an iterator is what steps have been handed, not what was loaded ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from psync.client.context import enter_dataset
+from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
+from psync.serialization.captures import name_of
+from psync.worker.dataset_functions import InputContext, open_dataset
+
+logger = logging.getLogger(__name__)
+
+BATCHES_AHEAD = 2  # one is being used up while the other is ready; more only takes memory
+
+
+class WorkerIterator:
+    """One worker's iterator over its dataset.
+
+    States: open; ended (the dataset is exhausted or has raised, and stays so); closed (every
+    method raises ClosedError). The thread ends with the first of the last two; whoever made the
+    iterator closes it.
+
+    Args:
+        dataset_fn: Builds the dataset; called in the loader thread.
+        context: What it is told.
+        worker_index: What ``get_worker_index`` returns in dataset code; by default the
+            pipeline's id.
+        ahead: How many batches may wait to be handed out. With 0 there is no thread: a batch is
+            loaded when it is asked for, which a test under virtual time needs.
+        position: How many batches were handed out before, by an iterator that this one goes on
+            from: they are loaded and thrown away.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: Callable[..., Any],
+        context: InputContext,
+        *,
+        worker_index: int | None = None,
+        ahead: int = BATCHES_AHEAD,
+        position: int = 0,
+    ) -> None:
+        self.position = position  # batches handed out
+        self._to_skip = position
+        self.name = name_of(dataset_fn)
+        self._dataset_fn = dataset_fn
+        self._context = context
+        self._worker_index = context.input_pipeline_id if worker_index is None else worker_index
+        self._ahead = ahead
+        self._source: Iterator[Any] | None = None  # the loader's own; None before and after
+        # What loader and steps share. Re-entrant: without a thread, a step is the loader.
+        self._changed = threading.Condition(threading.RLock())
+        self._batches: deque[Any] = deque()
+        self._build_error: BaseException | None = None
+        self._end: BaseException | None = None  # raised once all batches are handed out
+        self._end_traceback: TracebackType | None = None
+        self._closed = False
+        self._waiters: list[asyncio.Future[None]] = []  # of `ready`
+        self._thread: threading.Thread | None = None
+        if ahead > 0:
+            self._thread = threading.Thread(
+                target=self._run, name=f"psync dataset {self.name}", daemon=True
+            )
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._end is None else "ended"
+        return (
+            f"<dataset {self.name} on worker {self._worker_index}, {state}, {self.position} "
+            f"batches handed out, {len(self._batches)} ahead>"
+        )
+
+    # Steps.
+
+    def __iter__(self) -> WorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch; blocks the thread only if none is loaded yet.
+
+        Raises:
+            EndOfData: If there is none, now and ever after.
+            ClosureInputError: If the dataset could not be built; ``__cause__`` says why.
+            ClosedError: If the iterator was closed.
+            Exception: What dataset code raised, again each time.
+        """
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise ClosedError(f"the iterator over dataset {self.name} was released")
+                if self._batches:
+                    self.position += 1
+                    self._changed.notify_all()  # there is room for another one
+                    return self._batches.popleft()
+                if self._end is not None:
+                    raise self._error(self._end)
+                if self._thread is None:
+                    self._load()
+                else:
+                    self._changed.wait()
+
+    async def ready(self) -> None:
+        """Wait until ``next`` will not block: a batch, the end or an error is there.
+
+        Raises:
+            ClosureInputError: If the dataset could not be built; ``__cause__`` says why.
+            ClosedError: If the iterator is closed, before or meanwhile.
+
+        Cancellation: safe; no batch is lost.
+        """
+        if self._thread is None:
+            with self._changed:
+                if not self._is_settled():
+                    self._load()
+        else:
+            waiter = self._waiter()
+            if waiter is not None:
+                try:
+                    await waiter
+                finally:
+                    with self._changed:
+                        if waiter in self._waiters:
+                            self._waiters.remove(waiter)
+        if self._closed:
+            raise ClosedError(f"the iterator over dataset {self.name} was released")
+        if self._build_error is not None:
+            raise self._error(self._build_error)
+
+    def _waiter(self) -> asyncio.Future[None] | None:
+        """Return a future of this loop that ends when something is there; None if it is."""
+        with self._changed:
+            if self._is_settled():
+                return None
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            return waiter
+
+    def _is_settled(self) -> bool:
+        return bool(self._batches) or self._end is not None or self._closed
+
+    def _error(self, end: BaseException) -> BaseException:
+        """Return what a step is told about the end."""
+        if end is self._build_error:
+            error = ClosureInputError(
+                f"dataset {self.name} could not be built: {type(end).__name__}: {end}"
+            )
+            error.__cause__ = end
+            return error
+        return end.with_traceback(self._end_traceback)  # each time it is raised adds to it
+
+    # The loader.
+
+    def _run(self) -> None:
+        while self._wait_for_room():
+            self._load()
+        self._close_source()
+
+    def _wait_for_room(self) -> bool:
+        """Wait until another batch may be loaded; False if none ever will."""
+        with self._changed:
+            while len(self._batches) >= self._ahead and not self._closed:
+                self._changed.wait()
+            return not self._closed and self._end is None
+
+    def _load(self) -> None:
+        """Load one batch, or find the end. Runs user code."""
+        with enter_dataset(self._worker_index):
+            try:
+                if self._source is None:
+                    self._source = open_dataset(self._dataset_fn, self._context)
+            except BaseException as exc:  # `next` raises it where somebody asks for a batch
+                self._settle(end=exc, built=False)
+                return
+            try:
+                while self._to_skip and not self._closed:
+                    next(self._source)
+                    self._to_skip -= 1
+                batch = next(self._source)
+            except StopIteration:
+                self._settle(end=EndOfData(f"dataset {self.name} has no further batch"))
+            except BaseException as exc:  # as above
+                self._settle(end=exc)
+            else:
+                self._settle([batch])
+
+    def _settle(
+        self, batches: list[Any] | None = None, end: BaseException | None = None, built: bool = True
+    ) -> None:
+        """Note what was loaded, and wake whoever waits for it."""
+        with self._changed:
+            if not self._closed:
+                self._batches.extend(batches or ())
+            self._end = end
+            self._end_traceback = end.__traceback__ if end is not None else None
+            self._build_error = None if built else end
+            self._wake()
+        if end is not None and self._thread is None:
+            self._close_source()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        for waiter in self._waiters:
+            try:
+                waiter.get_loop().call_soon_threadsafe(_end_waiting, waiter)
+            except RuntimeError:
+                continue  # its loop is closed: nobody waits any more
+        self._waiters.clear()
+
+    # The end.
+
+    def close(self) -> None:
+        """End the iterator: drop what was loaded, stop the thread. Does not block; idempotent.
+
+        A thread that is inside dataset code ends when that returns; see `join`.
+        """
+        with self._changed:
+            self._closed = True
+            self._batches.clear()
+            self._wake()
+        if self._thread is None:
+            self._close_source()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread of a closed iterator has ended. Blocks.
+
+        Returns:
+            Whether it has. If not, dataset code does not return; the thread is a daemon, so the
+            process can exit all the same.
+        """
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _close_source(self) -> None:
+        """Let the dataset clean up, in the thread that has used it."""
+        source, self._source = self._source, None
+        close = getattr(source, "close", None)
+        if callable(close):
+            with enter_dataset(self._worker_index):
+                try:
+                    close()
+                except Exception:  # of user code, where nobody asks for anything any more
+                    logger.warning("dataset %s raised when it was closed", self.name, exc_info=True)
+
+
+def _end_waiting(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class IteratorTable:
+    """The iterators of one worker, by uid. Owned by its loop; closes what it holds."""
+
+    def __init__(self) -> None:
+        self._iterators: dict[str, WorkerIterator] = {}
+        self._closing: list[WorkerIterator] = []  # their threads may still be running
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._iterators)
+
+    def get(self, uid: str) -> WorkerIterator | None:
+        """Return the iterator, or None: it has to be built."""
+        return self._iterators.get(uid)
+
+    def add(self, uid: str, iterator: WorkerIterator) -> None:
+        """Take over ``iterator``.
+
+        Raises:
+            ClosedError: If the table is closed; the iterator is closed too.
+            UsageError: If there is one of that uid; the new one is closed.
+        """
+        if self._closed or uid in self._iterators:
+            self._close_one(iterator)
+            if self._closed:
+                raise ClosedError("this worker's iterators are closed")
+            raise UsageError(f"iterator {uid} exists already")
+        self._iterators[uid] = iterator
+
+    def release(self, uid: str) -> None:
+        """Close the iterator, if there is one: nobody refers to it any more."""
+        iterator = self._iterators.pop(uid, None)
+        if iterator is not None:
+            self._close_one(iterator)
+
+    def close(self) -> None:
+        """Close all iterators. Does not block; idempotent."""
+        self._closed = True
+        for uid in list(self._iterators):
+            self.release(uid)
+
+    def join(self, timeout_s: float | None = None) -> list[WorkerIterator]:
+        """Wait for the threads of closed iterators, up to ``timeout_s`` each. Blocks.
+
+        Returns:
+            Those whose dataset code does not return.
+        """
+        self._closing = [each for each in self._closing if not each.join(timeout_s)]
+        return list(self._closing)
+
+    def _close_one(self, iterator: WorkerIterator) -> None:
+        iterator.close()
+        self._closing = [each for each in self._closing if not each.join(0)]
+        self._closing.append(iterator)

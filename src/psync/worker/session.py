@@ -1,0 +1,411 @@
+"""What a worker does for one coordinator: runs closures, one after the other.
+
+    coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
+    worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
+
+A closure is queued here until its turn; from its turn on it is running, and its end is
+reported, whatever it is, once the updates that it began have ended too. A session ends with its
+connections: what runs is cancelled, what is queued is forgotten, and updates of what cannot be
+cancelled are refused by the ps tasks, which are told that this incarnation is over.
+
+All steps run in one task: a task for each would double what an empty closure costs. So every
+step has to leave that task as it found it: uncancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from psync.client.context import ClosureContext, enter_closure
+from psync.client.runtime import Runtime
+from psync.errors import ClosureCancelled, EndOfData, TransportError
+from psync.net.peer import Peer, Received
+from psync.net.platform import Platform
+from psync.net.stacks import stack_of_task
+from psync.replicas.gang_member import GangMember
+from psync.serialization.payloads import check_size, pack
+from psync.wire.codec import Message
+from psync.wire.frames import SMALL_BODY_BYTES
+from psync.wire.recovery_messages import EndSession
+from psync.wire.worker_messages import (
+    AskPosition,
+    AttachWorker,
+    CancelClosures,
+    GiveBack,
+    GivenBack,
+    IteratorPosition,
+    ReleaseIterators,
+    RunClosures,
+    RunReplica,
+)
+from psync.worker.inputs import ClosureInputs, HeldClosure, LoadedStep
+from psync.worker.iterators import IteratorTable
+from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
+from psync.worker.step_thread import StepThread
+
+logger = logging.getLogger(__name__)
+
+SHORT_S = 200e-6
+"""After a step that took longer the loop gets a turn, so that results leave and requests arrive
+before the next one may compute for minutes."""
+
+TURN_S = 0.002
+"""Short steps that never await give the loop a turn after this long."""
+
+CLOSE_TIMEOUT_S = 3.0
+"""How long the end of a session waits for a step that does not stop when it is cancelled."""
+
+
+class _CoordinatorGone(Exception):
+    """A connection of the session is gone, and so the session is over."""
+
+
+class Session:
+    """The closures of one coordinator on this worker.
+
+    Args:
+        attach: What the coordinator said.
+        control: Its control connection: closures come and results go here.
+        bulk: Its bulk connection: large arguments and results.
+        runtime: The way to the ps tasks.
+        iterators: Per-worker iterators; closed with the session.
+        platform: For failpoints, and whether there are threads.
+        main_by_name: Whether this process runs the coordinator's script.
+    """
+
+    def __init__(
+        self,
+        attach: AttachWorker,
+        control: Peer,
+        bulk: Peer,
+        runtime: Runtime,
+        iterators: IteratorTable,
+        platform: Platform,
+        main_by_name: bool,
+    ) -> None:
+        self.attach = attach
+        self.control = control
+        self.runtime = runtime
+        self.bulk = bulk
+        self._iterators = iterators
+        self._inputs = ClosureInputs(
+            self._fetch, iterators, attach.worker_index, threads=platform.threads
+        )
+        self._thread = StepThread() if platform.threads else None
+        self._failpoints = platform.failpoints
+        self._limits = platform.limits
+        self._main_by_name = main_by_name
+        self._queue: deque[HeldClosure] = deque()
+        self._running: HeldClosure | None = None
+        self._wake = asyncio.Event()
+        self._results = ResultsToSend(control, bulk)
+        self._loop = asyncio.get_running_loop()
+        self._now = 0.0  # loop time when the last step ended
+        self._last_turn = 0.0  # loop time when other callbacks had their turn
+        self._ended = False
+        self._leaving = False  # begins nothing any more that another worker could run
+        self._told = False  # and the coordinator knows
+        self._idle = asyncio.Event()  # set when nothing runs that leaving waits for
+        self._runner = self._loop.create_task(self._run())
+
+    # What the coordinator says.
+
+    def run_closures(self, message: RunClosures, segments: Sequence[memoryview]) -> None:
+        """Queue closures."""
+        at = 0
+        arrival = self.runtime.ahead.arrivals = self.runtime.ahead.arrivals + 1
+        for closure_id, key, count, counts in message.closures:
+            end = at
+            if count > 0:  # else they are none, or to be fetched
+                end += count + sum(counts)
+            self._queue.append(
+                HeldClosure(closure_id, key, count, counts, segments[at:end], arrival=arrival)
+            )
+            at = end
+        self._wake.set()
+        if self._told:  # and has not waited for its answer
+            self.give_back_all()
+
+    def run_replica(self, message: RunReplica, segments: Sequence[memoryview]) -> None:
+        """Queue a closure that is one of a gang."""
+        replica = (message.replica_id, message.num_replicas)
+        self._queue.append(HeldClosure(*message.closure, segments, replica))
+        self._wake.set()
+
+    def give_back(self, message: GiveBack) -> None:
+        """Return closures that have not started; the answer comes in any case."""
+        returned = [closure.id for closure in self._take_queued(message.closures)]
+        self.control.notify(GivenBack(returned))
+
+    # Leaving.
+
+    def retire(self) -> None:
+        """Begin nothing any more but replicas of a gang, which nobody else can run."""
+        self._leaving = True
+
+    def give_back_all(self) -> None:
+        """Return all closures that have not started; also those that may still come."""
+        self._told = True
+        ids = [closure.id for closure in self._queue if closure.replica is None]
+        self.control.notify(GivenBack([closure.id for closure in self._take_queued(ids)]))
+
+    @property
+    def running(self) -> HeldClosure | None:
+        """The closure that runs, or that has run and whose updates have not all been answered."""
+        return self._running
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing runs, and all that ran is told. Cancellation: safe."""
+        while not self._ended and (self._running is not None or self._queue):
+            self._idle.clear()
+            await self._idle.wait()
+        self._results.flush()
+
+    def cancel_closures(self, message: CancelClosures) -> None:
+        """Stop closures; those that have not started end at once."""
+        for closure in self._take_queued(message.closures):
+            self._results.add(closure.id, CANCELLED)
+        running = self._running
+        if running is not None and running.id in message.closures:
+            assert running.context is not None, "a running closure has a context"
+            if not running.context.cancelled:
+                running.context.cancel()
+                self._runner.cancel()
+        self._results.flush()
+
+    def release_iterators(self, message: ReleaseIterators) -> None:
+        """Close iterators that nobody refers to any more."""
+        for uid in message.uids:
+            self._iterators.release(uid)
+
+    def iterator_position(self, message: AskPosition) -> Message:
+        """Return how many batches of an iterator steps have been handed."""
+        iterator = self._iterators.get(message.uid)
+        return IteratorPosition(-1 if iterator is None else iterator.position)
+
+    def describe(self) -> list[str]:
+        """Say what runs here, where it waits, and what waits for it; for reports."""
+        attach, running = self.attach, self._running
+        lines = [f"serves coordinator {attach.coordinator} as incarnation {attach.incarnation}"]
+        if running is None or running.context is None:
+            lines.append("runs nothing")
+        else:
+            asked = ", asked to stop" if running.context.cancelled else ""
+            seconds = self._loop.time() - running.began
+            name = running.name or "whose function or arguments are being fetched"
+            lines.append(f"runs closure {running.id} ({name}) since {seconds:.1f} s{asked}, at")
+            lines += [f"  {line}" for line in stack_of_task(self._runner)]
+        queued, results = len(self._queue), len(self._results)
+        lines.append(f"queue: {queued} closures; results to be sent: {results}")
+        lines += [
+            f"link to {link.task} at {link.address}: {link.state}" for link in self.runtime.ps.links
+        ]
+        return lines
+
+    def stop(self, reason: str) -> None:
+        """Say that this session cannot go on, and nothing more; ``close`` has yet to be called."""
+        self._ended = True
+        self.control.notify(EndSession(reason, False))
+        self.control.close()  # the coordinator takes that for the end of both
+
+    async def close(self) -> None:
+        """Stop what runs. Waits a few seconds for it, and says so if it goes on.
+
+        Cancellation: Safe; everything is told to stop.
+        """
+        self._ended = True
+        self._idle.set()
+        self._queue.clear()
+        running = self._running
+        if running is not None and running.context is not None:
+            running.context.cancel()
+        self._runner.cancel()
+        if self._thread is not None:
+            self._thread.close()
+        self._iterators.close()
+        await asyncio.wait((self._runner,), timeout=CLOSE_TIMEOUT_S)
+        if not self._runner.done():
+            logger.warning(
+                "worker %d: closure %s does not stop although it was cancelled; its updates are "
+                "refused", self.attach.worker_index, running.id if running is not None else "?",
+            )  # fmt: skip
+
+    def _take_queued(self, ids: Sequence[int]) -> list[HeldClosure]:
+        wanted = set(ids)
+        taken = [closure for closure in self._queue if closure.id in wanted]
+        if taken:
+            self._queue = deque(c for c in self._queue if c.id not in wanted)
+        return taken
+
+    # Running.
+
+    async def _run(self) -> None:
+        while not self._ended:
+            try:
+                await self._run_queued()
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
+                self._uncancel()  # a step cancelled its task, and ended before it noticed
+            except _CoordinatorGone as exc:
+                self.control.abort(exc.__cause__ if isinstance(exc.__cause__, Exception) else None)
+                return
+            except Exception as exc:  # of psync itself: the closures run again elsewhere
+                logger.exception("worker %d cannot go on", self.attach.worker_index)
+                self.control.abort(exc)
+                return
+
+    async def _run_queued(self) -> None:
+        while not self._ended:
+            if not self._queue or (self._leaving and self._queue[0].replica is None):
+                self._results.flush()
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+                self._last_turn = self._loop.time()
+                continue
+            self._running = self._queue.popleft()
+            try:
+                await self._run_one(self._running)
+            finally:
+                self._running = None
+            if self._results.is_large:
+                self._results.flush()
+                if self.bulk.connection is not None:
+                    await self.bulk.connection.wait_writable()
+            if self._now - self._last_turn > TURN_S:
+                await self._turn()
+
+    async def _turn(self) -> None:
+        """Let results leave and requests arrive."""
+        self._results.flush()
+        await asyncio.sleep(0)
+        self._last_turn = self._loop.time()
+
+    async def _run_one(self, closure: HeldClosure) -> None:
+        context = closure.context = ClosureContext(
+            worker_index=self.attach.worker_index,
+            closure_id=closure.id,
+            runtime=self.runtime,
+            loop=self._loop,
+            arrival=closure.arrival,
+        )
+        if closure.replica is not None:
+            context.gang = GangMember(
+                *closure.replica, context, self.bulk.call, self._limits,
+                main_by_name=self._main_by_name,
+            )  # fmt: skip
+        began = closure.began = self._loop.time()
+        try:
+            end = await self._end(closure, context)
+        finally:
+            context.close()
+        await self._drain_pushes()
+        if self._runner.cancelling():
+            self._uncancel()
+        self._running = None  # from here on there is nothing to cancel
+        self._now = self._loop.time()
+        if end.kind == "ok":
+            calls = context.next_ordinal() - context.dropped  # its number: those before it
+            self._results.note_success(closure.id, self._now - began, calls)
+        self._results.add(closure.id, end)
+
+    async def _end(self, closure: HeldClosure, context: ClosureContext) -> ClosureEnd:
+        """Run a closure to its end; whatever user code raises is one."""
+        name = "the step"
+        try:
+            step = await self._inputs.step(closure.key)
+            name = closure.name = step.name
+            args, kwargs = await self._inputs.arguments(closure, step)
+            if step.seconds > SHORT_S:
+                await self._turn()
+            self._failpoints.hit("worker.closure.start")
+            value = await self._call(step, args, kwargs, context)
+            self._failpoints.hit("worker.closure.end")
+            if context.cancelled:  # it did not let itself be stopped
+                return CANCELLED
+            payload = pack(
+                value,
+                subject=f'the result of step "{name}"',
+                receiver="the coordinator",
+                main_by_name=self._main_by_name,
+            )
+            if payload.nbytes > SMALL_BODY_BYTES:
+                check_size(payload, f'the result of step "{name}"', self._limits)
+        except asyncio.CancelledError:
+            if self._ended:
+                raise
+            if context.cancelled:
+                return CANCELLED
+            return self._failed("error", ClosureCancelled(f'step "{name}" cancelled itself'))
+        except _CoordinatorGone:
+            raise
+        except GeneratorExit as exc:
+            if asyncio.current_task(self._loop) is not self._runner:
+                raise  # this coroutine itself is thrown away
+            return self._failed("error", exc)
+        except EndOfData as exc:
+            return CANCELLED if context.cancelled else self._failed("end_of_data", exc)
+        except BaseException as exc:
+            if isinstance(exc, KeyboardInterrupt) and _is_signal(exc):
+                raise
+            return CANCELLED if context.cancelled else self._failed("error", exc)
+        return ClosureEnd("ok", payload)
+
+    async def _call(
+        self, step: LoadedStep, args: Any, kwargs: dict[str, Any], context: ClosureContext
+    ) -> Any:
+        began = self._loop.time()
+        self.runtime.ahead.begin_closure()
+        with enter_closure(context):
+            if step.is_coroutine:
+                value = await step.fn(*args, **kwargs)
+            else:
+                function = functools.partial(step.fn, *args, **kwargs)
+                if self._thread is None:
+                    value = function()
+                else:
+                    value = await self._thread.call(function, lambda: self._ended)
+                if inspect.isawaitable(value):
+                    value = await value
+        self.runtime.ahead.end_closure()
+        step.seconds = self._loop.time() - began
+        return value
+
+    async def _drain_pushes(self) -> None:
+        """Wait for updates that the step has begun and not waited for, as when it is cancelled."""
+        while True:
+            try:
+                return await self.runtime.ps.drain()
+            except asyncio.CancelledError:
+                if self._ended:
+                    raise
+
+    def _uncancel(self) -> None:
+        while self._runner.uncancel() > 0:
+            pass
+
+    # The coordinator.
+
+    async def _fetch(self, message: Message) -> Received:
+        try:
+            return await self.bulk.call(message)
+        except TransportError as exc:
+            raise _CoordinatorGone from exc
+
+    def _failed(self, kind: str, exc: BaseException) -> ClosureEnd:
+        return failed(kind, exc, main_by_name=self._main_by_name)
+
+
+def _is_signal(error: KeyboardInterrupt) -> bool:
+    """Whether a second Ctrl-C ends this process, and the step only happened to be computing."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    return frames is not None and frames.tb_frame.f_globals.get("__name__") == "asyncio.runners"
