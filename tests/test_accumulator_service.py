@@ -23,7 +23,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.peer import Received
-from psync.ps.hosted_accumulators import HostedAccumulator
+from psync.ps.takes import HostedAccumulator
 from psync.wire.accumulator_messages import (
     ApplyGradient,
     AskAccumulator,

@@ -1,4 +1,4 @@
-"""psync.ps.adoption_service: what has begun ends, what has not is refused, and the rest is kept."""
+"""psync.ps.succession: what has begun ends, what has not is refused, and the rest is kept."""
 
 from __future__ import annotations
 

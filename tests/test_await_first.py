@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psync.errors import UsageError
-from psync.serialization.await_first import AwaitFirst
+from psync.serialization.remote_value import AwaitFirst
 
 
 class Part(AwaitFirst):

@@ -80,7 +80,7 @@ def test_without_the_package_that_makes_them_its_name_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "psync.net.signing")
+    monkeypatch.delitem(sys.modules, "psync.net.certificates")
     with pytest.raises(ConfigurationError) as caught:
         mint(["ps0"], 1)
     assert "package cryptography, which is not installed" in caught.value.message

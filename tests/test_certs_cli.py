@@ -96,7 +96,7 @@ def test_without_cryptography_it_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    monkeypatch.delitem(sys.modules, "psync.net.signing", raising=False)
+    monkeypatch.delitem(sys.modules, "psync.net.certificates", raising=False)
     told = refused(capsys, "certs", "new", "--out", str(tmp_path / "certs"))
     assert "hint: pip install 'psync[tls]'" in told
     assert not (tmp_path / "certs").exists()

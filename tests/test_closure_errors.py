@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from psync.closures.closure import Closure
-from psync.closures.closure_errors import QueueErrors, error_of, input_error, loss_error, root_of
+from psync.closures.open import QueueErrors, error_of, input_error, loss_error, root_of
 from psync.errors import ClosureError, ClosureInputError, EndOfData, WorkerLost
 
 

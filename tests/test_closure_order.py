@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psync.closures.closure import Closure
-from psync.closures.closure_order import ClosureOrder
+from psync.closures.dispatcher import ClosureOrder
 
 
 def taken(order: ClosureOrder) -> list[int]:

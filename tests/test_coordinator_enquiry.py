@@ -10,7 +10,7 @@ from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.peer import Handler, Reply
-from psync.ps.coordinator_grants import RANGE
+from psync.ps.succession import RANGE
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import GrantCoordinator
 

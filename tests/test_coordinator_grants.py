@@ -1,4 +1,4 @@
-"""psync.ps.coordinator_grants: numbers that only grow, whatever the clocks say."""
+"""psync.ps.succession: numbers that only grow, whatever the clocks say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.errors import FencedError
-from psync.ps.coordinator_grants import RANGE, CoordinatorGrants
+from psync.ps.succession import RANGE, CoordinatorGrants
 
 
 def test_the_first_one_has_the_time_of_the_clock() -> None:

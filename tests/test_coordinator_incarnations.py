@@ -12,7 +12,7 @@ import psync
 from psync.chief.enquiry import CHIEF
 from psync.errors import FencedError
 from psync.net.endpoint import Endpoint
-from psync.ps.coordinator_grants import RANGE
+from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
 from psync.wire.worker_messages import AttachWorker

@@ -12,7 +12,7 @@ import pytest
 from memory_cluster import MemoryCluster, coordinating
 
 import psync
-from psync.api.distributed_datasets import InputOptions
+from psync.api.datasets import InputOptions
 from psync.client.context import forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
 

@@ -16,7 +16,7 @@ import psync
 from psync.errors import ConfigurationError
 from psync.net.environment import platform_of, watchdog_timeout
 from psync.net.platform import Platform
-from psync.net.tls_network import TlsNetwork
+from psync.net.tls import TlsNetwork
 from psync.testing import MemoryNetwork
 from psync.wire.limits import Limits
 

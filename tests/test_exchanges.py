@@ -8,8 +8,8 @@ import pytest
 from endpoints import connected
 
 from psync.errors import ConnectionLost, GradientError
-from psync.net.exchanges import Later, Received, Reply, Then, fail
 from psync.net.peer import Handler, Peer
+from psync.net.serving import Later, Received, Reply, Then, fail
 from psync.testing import settle
 from psync.wire.messages import AskStatistics, Done, Statistics
 

@@ -1,4 +1,4 @@
-"""psync.replicas.gang_merges: what each replica is told of a collective."""
+"""psync.replicas.gang_run: what each replica is told of a collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from psync.replicas.context import (
     in_cross_replica_context,
     replicas_in_sync,
 )
-from psync.replicas.gang_merges import merge
+from psync.replicas.gang_run import merge
 from psync.serialization.failures import rebuild_exception
 from psync.serialization.payloads import Payload, pack, unpack
 from psync.wire.limits import DEFAULT_LIMITS, Limits

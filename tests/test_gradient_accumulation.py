@@ -8,7 +8,7 @@ import pytest
 
 from psync.numerics.blocks import BlockArray, BlockPool
 from psync.numerics.update_rule import Scratch
-from psync.store.gradient_accumulation import GradientAccumulator
+from psync.store.shard import GradientAccumulator
 
 
 def push(

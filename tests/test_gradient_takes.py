@@ -10,9 +10,7 @@ import pytest
 from psync.errors import ConfigurationError, PsyncError, UsageError
 from psync.numerics.sums import at_once
 from psync.ps.cooperative_work import LongWork
-from psync.ps.hosted_accumulators import HostedAccumulator
-from psync.ps.take_waits import TakeWaits
-from psync.ps.takes import GradientTakes
+from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits
 from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
 from psync.wire.recovery_messages import EndTakes
 

@@ -10,8 +10,7 @@ from local_training import strategy_of
 
 import psync
 from psync import optimizers
-from psync.api.group_config import GroupConfig
-from psync.api.sync_arguments import NOWHERE
+from psync.api.sync_arguments import NOWHERE, GroupConfig
 from psync.errors import ConfigurationError, UsageError
 from psync.store.sync_config import SyncConfig
 

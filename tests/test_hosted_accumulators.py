@@ -1,4 +1,4 @@
-"""psync.ps.hosted_accumulators: descriptions of accumulators, gradients as messages, and turns."""
+"""psync.ps.takes: descriptions of accumulators, gradients as messages, and turns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from psync.numerics.sums import Pieces, at_once
 from psync.ps.cooperative_work import INLINE_BYTES
-from psync.ps.hosted_accumulators import (
+from psync.ps.takes import (
     HostedAccumulator,
     definition_of,
     gradient_of,

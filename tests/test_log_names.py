@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.store.log_names import LogNames, NamesInFull
-from psync.store.store import log_names
+from psync.store.commit_log import LogNames, NamesInFull
 
 KEYS = ((0, 0), (1, 0))
 WHOLE = ((0, 0, 0), (1, 0, 1))
@@ -42,7 +41,7 @@ def test_a_new_reader_knows_the_groups_of_its_image_alone() -> None:
 
 
 def test_numbers_begin_anew_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_names, "MAX_SETS", 2)
+    monkeypatch.setattr(commit_log, "MAX_SETS", 2)
     names = LogNames()
     sets = [((variable, 0),) for variable in range(3)]
     assert [names.of_set(each)[0] for each in sets] == [0, 1, 0]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psync.errors import ConfigurationError
-from psync.placement import Pinned, Placement, Placer, RoundRobin
+from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 
 
 def test_shards_go_round_whatever_their_size() -> None:

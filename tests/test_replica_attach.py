@@ -23,7 +23,7 @@ from psync.chief.events import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.endpoint import Endpoint
 from psync.net.process_state import fresh_process
-from psync.ps.coordinator_grants import RANGE
+from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote

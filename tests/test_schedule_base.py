@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.schedule_base import Schedule, as_number, shortened
+from psync.schedules import Schedule, as_number, shortened
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from psync.client.scopes import (
     open_scope,
     running_scopes,
 )
-from psync.placement import Pinned
+from psync.partitioners import Pinned
 
 
 class AScope:

@@ -1,4 +1,4 @@
-"""psync.chief.served_search: where a chief that comes back finds the ps tasks."""
+"""psync.chief.enquiry: where a chief that comes back finds the ps tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
 
-from psync.chief.enquiry import CHIEF
-from psync.chief.served_search import ServedSearch
+from psync.chief.enquiry import CHIEF, ServedSearch
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Reply

@@ -12,7 +12,7 @@ from ps_cluster import CHIEF, PsCluster, assign, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
-from psync.ps.coordinator_grants import RANGE
+from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
 from psync.wire.messages import Done, Shutdown

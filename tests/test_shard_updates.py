@@ -7,8 +7,7 @@ import numpy as np
 from psync.numerics.blocks import BLOCK_ELEMENTS, BlockArray, BlockPool
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.update_rule import SGD, Scratch, UpdateRule
-from psync.store.gradient_accumulation import GradientAccumulator
-from psync.store.shard_updates import ShardUpdate
+from psync.store.shard import GradientAccumulator, ShardUpdate
 
 SIZE = 2 * BLOCK_ELEMENTS + 10  # three blocks
 

@@ -9,8 +9,7 @@ import pytest
 from memory_cluster import SECRET, MemoryCluster, cluster_of
 
 import psync
-from psync.launch.identity import OwnTask
-from psync.launch.shut_down import SHUTDOWN_TIMEOUT_S, shut_down
+from psync.launch.identity import SHUTDOWN_TIMEOUT_S, OwnTask, shut_down
 from psync.net.environment import added_workers, newest_incarnation, note_incarnation
 from psync.net.secret import Secret
 
@@ -55,7 +54,7 @@ async def test_a_worker_that_was_added_is_told_too() -> None:
 
 
 async def test_tasks_that_serve_a_newer_chief_stay(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "psync.launch.shut_down")
+    caplog.set_level(logging.INFO, "psync.launch.identity")
     async with cluster_of(1, 1) as cluster:
         own = chief_of(cluster)
         async with psync.ClusterCoordinator(cluster.strategy()):

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psync.errors import ConfigurationError
-from psync.net.signing import Authority
+from psync.net.certificates import Authority
 
 FIRST = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 LAST = datetime.datetime(2031, 1, 1, tzinfo=datetime.UTC)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from psync import schedules
-from psync.client.slot_client import set_optimizer, set_slot
+from psync.client.optimizer_client import set_optimizer, set_slot
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.update_rule import SGD
 from tests.ps_cluster import OTHER, PsCluster, pull, push

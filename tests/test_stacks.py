@@ -1,4 +1,4 @@
-"""psync.net.stacks: where tasks and threads are, to the end of the chain of awaits."""
+"""psync.net.task_reports: where tasks and threads are, to the end of the chain of awaits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 
-from psync.net.stacks import describe_tasks, describe_threads, stack_of_task
+from psync.net.task_reports import describe_tasks, describe_threads, stack_of_task
 
 
 async def innermost(event: asyncio.Event) -> None:
@@ -76,7 +76,7 @@ async def test_tasks_that_wait_at_the_same_place_are_told_together():
 
 
 async def test_more_stacks_than_anybody_reads_are_counted(monkeypatch):
-    monkeypatch.setattr("psync.net.stacks.MAX_STACKS", 1)
+    monkeypatch.setattr("psync.net.task_reports.MAX_STACKS", 1)
     task = asyncio.create_task(asyncio.sleep(3600))
     await asyncio.sleep(0)
     assert describe_tasks(asyncio.get_running_loop())[-1] == "  and 1 other stacks"

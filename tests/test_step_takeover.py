@@ -11,8 +11,7 @@ from psync.errors import RemoteProtocolError
 from psync.specs import VariableSpec
 from psync.sync.followed_steps import FollowedSteps, LastStep
 from psync.sync.group import Close, Contribution
-from psync.sync.step_rounds import ClosedStep, StepRounds
-from psync.sync.step_takeover import go_on
+from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
 from psync.wire.sync_messages import CloseStep
 from tests.ps_cluster import heard, pull
 from tests.sync_cluster import GROUP, SyncCluster

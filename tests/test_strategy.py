@@ -10,7 +10,7 @@ from local_training import in_step, strategy_of, training
 
 import psync
 from psync.errors import CaptureError, ConfigurationError, UsageError
-from psync.placement import Pinned
+from psync.partitioners import Pinned
 from psync.specs import VariableSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from psync.ps.update import ShardSet
-from psync.store.log_names import LogNames
+from psync.store.commit_log import LogNames
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.group import Contribution
 from psync.sync.log_entries import (

@@ -9,7 +9,7 @@ import pytest
 from backups import back_up, take_over
 
 from psync.specs import VariableSpec
-from psync.sync.sync_image import SyncImage
+from psync.sync.replay import SyncImage
 from psync.testing import settle
 from tests.ps_cluster import pull, until
 from tests.sync_cluster import GROUP, SyncCluster, SyncReplica

@@ -1,4 +1,4 @@
-"""psync.ps.take_waits: who waits for a take, and when nobody does any more."""
+"""psync.ps.takes: who waits for a take, and when nobody does any more."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from psync.errors import ConnectionLost, UsageError
 from psync.net.peer import Peer, Reply
 from psync.ps.backup_host import AsIfFrom
-from psync.ps.hosted_accumulators import TakeName
-from psync.ps.take_waits import TakeWaits
+from psync.ps.takes import TakeName, TakeWaits
 from psync.wire.messages import Done
 
 A = ("/job:worker/task:0", 7)

@@ -15,9 +15,8 @@ from tls_files import authority, tls_of
 
 from psync.errors import AuthenticationError, ConnectionLost, PsyncError
 from psync.net.peer import Handler, Peer, Reply
-from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel
+from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel, TlsNetwork
 from psync.net.tls_config import Tls
-from psync.net.tls_network import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.ps_messages import Pull, Pulled

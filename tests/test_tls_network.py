@@ -15,10 +15,10 @@ from endpoints import PS, WORKER, Handlers, connected, done, new_endpoint
 from tls_files import authority, tls_of, variables_of, without_certificate
 
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
+from psync.net.certificates import Authority
 from psync.net.peer import Handler
-from psync.net.signing import Authority
+from psync.net.tls import TlsNetwork
 from psync.net.tls_config import Tls, load_tls
-from psync.net.tls_network import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.testing import MemoryNetwork, settle
 from psync.wire.messages import AskStatistics, Done

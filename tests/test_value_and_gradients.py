@@ -9,7 +9,7 @@ import pytest
 from local_training import training
 
 import psync
-from psync.api.value_and_gradients import value_and_gradients
+from psync.api.gradient_arguments import value_and_gradients
 from psync.errors import GradientError
 
 

@@ -7,7 +7,7 @@ import pytest
 from local_training import strategy_of, training
 
 import psync
-from psync.api.variable_lists import listed, trainable_here
+from psync.api.gradient_arguments import listed, trainable_here
 from psync.errors import GradientError, UsageError
 
 

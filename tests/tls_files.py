@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from psync.net import certificates
-from psync.net.certificates import Certificates
-from psync.net.signing import Authority
+from psync.net.certificates import Authority, Certificates
 from psync.net.tls_config import Tls, load_tls
 
 HOSTS = ("localhost", "127.0.0.1", "ps0")

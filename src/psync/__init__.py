@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from psync.api.conditional_accumulators import (
         SparseConditionalAccumulator as SparseConditionalAccumulator,
     )
+    from psync.api.datasets import DistributedDataset as DistributedDataset
+    from psync.api.datasets import InputOptions as InputOptions
     from psync.api.datasets import PerWorkerDataset as PerWorkerDataset
     from psync.api.datasets import PerWorkerIterator as PerWorkerIterator
-    from psync.api.distributed_datasets import DistributedDataset as DistributedDataset
-    from psync.api.distributed_datasets import InputOptions as InputOptions
     from psync.api.embeddings import embedding_lookup as embedding_lookup
     from psync.api.embeddings import embedding_lookup_sparse as embedding_lookup_sparse
     from psync.api.embeddings import safe_embedding_lookup_sparse as safe_embedding_lookup_sparse
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
     from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
     from psync.api.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
-    from psync.api.variable_creators import variable_creator_scope as variable_creator_scope
     from psync.api.variables import ShardedVariable as ShardedVariable
     from psync.api.variables import Variable as Variable
     from psync.api.variables import VariableAggregation as VariableAggregation
     from psync.api.variables import VariableSynchronization as VariableSynchronization
+    from psync.api.variables import variable_creator_scope as variable_creator_scope
     from psync.chief.events import FailoverEvent as FailoverEvent
     from psync.chief.events import RollbackEvent as RollbackEvent
     from psync.client.context import get_worker_index as get_worker_index
@@ -162,74 +162,72 @@ _MODULES = (
 )
 _HOMES = {
     "api.accumulators": ("GradientResult",),
-    "training.checkpoint": ("Checkpoint",),
-    "training.checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
-    "training.saved_objects": ("SavedState",),
     "api.chief_queue_runner": ("ChiefQueueRunner",),
-    "cluster": ("ClusterSpec",),
     "api.cluster_coordinator": ("ClusterCoordinator",),
-    "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
     "api.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
-    "client.context": ("get_worker_index", "wait"),
-    "worker.dataset_functions": ("InputContext", "ValueContext"),
-    "api.datasets": ("PerWorkerDataset", "PerWorkerIterator"),
-    "api.distributed_datasets": ("DistributedDataset", "InputOptions"),
-    "numerics.replica_values": ("Mirrored", "PerReplica"),
-    "worker.element_specs": ("TensorSpec",),
+    "api.datasets": ("DistributedDataset", "InputOptions", "PerWorkerDataset", "PerWorkerIterator"),
     "api.embeddings": (
         "embedding_lookup", "embedding_lookup_sparse", "safe_embedding_lookup_sparse",
     ),
+    "api.global_step": ("get_global_step", "get_or_create_global_step"),
+    "api.modules": ("Module",),
+    "api.moving_averages": ("ExponentialMovingAverage",),
+    "api.optimizers.staleness_bound": ("StalenessBound",),
+    "api.optimizers.state": ("PushResult",),
+    "api.pulls": ("pull",),
+    "api.reads": ("cache_variable_reads",),
+    "api.session_hooks": ("SessionHook", "SyncReplicasHook"),
+    "api.strategy": ("ParameterServerStrategy",),
+    "api.sync_replicas": ("SyncReplicasOptimizer",),
+    "api.training_sessions": ("MonitoredTrainingSession",),
+    "api.variables": (
+        "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
+        "variable_creator_scope",
+    ),
+    "chief.events": ("FailoverEvent", "RollbackEvent"),
+    "client.context": ("get_worker_index", "wait"),
+    "cluster": ("ClusterSpec",),
+    "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
     "errors": (
         "AttachError", "AuthenticationError", "BusyError", "CaptureError", "CheckpointCorrupt",
         "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
-        "ClosureCancelled",
-        "ClosureError", "ClosureInputError", "ConfigurationError", "ConnectFailed",
-        "ConnectionLost", "ContextError", "CutLost", "DeadlineExceeded", "DuplicateTaskError",
-        "EndOfData", "FencedError", "FrameTooLarge",
-        "GradientError", "IndexTypeError", "IndexValueError", "LocalProtocolError", "LockLost",
-        "NotEnoughReplicas", "ParameterServerLost", "PartitionError", "ProtocolError",
-        "PsyncError", "RemoteError", "RemoteProtocolError", "ReplicaValueError", "TaskLost",
-        "TrainingEnded", "TransportError", "UnknownVariableError",
-        "UnsupportedError", "UsageError", "VariableIndexError", "VersionMismatch", "WorkerLost",
+        "ClosureCancelled", "ClosureError", "ClosureInputError", "ConfigurationError",
+        "ConnectFailed", "ConnectionLost", "ContextError", "CutLost", "DeadlineExceeded",
+        "DuplicateTaskError", "EndOfData", "FencedError", "FrameTooLarge", "GradientError",
+        "IndexTypeError", "IndexValueError", "LocalProtocolError", "LockLost", "NotEnoughReplicas",
+        "ParameterServerLost", "PartitionError", "ProtocolError", "PsyncError", "RemoteError",
+        "RemoteProtocolError", "ReplicaValueError", "TaskLost", "TrainingEnded", "TransportError",
+        "UnknownVariableError", "UnsupportedError", "UsageError", "VariableIndexError",
+        "VersionMismatch", "WorkerLost",
     ),
-    "chief.events": ("FailoverEvent", "RollbackEvent"),
-    "serialization.functions": ("StaleCaptureWarning",),
-    "api.global_step": ("get_global_step", "get_or_create_global_step"),
-    "numerics.indexed_slices": ("IndexedSlices",),
-    "net.kubernetes_resolver": ("ExecutableLocation", "KubernetesClusterResolver"),
     "launch.local": ("LocalCluster",),
-    "replicas.losses": ("compute_average_loss", "scale_regularization_loss"),
-    "api.modules": ("Module",),
-    "api.moving_averages": ("ExponentialMovingAverage",),
-    "api.optimizers.state": ("PushResult",),
+    "launch.tasks": ("run", "serve"),
+    "net.kubernetes_resolver": ("ExecutableLocation", "KubernetesClusterResolver"),
+    "net.resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
+    "net.slurm_resolver": ("SlurmClusterResolver",),
+    "net.union_resolver": ("UnionClusterResolver",),
+    "numerics.indexed_slices": ("IndexedSlices",),
+    "numerics.replica_sums": ("ReduceOp",),
+    "numerics.replica_values": ("Mirrored", "PerReplica"),
     "partitioners": (
         "FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner",
     ),
-    "api.pulls": ("pull",),
-    "api.reads": ("cache_variable_reads",),
-    "serialization.remote_value": ("RemoteValue", "RemoteValueStatus"),
-    "numerics.replica_sums": ("ReduceOp",),
     "replicas.context": (
         "ReplicaContext", "experimental_set_strategy", "get_replica_context", "get_strategy",
         "has_strategy", "in_cross_replica_context",
     ),
-    "net.resolvers": ("ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver"),
-    "api.session_hooks": ("SessionHook", "SyncReplicasHook"),
-    "training.sidecar_evaluator": ("Evaluation", "SidecarEvaluator"),
-    "net.slurm_resolver": ("SlurmClusterResolver",),
-    "specs": ("Outcome",),
-    "api.optimizers.staleness_bound": ("StalenessBound",),
-    "api.strategy": ("ParameterServerStrategy",),
+    "replicas.losses": ("compute_average_loss", "scale_regularization_loss"),
     "replicas.strategy_extended": ("StrategyExtended",),
-    "api.sync_replicas": ("SyncReplicasOptimizer",),
-    "launch.tasks": ("run", "serve"),
+    "serialization.functions": ("StaleCaptureWarning",),
+    "serialization.remote_value": ("RemoteValue", "RemoteValueStatus"),
+    "specs": ("Outcome",),
+    "training.checkpoint": ("Checkpoint",),
+    "training.checkpoint_manager": ("CheckpointManager", "latest_checkpoint"),
+    "training.saved_objects": ("SavedState",),
+    "training.sidecar_evaluator": ("Evaluation", "SidecarEvaluator"),
     "training.trainer": ("History", "Trainer"),
-    "api.training_sessions": ("MonitoredTrainingSession",),
-    "net.union_resolver": ("UnionClusterResolver",),
-    "api.variable_creators": ("variable_creator_scope",),
-    "api.variables": (
-        "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
-    ),
+    "worker.dataset_functions": ("InputContext", "ValueContext"),
+    "worker.element_specs": ("TensorSpec",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -26,7 +26,6 @@ from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.adoption_service import AdoptionService
 from psync.ps.apply_log import ApplyLog
 from psync.ps.backup import BackupService
 from psync.ps.backup_accumulators import AccumulatorImage
@@ -34,20 +33,18 @@ from psync.ps.backup_host import ReplicaHost
 from psync.ps.backup_sender import Served
 from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
-from psync.ps.coordinator_grants import CoordinatorGrants
 from psync.ps.creation import ShardCreation
 from psync.ps.cut_gate import GateService
 from psync.ps.locks import PsLocks
-from psync.ps.pulls import PsPulls
+from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.report import describe_ps
-from psync.ps.row_pulls import RowPulls
 from psync.ps.snapshots import (
     ImageService,
     pack_accumulators,
     pack_answer,
     unpack_accumulators,
 )
-from psync.ps.succession import ServedService
+from psync.ps.succession import AdoptionService, CoordinatorGrants, ServedService
 from psync.ps.updates import PsUpdates
 from psync.ps.weakened_rules import weaken, went_back
 from psync.store.ledger import (
@@ -58,11 +55,10 @@ from psync.store.snapshot import Frozen, Thawed, freeze, settling
 from psync.store.store import ShardStore
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
-from psync.sync.replay import SyncFollower
+from psync.sync.replay import SyncFollower, SyncImage
 from psync.sync.session_service import SessionService, check_shards
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
-from psync.sync.sync_image import SyncImage
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards, PullLocked

@@ -23,7 +23,7 @@ from psync.errors import ConfigurationError, RemoteProtocolError, UsageError
 from psync.net.peer import Received
 from psync.net.process_state import PerProcess
 from psync.numerics.blocks import bytes_of
-from psync.ps.hosted_accumulators import other_parameters, rule_of
+from psync.ps.takes import other_parameters, rule_of
 from psync.specs import Outcome, dtype_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule

@@ -8,13 +8,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from psync.api.coordinator_options import checked_options
+from psync.api.coordinator_options import add_worker, checked_options, remove_worker
 from psync.api.data_shards import Visits
-from psync.api.datasets import PerWorkerDataset
+from psync.api.datasets import PerWorkerDataset, WorkerIterators
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.strategy import ParameterServerStrategy
-from psync.api.worker_changes import add_worker, remove_worker
-from psync.api.worker_iterators import WorkerIterators
 from psync.chief.events import Event
 from psync.chief.reattachment import OwnOptimizers
 from psync.client.context import forbid_in_step

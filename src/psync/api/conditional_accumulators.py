@@ -18,7 +18,7 @@ from psync.api.accumulators import (
     open_scope,
     unique_name,
 )
-from psync.ps.hosted_accumulators import definition_of
+from psync.ps.takes import definition_of
 from psync.store.dense_accumulators import ConditionalAccumulator as DenseRule
 from psync.store.sparse_accumulators import Slices, SparseGradient
 from psync.store.sparse_accumulators import SparseConditionalAccumulator as SparseRule

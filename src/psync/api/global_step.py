@@ -14,7 +14,7 @@ from psync.api.variables import OnReadVariable, Variable, declared_in
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.scopes import Scope, current_scope, place_of
 from psync.errors import UsageError
-from psync.placement import Pinned
+from psync.partitioners import Pinned
 
 NAME = "global_step"
 

@@ -1,14 +1,22 @@
-"""Gradients as users give them, checked before anything is pushed."""
+"""Gradients as users give them, checked before anything is pushed.
+
+Which variables are meant: those that a call names, or all that can be trained here.
+
+Gradients from a function of the values: pull the variables, call it, check what it returns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from psync.api.variables import OnReadVariable, ShardedVariable, Variable
-from psync.errors import GradientError
+from psync.api.pulls import is_flat, leaves, pairs, pull
+from psync.api.variables import Handle, OnReadVariable, ShardedVariable, Variable
+from psync.client.runtime import current_runtime
+from psync.client.scopes import running_scopes
+from psync.errors import GradientError, UsageError
 from psync.numerics.casting import fitting
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.update_rule import slot_dtype
@@ -139,3 +147,102 @@ def _no_pairs(given: object) -> GradientError:
         f"apply_gradients: expected (gradient, variable) pairs, got {type(given).__name__}",
         hint="apply_gradients(zip(gradients, variables))",
     )
+
+
+def listed(var_list: Any) -> Any:
+    """Return the variables that a call was given: a list of them, or as they are nested.
+
+    Args:
+        var_list: One variable, several, or a nesting as ``pull`` takes it.
+
+    Raises:
+        GradientError: Something else is among them, or there is none in a nesting.
+    """
+    if isinstance(var_list, dict):
+        variables: Any = var_list
+    elif isinstance(var_list, Handle):
+        variables = [var_list]
+    else:
+        variables = var_list if isinstance(var_list, list | tuple) else list(var_list)
+        for item in variables:
+            if not isinstance(item, Handle | dict | list | tuple):
+                raise GradientError(f"var_list: expected variables, got {type(item).__name__}")
+    if is_flat(variables):
+        return list(variables)
+    if not any(True for _ in leaves(variables)):
+        raise GradientError("var_list: expected variables, got none")
+    return variables
+
+
+def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVariable]:
+    """Return the trainable variables of the strategy that is served here.
+
+    Args:
+        operation: For messages.
+        arrived: Those that came with an optimizer from another process.
+
+    Raises:
+        UsageError: There is none, or nobody can tell of which strategy.
+    """
+    runtime, scopes = current_runtime(), running_scopes()
+    if runtime is not None:
+        scopes = [scope for scope in scopes if scope.origin == runtime.origin]
+    elif len(scopes) > 1:
+        raise UsageError(
+            f"{operation}: {len(scopes)} strategies are running", hint="say which variables"
+        )
+    if scopes:
+        variables = list(scopes[0].trainable_variables)
+    else:  # another process than the program's
+        origin = runtime.origin if runtime is not None else None
+        variables = [variable for variable in arrived if variable.origin == origin]
+    if not variables:
+        raise UsageError(
+            f"{operation}: no trainable variable is known here",
+            hint="declare variables before the step that captures this optimizer is first "
+            "scheduled, or say which variables",
+        )
+    return variables
+
+
+ValueAndGrad = Callable[..., Any]
+"""Called with the values of a list of variables, one argument each, or with another nesting of
+values as one argument. Returns the loss and the gradients in that order, or nested so; and
+predictions, if it has any."""
+
+
+async def value_and_gradients(
+    value_and_grad: ValueAndGrad, variables: Any
+) -> tuple[Any, list[tuple[Any, AnyVariable]]]:
+    """Pull variables; return the loss at their values, and pairs of gradient and variable.
+
+    Args:
+        value_and_grad: Of the values.
+        variables: As ``listed`` returns them.
+
+    Raises:
+        GradientError: The function returns something else, another number of gradients, or
+            gradients that are nested otherwise.
+        PsyncError: As ``pull``.
+
+    Cancellation: Safe.
+    """
+    flat, values = is_flat(variables), await pull(variables)
+    answer = value_and_grad(*values) if flat else value_and_grad(values)
+    try:
+        loss, grads, *predictions = answer
+        grads = list(grads) if flat else grads
+        if len(predictions) > 1:
+            raise ValueError("too many values")
+    except (TypeError, ValueError):
+        raise GradientError(
+            f"value_and_grad: expected it to return (loss, gradients), got {type(answer).__name__}",
+            hint="return loss, [gradient_of_w, gradient_of_b]",
+        ) from None
+    if flat and len(grads) != len(variables):
+        raise GradientError(
+            f"value_and_grad: expected {len(variables)} gradients, got {len(grads)}"
+        )
+    return loss, [
+        (gradient, variable) for variable, gradient in pairs(variables, grads, "gradients")
+    ]

@@ -17,8 +17,7 @@ from psync.numerics.casting import fitting
 from psync.numerics.indexing import Selection, index_array, row_numbers, select
 from psync.replicas import gang_updates
 from psync.replicas.context import current_gang
-from psync.serialization.await_first import AwaitFirst
-from psync.serialization.remote_value import RemoteValue
+from psync.serialization.remote_value import AwaitFirst, RemoteValue
 from psync.specs import VariableSpec
 
 

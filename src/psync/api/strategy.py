@@ -1,4 +1,7 @@
-"""ParameterServerStrategy: where variables go."""
+"""ParameterServerStrategy: where variables go.
+
+Declaring a variable beside another one: on the same ps, and not partitioned by itself.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from psync.api import colocation
-from psync.api.distributed_datasets import (
+from psync.api.datasets import (
     DistributedDataset,
     InputOptions,
     distribute_dataset,
@@ -15,11 +17,19 @@ from psync.api.distributed_datasets import (
     numpy_dataset,
 )
 from psync.api.placement_report import PlacementReport, report_of
-from psync.api.variables import ShardedVariable, Variable
+from psync.api.variables import Handle, ShardedVariable, Variable
 from psync.chief.declarations import Declaration, beside, describe, split
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
-from psync.client.scopes import Elsewhere, add_strategy, current_elsewhere, elsewhere, open_scope
+from psync.client.scopes import (
+    Elsewhere,
+    Scope,
+    add_strategy,
+    current_elsewhere,
+    current_scope,
+    elsewhere,
+    open_scope,
+)
 from psync.cluster import ClusterSpec
 from psync.errors import (
     ClosedError,
@@ -27,10 +37,11 @@ from psync.errors import (
     ContextError,
     PartitionError,
     UnsupportedError,
+    UsageError,
 )
 from psync.net.platform import random_hex
 from psync.net.resolvers import ClusterResolver, training_cluster
-from psync.placement import Pinned, Placement, Placer, RoundRobin
+from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
 from psync.replicas.strategy_extended import ReplicaValues
@@ -273,9 +284,9 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
     ) -> AbstractContextManager[None]:
         """Return a context manager in which variables are declared beside another one.
 
-        Its rules are those of ``colocation.colocate_vars_with``.
+        Its rules are those of ``colocate_vars_with``.
         """
-        return colocation.colocate_vars_with(self, colocate_with_variable)
+        return colocate_vars_with(self, colocate_with_variable)
 
     def placement(self) -> PlacementReport:
         """Return which ps holds which shard, known once declared; ``str()`` is a table."""
@@ -377,3 +388,42 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
         self._names.setdefault(declaration.spec.name, 1)
         self._next_id += 1
         self.declared.append(declaration)
+
+
+def colocate_vars_with(strategy: Scope, variable: Any) -> AbstractContextManager[None]:
+    """Return a context manager in which variables are declared on the ps of another one.
+
+    They take nobody's turn, and no partitioner is asked: beside a variable with one shard, or a
+    single shard of another, they have one shard; beside one with several they must have its shape,
+    and each of their shards is on the ps of the other's. The innermost of several scopes counts,
+    ``strategy.pinned`` among them.
+
+    Args:
+        strategy: In whose ``scope()`` this is.
+        variable: Of that strategy.
+
+    Raises:
+        UsageError: Outside of the strategy's scope, in a step, or the variable is none, or of
+            another strategy.
+
+    Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
+    """
+    forbid_in_step("colocating variables")
+    if current_scope() is not strategy:
+        raise UsageError(
+            "colocate_vars_with: the strategy's scope is not open here",
+            hint="with strategy.scope(), strategy.colocate_vars_with(v): …",
+        )
+    if not isinstance(variable, Handle):
+        raise UsageError(
+            f"colocate_vars_with: expected a variable, got {type(variable).__name__}",
+            hint="to name a ps: with strategy.pinned(index): …",
+        )
+    if variable.origin != strategy.origin:
+        raise UsageError(
+            f'colocate_vars_with: variable "{variable.name}" belongs to another strategy'
+        )
+    spec = variable.spec
+    if len(spec.shards) > 1:
+        return elsewhere(Elsewhere(strategy, beside=spec))
+    return elsewhere(Elsewhere(strategy, Pinned(spec.shards[0].ps)))

@@ -12,13 +12,13 @@ from typing import Any
 
 from psync.api.chief_queue_runner import ChiefQueueRunner
 from psync.api.global_step import global_step_of
-from psync.api.gradient_arguments import AnyVariable, GradsAndVars
-from psync.api.group_config import GroupConfig
+from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
 from psync.api.session_hooks import SyncReplicasHook
 from psync.api.sync_arguments import (
+    GroupConfig,
     check_wrapped,
     checked_config,
     checked_count,
@@ -26,7 +26,6 @@ from psync.api.sync_arguments import (
     checked_step,
     checked_weight,
 )
-from psync.api.value_and_gradients import ValueAndGrad
 from psync.api.variables import Variable, runtime_of, scope_of
 from psync.client.context import current_closure, forbid_in_dataset
 from psync.client.runtime import Runtime, current_runtime

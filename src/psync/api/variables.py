@@ -3,13 +3,17 @@
 A handle holds no value. It is declared in ``strategy.scope()``, travels to workers as
 (origin, spec), and is one object per process there. Inside a step it talks to ps tasks
 through the worker it runs on, elsewhere through its strategy's coordinator.
+
+Hooks that see each ``Variable(...)`` before it is declared, and may change it.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Self, cast
 
@@ -17,16 +21,96 @@ import numpy as np
 
 from psync.api.on_read import CopyAccess, declare_copies
 from psync.api.value_access import ValueAccess
-from psync.api.variable_creators import through_creators
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
-from psync.client.scopes import Scope, current_scope, place_of, runtime_here
+from psync.client.scopes import (
+    Scope,
+    current_elsewhere,
+    current_scope,
+    elsewhere,
+    place_of,
+    runtime_here,
+)
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, UsageError
 from psync.net.process_state import PerProcess
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.specs import VariableAggregation as VariableAggregation
 from psync.specs import VariableSynchronization as VariableSynchronization
+
+Creator = Callable[..., Any]
+
+# Those in force here, the oldest first, each with whether a strategy's scope was open by then.
+_creators: ContextVar[tuple[tuple[Creator, bool], ...]] = ContextVar("psync_creators", default=())
+
+
+@contextmanager
+def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, None]:
+    """Return a context manager in which ``variable_creator`` makes what ``Variable(...)`` returns.
+
+    It is called with ``next_creator`` and all arguments of ``Variable`` by name, and returns a
+    variable: as a rule ``next_creator(**kwargs)``, with other arguments if it likes. Of several
+    the innermost is called first, and its ``next_creator`` calls the one around it.
+
+    Where a variable lies is the strategy's decision, which falls between those that were entered
+    inside ``strategy.scope()`` and those around it. So what a hook around the scope says with
+    ``strategy.pinned`` or ``colocate_vars_with`` wins over the strategy, and takes nobody's turn;
+    what one inside says about the place is overridden by what was in force where ``Variable(...)``
+    was called.
+
+    A hook sees a variable before it is cut into shards, and once. What psync declares by itself
+    (global step, moving averages, slots of optimizers) it does not see.
+
+    Args:
+        variable_creator: ``creator(next_creator, **kwargs) -> variable``.
+
+    Raises:
+        UsageError: It cannot be called; or inside a step.
+
+    Example:
+        def frozen(next_creator, **kwargs):
+            return next_creator(**{**kwargs, "trainable": False})
+
+        with strategy.scope(), psync.variable_creator_scope(frozen):
+            table = psync.Variable(pretrained)
+
+    Source: ``tf.variable_creator_scope``; there a hook sees each shard, and ``tf.device`` says
+        where. Under TensorFlow's parameter-server strategy the same hooks win and lose.
+    """
+    forbid_in_step("entering a variable creator scope")
+    if not callable(variable_creator):
+        raise UsageError(
+            "variable_creator_scope: expected a callable (next_creator, **kwargs), got "
+            f"{variable_creator!r}"
+        )
+    entered = (variable_creator, current_scope() is not None)
+    token = _creators.set((*_creators.get(), entered))
+    try:
+        yield
+    finally:
+        _creators.reset(token)
+
+
+def through_creators(make: Creator, **kwargs: Any) -> Any:
+    """Return what ``make(**kwargs)`` does, or what the hooks in force here make of it."""
+    creators = _creators.get()
+    if not creators:
+        return make(**kwargs)
+    where = current_elsewhere()
+    for creator, inside in creators:
+        if not inside:
+            make = partial(creator, make)
+    outside = make
+
+    def placed(**kwargs: Any) -> Any:
+        with elsewhere(where):
+            return outside(**kwargs)
+
+    make = placed
+    for creator, inside in creators:
+        if inside:
+            make = partial(creator, make)
+    return make(**kwargs)
 
 
 class Handle(ValueAccess):

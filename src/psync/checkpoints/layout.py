@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from psync.checkpoints.manifest import Place, Slice
-from psync.schedule_base import Config
+from psync.schedules import Config
 from psync.store.shards import Key
 from psync.store.snapshot_state import ImageItem, ImageState
 

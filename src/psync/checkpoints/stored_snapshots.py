@@ -14,7 +14,7 @@ from pathlib import Path
 from psync.checkpoints.files import READ_BYTES, Reader, disk_errors, read_bounded
 from psync.checkpoints.manifest import Image, Place
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from psync.schedule_base import Config
+from psync.schedules import Config
 from psync.specs import ShardSpec
 from psync.store.snapshot_state import ImageState
 

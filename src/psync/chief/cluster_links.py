@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from psync.chief.enquiry import absent, enquire
-from psync.chief.served_search import ServedSearch
+from psync.chief.enquiry import ServedSearch, absent, enquire
 from psync.chief.worker_links import WorkerLinks, closed
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink

@@ -2,19 +2,39 @@
 
 Whoever asks does not know yet under which incarnation it will be served, so it asks under
 ``ENQUIRER``, which nobody refuses, on a connection that serves for nothing else.
+
+The chief asks the ps processes which ps tasks they serve, before it attaches any of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
+from psync.client.calls import all_of
 from psync.closures.membership import backoff
-from psync.errors import ConnectFailed, ConnectionLost, PsyncError, RemoteProtocolError
+from psync.errors import (
+    AttachError,
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    PsyncError,
+    RemoteProtocolError,
+)
 from psync.net.endpoint import Endpoint
 from psync.net.platform import Platform
-from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator
+from psync.store.locate_ps import Found, Place, Primary, places
+from psync.store.reattach import BACK
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import (
+    AskServed,
+    CoordinatorGranted,
+    EndFormer,
+    GrantCoordinator,
+    ServedHere,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +116,116 @@ async def absent(platform: Platform, tasks: Mapping[str, str]) -> list[str]:
         await endpoint.close()
     missing = zip(tasks.items(), answers, strict=True)
     return [f"{task} at {address}" for (task, address), gone in missing if gone]
+
+
+class ServedSearch:
+    """What one coordinator asks of all ps processes when it comes.
+
+    Args:
+        endpoint: The coordinator's, under the incarnation that it was granted.
+        processes: Address of each process, by the name of the ps that was there at first.
+        ask_again: Lets a higher incarnation be granted, since a task has refused this one:
+            (incarnation, task, address).
+        may_move: Whether a ps may be served elsewhere than at its own address.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        processes: Mapping[str, str],
+        ask_again: Callable[[int, str, str], Awaitable[None]],
+        *,
+        may_move: bool,
+    ) -> None:
+        self._may_move = may_move
+        self._endpoint = endpoint
+        self._processes = processes
+        self._ask_again = ask_again
+        self._answers: dict[str, tuple[int, Found]] = {}  # and to which incarnation
+        self._asked: set[str] = set()  # who has not answered
+
+    async def run(self) -> list[Place]:
+        """Return where each ps is served; from then on no other one begins to serve it.
+
+        Waits for all processes as long as it takes.
+
+        Raises:
+            AttachError: It cannot be told, or it is where this program cannot keep it.
+            FencedError: A newer coordinator has come.
+            AuthenticationError, ProtocolError: Something else answers at an address.
+
+        Cancellation: Safe.
+        """
+        while late := [item for item in self._processes.items() if not self._has_answered(item[0])]:
+            await all_of([self._find(*item) for item in late])
+        found = places([self._answers[task][1] for task in self._processes])
+        for ps, place in enumerate(found):
+            if place.address:
+                self._note_moved(f"/job:ps/task:{ps}", place)
+        return found
+
+    def _note_moved(self, task: str, place: Place) -> None:
+        where = list(self._processes)[place.process]
+        if not self._may_move:
+            raise AttachError(
+                f"{task} has been replaced by its backup, in the process of {where}",
+                hint=f'go on with ParameterServerStrategy(..., ps_recovery="replica"); or {BACK}',
+            )
+        logger.info("%s is served in the process of %s, at %s", task, where, place.address)
+
+    def missing(self) -> str:
+        """Say who has not answered."""
+        return ", ".join(
+            f"{task} at {address}"
+            for task, address in self._processes.items()
+            if task in self._asked
+        )
+
+    async def end_former(self) -> None:
+        """Let all processes end what earlier coordinators have left: all ps tasks are attached.
+
+        Raises:
+            FencedError, AuthenticationError, ProtocolError: As for ``run``.
+
+        Cancellation: Some may have done it.
+        """
+        await all_of([self._end(*item) for item in self._processes.items()])
+
+    def _has_answered(self, task: str) -> bool:
+        """What was asked under a lower incarnation does not bind those in between."""
+        answer = self._answers.get(task)
+        return answer is not None and answer[0] == self._endpoint.incarnation
+
+    async def _find(self, task: str, address: str) -> None:
+        mine = self._endpoint.incarnation
+        try:
+            answer = await self._ask(task, address, AskServed())
+        except FencedError:
+            await self._ask_again(mine, task, address)
+            return
+        if not isinstance(answer, ServedHere):
+            raise RemoteProtocolError(f"{task} answered AskServed with {type(answer).__name__}")
+        primaries = tuple(Primary(*each) for each in answer.primaries)
+        copies = frozenset((ps, coordinator, epoch) for ps, coordinator, epoch in answer.copies)
+        self._answers[task] = mine, Found(primaries, copies)
+
+    async def _end(self, task: str, address: str) -> None:
+        answer = await self._ask(task, address, EndFormer())
+        if not isinstance(answer, Done):
+            raise RemoteProtocolError(f"{task} answered EndFormer with {type(answer).__name__}")
+
+    async def _ask(self, task: str, address: str, message: Message) -> Message:
+        """Return an answer, however often connections are lost."""
+        self._asked.add(task)
+        losses = 0
+        while True:
+            peer = await self._endpoint.connect_retrying(address, task)
+            try:
+                answer = (await peer.call(message)).message
+                self._asked.discard(task)
+                return answer
+            except ConnectionLost:
+                await asyncio.sleep(backoff(losses, self._endpoint.platform.uniform()))
+                losses += 1
+            finally:
+                peer.close()

@@ -19,7 +19,7 @@ from psync.client.pulled_steps import PulledSteps
 from psync.errors import GradientError, RemoteProtocolError
 from psync.net.peer import Peer
 from psync.numerics.blocks import roomy
-from psync.numerics.row_sets import distinct
+from psync.numerics.scatter import distinct
 from psync.numerics.update_rule import slot_dtype
 from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.wire.codec import Message

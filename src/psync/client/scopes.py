@@ -19,7 +19,7 @@ from psync.client.runtime import Runtime, current_runtime
 from psync.cluster import ClusterSpec
 from psync.errors import ClosedError, UsageError
 from psync.net.process_state import PerProcess
-from psync.placement import Placement
+from psync.partitioners import Placement
 from psync.specs import VariableSpec
 
 

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from psync.closures.closure import Closure, Event, Replica, State, move
-from psync.closures.closure_errors import loss_error
 from psync.closures.dispatcher import (
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
@@ -37,7 +36,7 @@ from psync.closures.dispatcher import (
     GiveBack,
     WorkerStatistics,
 )
-from psync.closures.open import Cancel, OpenClosures, Settle
+from psync.closures.open import Cancel, OpenClosures, Settle, loss_error
 from psync.closures.waits import Barrier
 from psync.errors import LocalProtocolError, RemoteProtocolError, WorkerLost
 

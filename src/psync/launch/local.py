@@ -21,8 +21,8 @@ from psync.net import certificates
 from psync.net.platform import GivenUp, Platform
 from psync.net.resolvers import SimpleClusterResolver
 from psync.net.secret import Secret, mint_secret
+from psync.net.tls import TlsNetwork
 from psync.net.tls_config import TLS_VARIABLES, load_tls
-from psync.net.tls_network import TlsNetwork
 from psync.net.transport import SocketNetwork
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop

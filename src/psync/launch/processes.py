@@ -31,7 +31,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from psync.errors import BusyError, ClosedError, ConfigurationError
-from psync.launch.lifeline import GRACE_S
+from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import Sink, write_stderr, write_stdout
 from psync.launch.task_process import TaskProcess
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Coroutine
 from typing import IO, Any, Protocol
 
-from psync.launch.lifeline import GRACE_S
+from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import LineForwarder, Sink
 
 SWEEP_S = 1.0  # for what a task left behind; multiprocessing's resource tracker needs a few ms

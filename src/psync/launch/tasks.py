@@ -24,10 +24,8 @@ from psync.errors import (
     TrainingEnded,
     UsageError,
 )
-from psync.launch.identity import OwnTask, own_task
-from psync.launch.lifeline import watch_lifeline
-from psync.launch.process_loop import asked_first, end_of_run, run_loop
-from psync.launch.shut_down import shut_down
+from psync.launch.identity import OwnTask, own_task, shut_down
+from psync.launch.process_loop import asked_first, end_of_run, run_loop, watch_lifeline
 from psync.launch.task_output import configure_logging, fill_standard_streams, write_whole_lines
 from psync.net.chief_presence import (
     TrainingPresence,

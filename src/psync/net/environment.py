@@ -19,8 +19,8 @@ from psync.net.message_loss import MessageLosses
 from psync.net.platform import Platform
 from psync.net.resolvers import ClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
+from psync.net.tls import TlsNetwork
 from psync.net.tls_config import load_tls
-from psync.net.tls_network import TlsNetwork
 from psync.net.transport import Network, SocketNetwork
 from psync.wire.limits import Limits
 

@@ -43,8 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from psync.errors import ConfigurationError, ConnectionLost, PsyncError
-from psync.net.exchanges import Reply
-from psync.net.serving import RequestServer
+from psync.net.serving import Reply, RequestServer
 from psync.net.testing_notes import Notes
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Frame, Kind

@@ -21,14 +21,13 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection
-from psync.net.exchanges import Call, Refusal, Then, fail
-from psync.net.exchanges import Into as Into
-from psync.net.exchanges import Later as Later
-from psync.net.exchanges import Received as Received
-from psync.net.exchanges import Reply as Reply
 from psync.net.message_loss import LossyServer, MessageLosses
+from psync.net.serving import Call, Refusal, RequestServer, Spawn, Then, fail
 from psync.net.serving import Handler as Handler
-from psync.net.serving import RequestServer, Spawn
+from psync.net.serving import Into as Into
+from psync.net.serving import Later as Later
+from psync.net.serving import Received as Received
+from psync.net.serving import Reply as Reply
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message, decode, encode
 from psync.wire.frames import SMALL_BODY_BYTES, Buffer, Frame, Kind, Segment, encode_frame

@@ -25,7 +25,7 @@ import sys
 import numpy as np
 
 from psync.numerics.blocks import Block, BlockArray, BlockPool
-from psync.numerics.row_sets import starts_of
+from psync.numerics.scatter import starts_of
 
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """A table may be larger than the memory that there is, as long as few of its rows are used.

@@ -41,14 +41,15 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.sums import Pieces, at_once
 from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
-from psync.ps.hosted_accumulators import (
+from psync.ps.takes import (
+    GradientTakes,
     HostedAccumulator,
     TakeName,
+    TakeWaits,
     gradient_of,
     other_parameters,
+    settle,
 )
-from psync.ps.take_waits import TakeWaits, settle
-from psync.ps.takes import GradientTakes
 from psync.store.ledger import AlreadyApplied, Client, Fresh, InProgress, Ledger, Ticket, Verdict
 from psync.wire.accumulator_messages import (
     AccumulatorState,

@@ -21,7 +21,7 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.committer import Build
-from psync.ps.hosted_accumulators import HostedAccumulator, TakeName, Taker, Wanted
+from psync.ps.takes import HostedAccumulator, TakeName, Taker, Wanted
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Client
 from psync.store.ledger_snapshot import GradientStates, gradients_of, note_gradients

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from psync.errors import ClosedError, FencedError, PsyncError
-from psync.net.exchanges import fail
 from psync.net.peer import Reply
-from psync.store.commit_log import CommitLog, LogState
+from psync.net.serving import fail
+from psync.store.commit_log import CommitLog, LogNames, LogState, NamesInFull
 from psync.store.ledger import Client
-from psync.store.log_names import LogNames, NamesInFull
 from psync.store.shards import Key
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, encode

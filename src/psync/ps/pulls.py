@@ -1,22 +1,30 @@
 """Pulls of whole shards on a ps, under a lock or without one.
 
 One object serves one coordinator, with its store; a newer one gets another.
+
+Pulls of rows on a ps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
-from psync.errors import BusyError
+import numpy as np
+
+from psync.errors import BusyError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.blocks import BlockPool, bytes_of
 from psync.ps.cooperative_work import LongWork
 from psync.ps.locks import PsLocks
-from psync.ps.update import set_of
-from psync.store.store import Key, ShardStore
+from psync.ps.update import NO_BYTES, ROW_NUMBER_BYTES, memory_for, set_of
+from psync.store.store import Key, ShardStore, Work
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
+from psync.wire.frames import Segment
+from psync.wire.limits import Limits
 from psync.wire.lock_messages import PullLocked
-from psync.wire.ps_messages import Pull, Pulled
+from psync.wire.ps_messages import Pull, Pulled, PullRows, RowsPulled
 
 
 class PsPulls:
@@ -72,3 +80,148 @@ class PsPulls:
         """Read shard by shard: under steady updates never all of them are idle at once."""
         steps = self._sync.steps()
         return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
+
+
+MAX_NUMBER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows of one shard that were asked for, and where they are gathered."""
+
+    key: Key
+    rows: np.ndarray | range
+    nbytes: int
+    start: int  # in the memory for all that is gathered
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether they lie side by side, so that nothing needs to be gathered."""
+        return isinstance(self.rows, range) and self.rows.step == 1
+
+
+class RowPulls:
+    """Serves pulls of rows.
+
+    Args:
+        task: Name of the ps.
+        limits: Of what a request may make this task hold.
+        work: What takes long.
+        pool: Memory for what comes in, and for what is gathered.
+        store: Returns the shards of the coordinator that is served now.
+        steps: Returns (group, step) of each synchronous group that has closed a step here.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        limits: Limits,
+        work: LongWork,
+        pool: BlockPool,
+        store: Callable[[], ShardStore],
+        steps: Callable[[], list[tuple[int, int]]],
+    ) -> None:
+        self.pulls = 0  # that were served
+        self._task = task
+        self._limits = limits
+        self._work = work
+        self._pool = pool
+        self._store = store
+        self._steps = steps
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {PullRows: Handler(self._pull, self._prepare)}
+
+    def _prepare(
+        self, peer: Peer, message: PullRows, lengths: tuple[int, ...]
+    ) -> Sequence[memoryview]:
+        counts = [part[2] for part in message.parts if not part[5]]
+        if lengths != tuple(count * ROW_NUMBER_BYTES for count in counts):
+            raise RemoteProtocolError(
+                f"{self._task}: row numbers in segments of {lengths[:10]} bytes, expected those "
+                f"of {counts[:10]} rows"
+            )
+        return memory_for(self._pool, sum(lengths), varies=True)
+
+    def _pull(
+        self, peer: Peer, message: PullRows, body: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        store = self._store()
+        wanted = self._wanted(store, message, body)
+        gathered = [one for one in wanted if not one.consecutive]
+        self.pulls += 1
+        memory = NO_BYTES
+        if gathered:
+            (memory,) = memory_for(self._pool, sum(one.nbytes for one in gathered), varies=True)
+        cost = sum(store.rows_cost(one.key, one.rows) for one in gathered)
+        if not self._work.fits_now(store, [one.key for one in wanted], cost):
+            return self._pull_slowly(store, message, wanted, memory)
+        segments: list[Segment] = []
+        for one in wanted:
+            if one.consecutive:
+                segments.append(_exported(store, message, one))
+                continue
+            for _ in _begun(store, message, one, memory):
+                pass
+            segments.append(memory[one.start : one.start + one.nbytes])
+        return Reply(RowsPulled(self._steps()), segments)
+
+    async def _pull_slowly(
+        self, store: ShardStore, message: PullRows, wanted: Sequence[Wanted], memory: memoryview
+    ) -> Reply:
+        steps = self._steps()
+        segments: list[Segment] = []
+        for one in wanted:
+            if one.consecutive:
+                segments.append(await self._work.when_idle(_exported, store, message, one))
+                continue
+            work = await self._work.when_idle(_begun, store, message, one, memory)
+            await self._work.finish(work)
+            segments.append(memory[one.start : one.start + one.nbytes])
+        return Reply(RowsPulled(steps), segments)
+
+    def _wanted(self, store: ShardStore, message: PullRows, body: list[memoryview]) -> list[Wanted]:
+        """Return what is asked for, all of which exists."""
+        wanted: list[Wanted] = []
+        at = start = 0
+        for variable, index, count, first, stop, step in message.parts:
+            key = (variable, index)
+            rows: np.ndarray | range
+            if step:
+                if max(map(abs, (first, stop, step))) > MAX_NUMBER:
+                    raise RemoteProtocolError(f"{self._task}: row numbers beyond {MAX_NUMBER}")
+                rows = range(first, stop, step)
+                ends = np.array([rows[0], rows[-1]] if rows else [], np.int64)
+                store.check_row_numbers(key, ends)
+            else:
+                end = at + count * ROW_NUMBER_BYTES
+                rows = bytes_of(body[0][at:end] if body else NO_BYTES).view(np.int64)
+                at = end
+                store.check_row_numbers(key, rows)
+            if len(rows) != count:
+                raise RemoteProtocolError(f"{self._task}: {len(rows)} rows named, {count} declared")
+            nbytes = count * store.row_bytes(key, message.optimizer)
+            wanted.append(Wanted(key, rows, nbytes, start))
+            if not wanted[-1].consecutive:
+                start += nbytes
+        if start > self._limits.gathered_bytes:
+            raise UsageError(
+                f"{self._task}: {start} bytes of rows asked for at once, at most "
+                f"{self._limits.gathered_bytes} are gathered",
+                hint="ask for fewer rows at a time",
+            )
+        return wanted
+
+
+def _exported(store: ShardStore, message: PullRows, one: Wanted) -> list[memoryview]:
+    assert isinstance(one.rows, range)
+    return store.read_range(one.key, one.rows.start, one.rows.stop, message.optimizer, message.slot)
+
+
+def _begun(store: ShardStore, message: PullRows, one: Wanted, memory: memoryview) -> Work:
+    rows = one.rows
+    if isinstance(rows, range):
+        rows = np.arange(rows.start, rows.stop, rows.step)
+    target = bytes_of(memory[one.start : one.start + one.nbytes])
+    return store.read_rows(one.key, rows, target, message.optimizer, message.slot)

@@ -28,8 +28,8 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.frozen_snapshots import Freezable, FrozenImages, again, listed
-from psync.ps.hosted_accumulators import rule_of
 from psync.ps.snapshot_files import Place, read_items
+from psync.ps.takes import rule_of
 from psync.store.snapshot import ImageState, Thawed, thaw
 from psync.store.untrusted_json import UntrustedJson
 from psync.wire.accumulator_messages import DefineAccumulator

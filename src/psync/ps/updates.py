@@ -30,8 +30,7 @@ from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
 from psync.ps.locks import PsLocks
-from psync.ps.measure_service import MeasureService
-from psync.ps.optimizers import SlotService
+from psync.ps.optimizers import MeasureService, SlotService
 from psync.ps.update import NO_BYTES, ShardSet, Update, memory_for, set_of
 from psync.store.ledger import (
     AlreadyApplied,

@@ -40,8 +40,7 @@ from psync.net.peer import Peer, Reply
 from psync.numerics.replica_values import local_results, regroup
 from psync.replicas.closure_messages import ReplicaCall
 from psync.replicas.context import forbid_in_merge
-from psync.replicas.gang_merges import merge
-from psync.replicas.gang_run import Arrival, GangRun, fail
+from psync.replicas.gang_run import Arrival, GangRun, fail, merge
 from psync.serialization.failures import text_of
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import Payload, check_size, pack_arguments

@@ -7,12 +7,15 @@
 
 Entries are numbered from 1 without a gap. A primary applies them in that order, one after the
 other, and so does its backup.
+
+Numbers that the entries of a log use, as whoever reads that log knows them.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -161,3 +164,80 @@ class CommitLog(Generic[E]):
     def _check(self, expected: LogState) -> None:
         if self.state is not expected:
             raise LocalProtocolError(f"{self._task} is {self.state.value}, not {expected.value}")
+
+
+MAX_SETS = 32_768
+"""Numbers of sets in one log; then they begin anew. A connection may define twice as many."""
+
+OwnMember = tuple[int, int]
+"""(variable, index) of a shard."""
+
+Member = tuple[int, int, int]
+"""(ps, variable, index) of a shard."""
+
+M = TypeVar("M", OwnMember, Member)
+
+
+class LogNames:
+    """What the reader of one log knows. Single owner."""
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[OwnMember, ...], int] = {}
+        self._whole: dict[tuple[Member, ...], int] = {}
+        self._groups: set[int] = set()
+
+    def begin(self, groups: Iterable[int] = ()) -> None:
+        """There is a new reader, that knows these synchronous groups and no sets."""
+        self._own.clear()
+        self._whole.clear()
+        self._groups = set(groups)
+
+    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
+        """Return the number of a set of shards of this ps, and its members if it is new."""
+        return _number(self._own, keys)
+
+    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
+        """Return the number of a set of shards of several ps tasks, likewise."""
+        return _number(self._whole, members)
+
+    def is_new(self, group: int) -> bool:
+        """Return whether a group is named for the first time; from now on it is known."""
+        if group in self._groups:
+            return False
+        self._groups.add(group)
+        return True
+
+
+def _number(sets: dict[tuple[M, ...], int], members: tuple[M, ...]) -> tuple[int, list[M] | None]:
+    number = sets.get(members)
+    if number is not None:
+        return number, None
+    if len(sets) >= MAX_SETS:
+        sets.clear()
+    number = sets[members] = len(sets)
+    return number, list(members)
+
+
+class NamesInFull(LogNames):
+    """Names everything in full, for entries that come before all others of a log.
+
+    Args:
+        names: Of the others: what was named is known to them.
+    """
+
+    def __init__(self, names: LogNames) -> None:
+        super().__init__()
+        self._names = names
+
+    def of_set(self, keys: tuple[OwnMember, ...]) -> tuple[int, list[OwnMember] | None]:
+        """Return the number of a set of shards of this ps, and its members."""
+        return self._names.of_set(keys)[0], list(keys)
+
+    def of_whole(self, members: tuple[Member, ...]) -> tuple[int, list[Member] | None]:
+        """Return the number of a set of shards of several ps tasks, likewise."""
+        return self._names.of_whole(members)[0], list(members)
+
+    def is_new(self, group: int) -> bool:
+        """Return True; from now on the group is known."""
+        self._names.is_new(group)
+        return True

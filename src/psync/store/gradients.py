@@ -16,10 +16,8 @@ from psync.numerics.layerwise_rules import LayerwiseRule, Sums
 from psync.numerics.means import MeanGradient
 from psync.numerics.sums import Reduction
 from psync.numerics.update_rule import Part, Scratch, UpdateRule
-from psync.store.gradient_accumulation import GradientAccumulator
 from psync.store.rows import RowTable
-from psync.store.shard import Shard, Work, started
-from psync.store.shard_updates import ShardUpdate
+from psync.store.shard import GradientAccumulator, Shard, ShardUpdate, Work, started
 from psync.store.shards import Key
 
 

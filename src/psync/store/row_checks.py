@@ -7,8 +7,7 @@ import numpy as np
 from psync.errors import GradientError
 from psync.numerics.blocks import BLOCK_BYTES, bytes_of
 from psync.numerics.row_blocks import RowBlocks
-from psync.numerics.row_sets import ascending
-from psync.numerics.scatter import check_scatter
+from psync.numerics.scatter import ascending, check_scatter
 from psync.numerics.sums import INDEX_COST
 from psync.numerics.update_rule import slot_dtype
 from psync.store.shard import Shard

@@ -7,15 +7,24 @@ between. From the call until its end the shard is busy: reading or updating it r
 runs the generator to its end. It cannot be abandoned by accident: closing it, or dropping
 it, does the remaining blocks at once. Only an exception inside a block (no memory left)
 leaves the shard busy for good, as its value is torn: the task must end.
+
+What one push does to one shard, block by block: accumulate, measure, apply.
+
+Gradients of several pushes summed on the ps, until their mean makes one update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from psync.numerics.blocks import BlockArray
+import numpy as np
+
+from psync.numerics.blocks import BlockArray, BlockPool
+from psync.numerics.layerwise_rules import LayerwiseRule, Measurement
+from psync.numerics.means import MeanGradient
+from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.specs import ShardSpec
 
 Work = Generator[None, None, None]
@@ -71,3 +80,148 @@ def _work(
     shard.version += changes
     shard.busy = False
     finished()
+
+
+class GradientAccumulator:
+    """What one push does to the accumulator of a shard, block by block.
+
+    Args:
+        sums: The slot; its blocks hold the same elements as those of the shard's values.
+        steps: Gradients that make one update.
+        due: Whether this one completes them.
+        pool: Where replaced blocks go and fresh ones come from.
+        scratch: Memory for the mean of a block, apart from what its gradient may lie in.
+    """
+
+    __slots__ = ("_due", "_pool", "_scratch", "_steps", "_sums", "copies")
+
+    def __init__(
+        self, sums: BlockArray, steps: int, due: bool, pool: BlockPool, scratch: Scratch
+    ) -> None:
+        self.copies = 0  # blocks that were replaced, because a reader held them
+        self._sums = sums
+        self._steps = steps
+        self._due = due
+        self._pool = pool
+        self._scratch = scratch
+
+    def peek(self, i: int, gradient: np.ndarray) -> np.ndarray:
+        """Return the mean that block ``i`` would have with this gradient; changes nothing.
+
+        It is of the slot's dtype, and valid until the scratch memory is used again.
+        """
+        (mean,) = self._scratch.arrays(self._sums.dtype, 1, gradient.size)
+        with np.errstate(all="ignore"):  # an overflow is a result
+            np.add(self._sums.block(i).array, gradient, out=mean, dtype=mean.dtype)
+            np.divide(mean, self._steps, out=mean)
+        return mean
+
+    def take(self, i: int, gradient: np.ndarray) -> np.ndarray | None:
+        """Add a gradient to block ``i``.
+
+        Returns:
+            The mean, as ``peek``, after which the block is 0 again; None if it is not due.
+        """
+        mean = self.peek(i, gradient) if self._due else None
+        target = self._sums.writable(i, self._pool)
+        if mean is None:
+            with np.errstate(all="ignore"):
+                np.add(
+                    self._sums.block(i).array, gradient, out=target.array, dtype=self._sums.dtype
+                )
+        else:
+            target.array.fill(0)
+        self.copies += self._sums.commit(i, target, self._pool)
+        return mean
+
+
+class ShardUpdate:
+    """One application of a rule to a shard and its slots.
+
+    A layerwise rule that was given no ratio takes the shard for a whole variable: all blocks are
+    measured before the first one changes.
+
+    Args:
+        rule: As it is for this variable.
+        values: Of the shard.
+        slots: The rule's own, in its order.
+        gradient: Of the shard; must not change until the last block is done.
+        step: Of the push.
+        pool: Where replaced blocks go and fresh ones come from.
+        scratch: The rule's work space.
+        accumulator: What sums gradients until they are applied; None: each one is.
+        ratio: As for ``UpdateRule.apply``.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        values: BlockArray,
+        slots: Sequence[BlockArray],
+        gradient: np.ndarray | MeanGradient,
+        step: int,
+        pool: BlockPool,
+        scratch: Scratch,
+        accumulator: GradientAccumulator | None = None,
+        ratio: float | None = None,
+    ) -> None:
+        self.copies = 0  # blocks replaced instead of changed, because a reader held them
+        self._rule = rule
+        self._values = values
+        self._slots = slots
+        self._gradient = gradient
+        self._step = step
+        self._pool = pool
+        self._scratch = scratch
+        self._accumulator = accumulator
+        self._ratio = ratio
+        # Blocks to be measured before the first one changes.
+        self._to_measure = 0
+        if isinstance(rule, LayerwiseRule) and ratio is None:
+            self._to_measure = values.num_blocks
+            self._measurement = rule.measurement(step, scratch)
+        self.pieces = self._to_measure + values.num_blocks
+
+    def piece(self, i: int) -> None:
+        """Do piece ``i`` of ``pieces``: all of them, each once, in order."""
+        if i < self._to_measure:
+            self.measure(i, self._measurement)
+            return
+        if i == self._to_measure > 0:
+            self._ratio = LayerwiseRule.trust_ratio([self._measurement.sums()])
+        self._apply(i - self._to_measure)
+
+    def measure(self, i: int, measurement: Measurement) -> None:
+        """Measure block ``i``, which changes nothing."""
+        start, stop = self._values.bounds(i)
+        gradient = self._gradient[start:stop]
+        if self._accumulator is not None:
+            gradient = self._accumulator.peek(i, gradient)
+        slots = [slot.block(i).array for slot in self._slots]
+        measurement.add(self._values.block(i).array, gradient, slots)
+
+    def _apply(self, i: int) -> None:
+        values, pool = self._values, self._pool
+        start, stop = values.bounds(i)
+        gradient = self._gradient[start:stop]
+        if self._accumulator is not None:
+            mean = self._accumulator.take(i, gradient)
+            if mean is None:
+                return
+            gradient = mean
+        param = values.block(i).array
+        targets = [slot.writable(i, pool) for slot in self._slots]
+        target = values.writable(i, pool)
+        self._rule.apply(
+            param,
+            gradient,
+            [slot.block(i).array for slot in self._slots],
+            target.array,
+            [slot_target.array for slot_target in targets],
+            self._step,
+            self._scratch,
+            self._ratio,
+        )
+        self.copies += values.commit(i, target, pool)
+        for slot, slot_target in zip(self._slots, targets, strict=True):
+            self.copies += slot.commit(i, slot_target, pool)

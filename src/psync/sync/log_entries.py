@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from psync.ps.committer import Build
+from psync.store.commit_log import LogNames
 from psync.store.ledger import Client
-from psync.store.log_names import LogNames
 from psync.sync.group import Contribution
 from psync.sync.groups import CLOSER
 from psync.sync.step_update import Part

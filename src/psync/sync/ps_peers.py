@@ -33,8 +33,7 @@ from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, ShareNumbers, Values, WholeSet
-from psync.sync.global_steps import GLOBAL_STEP_DTYPE
-from psync.sync.groups import CLOSER
+from psync.sync.groups import CLOSER, GLOBAL_STEP_DTYPE
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES

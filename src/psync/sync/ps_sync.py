@@ -29,9 +29,8 @@ from psync.store.ledger import Ledger
 from psync.store.step_norms import ShardSums
 from psync.store.store import ShardStore
 from psync.sync.cross_ps_sets import Along, WholeSet
-from psync.sync.global_steps import GlobalSteps
 from psync.sync.group import Close
-from psync.sync.groups import CLOSER, GroupTable
+from psync.sync.groups import CLOSER, GlobalSteps, GroupTable
 from psync.sync.log_entries import staged_entry
 from psync.sync.staging import Staging
 from psync.sync.step_applier import StepApplier

@@ -35,8 +35,7 @@ from psync.sync.groups import CLOSER
 from psync.sync.log_entries import counted_entry
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
-from psync.sync.step_rounds import ClosedStep, StepRounds
-from psync.sync.step_takeover import go_on
+from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
 from psync.sync.steps import Action, Close, Contribution
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.wire.codec import Message

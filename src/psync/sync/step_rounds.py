@@ -8,6 +8,8 @@
 
 A round begins when all have answered the one before, and the first error ends it all. What was
 measured is known here alone and for this step alone, so no ps has anything to remember or to undo.
+
+A backup of ps 0 that serves goes on with the steps of the one that it has replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from psync.net.failpoints import Failpoints
 from psync.store.step_norms import Factors, ShardSums, StepNorms
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values
-from psync.sync.group import Close
+from psync.sync.followed_steps import LastStep
+from psync.sync.group import Close, Contribution
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.wire.sync_messages import CloseStep, MeasureStep
@@ -171,3 +174,39 @@ class StepRounds:
 
 def _listed(factors: Factors | None) -> Listed:
     return None if factors is None else list(factors.items())
+
+
+async def go_on(
+    group: int,
+    last: LastStep[ClosedStep] | None,
+    left: Sequence[tuple[int, Contribution]],
+    sync: PsSync,
+    rounds: StepRounds,
+) -> int:
+    """Close the last step of a group once more; return the step that is the present one then.
+
+    Args:
+        group: Its number. It is defined, and has a step.
+        last: The last step that was closed since the image.
+        left: (step, push) of what counts beyond it.
+        sync: The part of ps 0 itself.
+        rounds: Carries steps to every ps.
+
+    Raises:
+        PsyncError: It cannot be closed.
+
+    Cancellation: It may have been closed, or be closed later.
+    """
+    if last is not None:
+        ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+
+        def then(_: Values, failed: Exception | None) -> None:
+            if not ended.done():
+                ended.set_result(failed)
+
+        rounds.carry_again(last.closing, then)
+        failed = await ended
+        if failed is not None:
+            raise failed
+    closed = dict(sync.steps()).get(group)
+    return left[0][0] if closed is None else closed

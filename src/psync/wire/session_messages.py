@@ -1,4 +1,4 @@
-"""Sessions: a chief that is no coordinator, workers that enter by themselves, the end of training."""
+"""Messages of sessions: a chief without coordinator, workers that enter, the end of training."""
 
 from __future__ import annotations
 

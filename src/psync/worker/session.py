@@ -27,7 +27,7 @@ from psync.client.runtime import Runtime
 from psync.errors import ClosureCancelled, EndOfData, TransportError
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
-from psync.net.stacks import stack_of_task
+from psync.net.task_reports import stack_of_task
 from psync.replicas.gang_member import GangMember
 from psync.serialization.payloads import check_size, pack
 from psync.wire.codec import Message

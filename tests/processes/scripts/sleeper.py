@@ -22,7 +22,7 @@ else:
             start_new_session="daemon" in arguments,
         )
     if "PSYNC_LIFELINE_FD" in os.environ:
-        from psync.launch.lifeline import watch_lifeline
+        from psync.launch.process_loop import watch_lifeline
 
         watch_lifeline(int(os.environ["PSYNC_LIFELINE_FD"]), grace_s=0.2)
     print("ready", os.getpid(), flush=True)

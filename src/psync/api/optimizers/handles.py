@@ -17,20 +17,22 @@ from psync.api.gradient_arguments import (
     Gradient,
     GradsAndVars,
     Pairs,
+    ValueAndGrad,
     checked_pairs,
+    listed,
+    trainable_here,
+    value_and_gradients,
 )
 from psync.api.optimizers.pushes import push_gradients
 from psync.api.optimizers.registry import optimizers_here
 from psync.api.optimizers.staleness_bound import StalenessBound
 from psync.api.optimizers.state import Iterations, PushResult
 from psync.api.optimizers.state import Slot as Slot
-from psync.api.value_and_gradients import ValueAndGrad, value_and_gradients
-from psync.api.variable_lists import listed, trainable_here
 from psync.api.variables import runtime_of
 from psync.client.context import forbid_in_dataset, forbid_in_step
+from psync.client.optimizer_client import set_optimizer
 from psync.client.runtime import Runtime
 from psync.client.scopes import running_scopes
-from psync.client.slot_client import set_optimizer
 from psync.errors import ConfigurationError, UsageError
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.indexed_slices import IndexedSlices

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from psync.api.variables import ShardedVariable, Variable, runtime_of
+from psync.client.optimizer_client import optimizer_step, set_optimizer, set_slot
 from psync.client.runtime import Runtime
-from psync.client.slot_client import optimizer_step, set_optimizer, set_slot
 from psync.errors import UsageError
 from psync.numerics.casting import fitting
 from psync.numerics.update_rule import slot_dtype

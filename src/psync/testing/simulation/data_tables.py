@@ -1,4 +1,4 @@
-"""What a simulated program trains from: data shards that are visited once, and workers' own data."""
+"""Data of a simulated program: data shards that are visited once, and workers' own data."""
 
 from __future__ import annotations
 

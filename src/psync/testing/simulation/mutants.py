@@ -29,18 +29,18 @@ from psync.coordinator import Coordinator
 from psync.errors import TaskLost
 from psync.ps.backup_host import _Backup
 from psync.ps_task import PsTask
-from psync.replicas import gang_merges
+from psync.replicas import gang_run
+from psync.store import ledger_snapshot, snapshot
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.locks import LockTable
 from psync.store.rollback import EndedClosures
 from psync.store.shards import ShardTable
-from psync.store.store import ledger_snapshot, snapshot
 from psync.store.update_gate import UpdateGate
-from psync.sync import step_takeover, step_update
+from psync.sync import step_rounds, step_update
 from psync.sync.followed_steps import FollowedSteps
-from psync.sync.global_steps import GlobalSteps
 from psync.sync.group import Group
+from psync.sync.groups import GlobalSteps
 from psync.sync.staging import Staging
 from psync.sync.staleness_service import ClockService
 from psync.sync.steps import SyncSteps
@@ -306,7 +306,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "promoted_closes_nothing": Mutant(
         "a promoted ps 0 closes the last step again", ("sync-replica",),
-        ((step_takeover, "go_on", _without_last),),
+        ((step_rounds, "go_on", _without_last),),
     ),
     "promoted_counts_nothing": Mutant(
         "a promoted ps 0 counts what had counted", ("sync-replica",),
@@ -360,7 +360,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "gang_without_one": Mutant(
         "a collective has what every replica has brought", ("any",),
-        ((gang_merges, "merge", _one_is_missing),),
+        ((gang_run, "merge", _one_is_missing),),
     ),
     "account_forgets_runs": Mutant(
         "the account of data shards names those that ran again", ("any",),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from psync.chief import consistent_cut, creation, rollback
 from psync.chief.cluster_links import ClusterLinks
 from psync.client.ps_link import PsLink
-from psync.closures.queue import dispatcher
+from psync.closures import dispatcher
 from psync.numerics import blocks
 from psync.ps import backup_accumulators, backup_host, backup_sender, committer, cooperative_work
 from psync.ps.backup_host import ReplicaHost
