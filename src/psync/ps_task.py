@@ -448,7 +448,7 @@ class PsTask:
         self._sync.serves = bool(self._coordinator) and not self._is_deposed
         self._follower, self._replayed = None, {}
         self._sync_image = SyncImage(self._sync, lambda: self._closer)
-        self._pulls = PsPulls(self.task, self._store, self._work, self._sync, self._locks)
+        self._pulls = PsPulls(self.task, self._store, self._work, self._sync.steps, self._locks)
         self._updates = PsUpdates(*parts, self._gate)
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,

@@ -223,7 +223,7 @@ class WorkerTask:
         for link in ps.links:
             link.on_lost = self._lost_ps
         iterators = IteratorTable()
-        runtime = Runtime(ps, message.origin, message.program, None, iterators)
+        runtime = Runtime(ps, message.origin, message.program, None, iterators.get)
         self._clients = clients
         self._session = Session(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name

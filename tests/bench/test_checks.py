@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from bench_runs import asynchronous_run, push, run_of, synchronous_run
 
+from bench_runs import asynchronous_run, push, run_of, synchronous_run
 from psync.bench.checks import WrongResultError, check
 from psync.bench.modes import Mode
 from psync.bench.training import Run

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from bench_runs import asynchronous_run, push, run_of, synchronous_run
 
+from bench_runs import asynchronous_run, push, run_of, synchronous_run
 from psync.bench.figures import backup_figures, figures_of, histogram, step_seconds
 from psync.bench.modes import Mode
 

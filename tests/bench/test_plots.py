@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench_runs import asynchronous_run, synchronous_run
 
+from bench_runs import asynchronous_run, synchronous_run
 from psync.bench import plots
 from psync.bench.figures import backup_figures, figures_of
 from psync.errors import ConfigurationError

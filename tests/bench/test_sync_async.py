@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_runs import asynchronous_run, synchronous_run
 
+from bench_runs import asynchronous_run, synchronous_run
 from psync.bench import plots, real_runs, sync_async, virtual_runs
 from psync.bench.checks import WrongResultError
 from psync.bench.figures import Figures, backup_figures, figures_of

@@ -10,12 +10,12 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import memory_cluster
 import numpy as np
 import pytest
-from memory_cluster import cluster_of, event_of
 
+import memory_cluster
 import psync
+from memory_cluster import cluster_of, event_of
 from psync.net.failpoints import Failpoints
 from psync.net.platform import Platform
 from psync.testing import MemoryNetwork, run_virtual

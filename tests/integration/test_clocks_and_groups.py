@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory_cluster import cluster_of
-from session_cluster import session_cluster
-from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 import psync
+from memory_cluster import cluster_of
 from psync.net.peer import Received
 from psync.testing import settle
 from psync.wire.sync_messages import Contributed, TickClock
+from session_cluster import session_cluster
+from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 pytestmark = pytest.mark.virtual_time
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from local_training import in_step, training
 
 import psync
+from local_training import in_step, training
 from psync import IndexedSlices, optimizers
 from psync.errors import GradientError
 

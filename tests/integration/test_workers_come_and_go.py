@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 
-import memory_cluster
 import numpy as np
 import pytest
 
+import memory_cluster
 import psync
 from psync.testing import run_virtual
 from psync.worker_task import WorkerTask

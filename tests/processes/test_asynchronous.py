@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import (
     SERVE,
     Ended,

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_training import coordinated, run
-from tasks_by_hand import plain_environ, script
 
 import psync
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError
+from real_training import coordinated, run
+from tasks_by_hand import plain_environ, script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import by_hand, children_of, ended, plain_environ, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

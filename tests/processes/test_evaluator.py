@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
 from tasks_by_hand import ByHand, ended, plain_environ, script, wait_for_line
 
 pytestmark = pytest.mark.processes

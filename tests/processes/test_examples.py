@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import Ended, ended, plain_environ, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

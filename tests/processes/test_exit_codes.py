@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import (
     ByHand,
     by_hand,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_training import coordinated, run
 
 import psync
 from psync import VariableAggregation
 from psync.errors import RemoteError, WorkerLost
+from real_training import coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from listening import descendants, listening
-from tasks_by_hand import SERVE, by_hand, plain_environ, script, wait_for_line
 
 import psync
+from listening import descendants, listening
+from tasks_by_hand import SERVE, by_hand, plain_environ, script, wait_for_line
 
 pytestmark = pytest.mark.processes
 

@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-from real_training import coordinated, run
 
 import psync
+from real_training import coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

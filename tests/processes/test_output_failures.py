@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import SERVE, by_hand, plain_environ, script
 
 SCRIPTS = Path(__file__).parent / "scripts"

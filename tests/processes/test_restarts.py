@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tasks_by_hand import (
     SERVE,
     by_hand,

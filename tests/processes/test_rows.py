@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_training import coordinated, run
 
 import psync
+from real_training import coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -6,6 +6,7 @@ import re
 import socket
 
 import pytest
+
 from tasks_by_hand import (
     SECRET,
     SERVE,
@@ -114,8 +115,8 @@ def test_insecure_tasks_say_what_that_means() -> None:
         line = wait_for_line(task, "running without a secret")
         address = cluster.cluster["ps"][0]
     assert line.endswith(
-        "WARNING psync.net.environment: running without a secret: every user of this machine can run "
-        f"code on this task ({address})\n"
+        "WARNING psync.net.environment: running without a secret: every user of this machine can "
+        f"run code on this task ({address})\n"
     )
 
 

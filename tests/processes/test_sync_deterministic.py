@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from real_training import coordinated, run
 
 import psync
 from psync import optimizers
 from psync.numerics import moment_rules, update_rule
 from psync.numerics.clipping import clipped_by_norm
 from psync.numerics.rule_options import RuleOptions
+from real_training import coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

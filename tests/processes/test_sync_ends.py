@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_training import assert_nothing_is_staged, coordinated, group_of, run
 
 import psync
 from psync import Outcome
 from psync.errors import EndOfData, NotEnoughReplicas
+from real_training import assert_nothing_is_staged, coordinated, group_of, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

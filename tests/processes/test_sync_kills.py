@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_training import assert_nothing_is_staged, coordinated, group_of, run
-from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 import psync
 from psync import Outcome
 from psync.errors import ParameterServerLost
+from real_training import assert_nothing_is_staged, coordinated, group_of, run
+from tasks_by_hand import by_hand, ended, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_training import assert_nothing_is_staged, group_of, run
 
 import psync
 from psync import Outcome
+from real_training import assert_nothing_is_staged, group_of, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from real_training import assert_nothing_is_staged, coordinated, run
 
 import psync
 from psync import Outcome, PushResult
+from real_training import assert_nothing_is_staged, coordinated, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import ByHand, Ended, by_hand, ended, plain_environ, script, wait_for_line
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

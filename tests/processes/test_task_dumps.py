@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import plain_environ
 
 SCRIPT = Path(__file__).parent / "scripts" / "stuck.py"

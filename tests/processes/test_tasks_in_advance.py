@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tasks_by_hand import ByHand, by_hand, ended, script, wait_for_line
 
 pytestmark = pytest.mark.processes

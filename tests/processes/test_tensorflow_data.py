@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared_tasks import SharedTasks, on_each_worker, shared_tasks
 
 import psync
 from psync.errors import ConfigurationError, EndOfData
+from shared_tasks import SharedTasks, on_each_worker, shared_tasks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

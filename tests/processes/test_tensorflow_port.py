@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tasks_by_hand import ended, plain_environ
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

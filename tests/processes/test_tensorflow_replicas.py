@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared_tasks import SharedTasks, shared_tasks
 
 import psync
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
 from psync.errors import PartitionError, ReplicaValueError, UsageError
 from psync.replicas.context import get_update_replica_id, in_update_context
+from shared_tasks import SharedTasks, shared_tasks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared_tasks import SharedTasks, on_each_worker, shared_tasks
 
 import psync
 from psync.errors import (
@@ -25,6 +24,7 @@ from psync.errors import (
     PartitionError,
     UsageError,
 )
+from shared_tasks import SharedTasks, on_each_worker, shared_tasks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from tasks_by_hand import ended, plain_environ, script
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

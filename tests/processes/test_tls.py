@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tasks_by_hand import SERVE, by_hand, ended, interrupt, plain_environ, script, wait_for_line
 
 import psync
+from tasks_by_hand import SERVE, by_hand, ended, interrupt, plain_environ, script, wait_for_line
 
 pytestmark = pytest.mark.processes
 

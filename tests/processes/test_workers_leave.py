@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from tasks_by_hand import SECRET, SERVE, by_hand, ended, free_addresses, script, wait_for_line
 
 import psync
+from tasks_by_hand import SECRET, SERVE, by_hand, ended, free_addresses, script, wait_for_line
 
 pytestmark = pytest.mark.processes
 

@@ -7,9 +7,9 @@ import contextlib
 import random
 
 import pytest
-from recorder import Recorder, end, pair
 
 from psync.testing import MemoryNetwork, run_virtual, settle
+from recorder import Recorder, end, pair
 
 
 async def linked(**options):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from recorder import Recorder, end, pair
 
 from psync.testing import MemoryNetwork, settle
+from recorder import Recorder, end, pair
 
 
 async def connected(**kwargs):

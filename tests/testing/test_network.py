@@ -11,13 +11,16 @@ import random
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
-from recorder import Accepting, Recorder, end, pair
 
 from psync.errors import ConfigurationError, UsageError
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, run_virtual, settle
+from recorder import Accepting, Recorder, end, pair
+
+HELPERS = str(Path(__file__).parents[1] / "helpers")
 
 WHO = contextvars.ContextVar("WHO", default="nobody")
 
@@ -640,7 +643,11 @@ def test_a_seed_means_the_same_in_another_process() -> None:
     # Hashes of strings, and with them the order of sets, differ from process to process.
     done = subprocess.run(
         [sys.executable, "-c", "import test_network; print(test_network.digest(5))"],
-        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.path.dirname(__file__)},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "1",
+            "PYTHONPATH": os.pathsep.join((os.path.dirname(__file__), HELPERS)),
+        },
         capture_output=True,
         text=True,
         check=True,

@@ -6,10 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-from recorder import Recorder, end, pair
 
 from psync.testing import BufferChanged, MemoryNetwork, run_virtual, settle
 from psync.testing.segments import Segment, check_buffer
+from recorder import Recorder, end, pair
 
 
 async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import accumulator_messages
 from psync.wire.accumulator_messages import (
@@ -18,6 +17,7 @@ from psync.wire.accumulator_messages import (
     TakeGradient,
 )
 from psync.wire.codec import Message
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (

@@ -9,11 +9,11 @@ import typing
 from pathlib import Path
 
 import pytest
-from wire_tools import kinds_of
 
 import psync.wire
 from psync.wire.catalogue import CLASSES, MODULES
 from psync.wire.codec import Message, decode, encode
+from wire_tools import kinds_of
 
 
 def test_every_module_of_messages_is_in_the_catalogue() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_tools import Anywhere, joined, pour, splits
 
 from psync.errors import (
     FrameTooLarge,
@@ -33,6 +32,7 @@ from psync.wire.frames import (
 )
 from psync.wire.limits import DEFAULT_LIMITS, HANDSHAKE_LIMITS, Limits
 from psync.wire.tensors import to_bytes_view
+from wire_tools import Anywhere, joined, pour, splits
 
 SMALL = Limits(header_bytes=50, segments=4, segment_bytes=100, body_bytes=150)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import lock_messages
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (LockShards(1, [(0, 1)], 5.0), "94730191920001cb4014000000000000"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import messages
 from psync.wire.codec import Message
@@ -19,6 +18,7 @@ from psync.wire.messages import (
     Statistics,
     Welcome,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (

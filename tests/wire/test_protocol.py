@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_tools import Anywhere, joined, pour, splits
 
 from psync.errors import (
     AuthenticationError,
@@ -28,6 +27,7 @@ from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.messages import Challenge, Done, Hello, Proof, Refused, Welcome
 from psync.wire.protocol import MESSAGE_OF, TRANSITIONS, Protocol, State
+from wire_tools import Anywhere, joined, pour, splits
 
 SECRET = b"a secret of the whole cluster"
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import ps_messages
 from psync.wire.codec import Message
@@ -28,6 +27,7 @@ from psync.wire.ps_messages import (
     SetOptimizer,
     SetSlots,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (Pull(1, [(0, 1)], -1, ""), "9522019192" + "0001ffa0"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import recovery_messages
 from psync.wire.codec import Message
@@ -47,6 +46,7 @@ from psync.wire.recovery_messages import (
     WriteFrozen,
     Written,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (Gate(1), "924a01"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import session_messages
 from psync.wire.codec import Message
@@ -17,6 +16,7 @@ from psync.wire.session_messages import (
     SessionEntered,
     TrainingOver,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (Declared(True, 2), "9336c302"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import sync_messages
 from psync.wire.codec import Message
@@ -26,6 +25,7 @@ from psync.wire.sync_messages import (
     SyncStep,
     TickClock,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (StagePush(9, None, 1, -1, 6, [(0, 1)]), "982a09c001ff0691920001c0"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from wire_tools import check_bytes, kinds_of
 
 from psync.wire import worker_messages
 from psync.wire.codec import Message
@@ -25,6 +24,7 @@ from psync.wire.worker_messages import (
     RunClosures,
     RunReplica,
 )
+from wire_tools import check_bytes, kinds_of
 
 GOLDEN: list[tuple[Message, str]] = [
     (RunClosures([(5, b"key", 1, [2])]), "92119194" + "05c4036b6579019102"),

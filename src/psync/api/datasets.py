@@ -20,7 +20,6 @@ import numpy as np
 
 from psync.api.variables import Variable
 from psync.client.context import current_closure, enter_dataset
-from psync.client.runtime import IteratorHandle
 from psync.coordinator import Coordinator
 from psync.errors import CaptureError, ConfigurationError, ContextError
 from psync.net.platform import random_hex
@@ -41,6 +40,7 @@ from psync.worker.data_sources import (
 )
 from psync.worker.dataset_functions import InputContext, open_dataset, takes_context
 from psync.worker.element_specs import spec_of
+from psync.worker.iterators import IteratorHandle
 
 
 @dataclass(frozen=True, slots=True)

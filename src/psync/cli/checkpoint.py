@@ -45,7 +45,6 @@ def checkpoint() -> None:
 def list_command(directory: Path) -> int:
     """List the complete checkpoints in DIRECTORY, the oldest first."""
     from psync.checkpoints.files import checkpoints_in
-    from psync.cli.checkpoint import summary
 
     return _report(lambda: [summary(path) for _, path in checkpoints_in(directory, "ckpt")])
 
@@ -54,8 +53,6 @@ def list_command(directory: Path) -> int:
 @click.argument("path", type=checkpoint_path)
 def inspect_command(path: Path) -> int:
     """List what is in the checkpoint PATH, and check every byte of it."""
-    from psync.cli.checkpoint import inspection
-
     return _report(lambda: inspection(path))
 
 
@@ -64,8 +61,6 @@ def inspect_command(path: Path) -> int:
 @click.argument("second", type=checkpoint_path)
 def diff_command(first: Path, second: Path) -> int:
     """List what differs between two checkpoints; exit code 1 if something does."""
-    from psync.cli.checkpoint import differences
-
     lines: list[str] = []
 
     def describe() -> list[str]:
@@ -102,8 +97,6 @@ def export_command(
     Each variable is whole there, however it was sharded. Several files come with an index that
     Hugging Face tools read.
     """
-    from psync.cli.checkpoint import export
-
     return _report(
         lambda: [
             str(file)

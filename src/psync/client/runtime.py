@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Mapping
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ from psync.client.prefetch import PulledAhead
 from psync.client.ps_client import PsClient
 from psync.client.pulled_steps import PulledSteps
 from psync.client.sync_client import SyncClient
-from psync.errors import UnsupportedError, UsageError
-from psync.worker.iterators import IteratorTable
 
 
 class Runtime:
@@ -28,7 +25,7 @@ class Runtime:
         origin: Token of the strategy whose variables it serves.
         program: Token of the process whose optimizers it serves.
         ensure_created: Creates what has been declared meanwhile; a worker has nothing to create.
-        iterators: A worker's per-worker iterators; None on the coordinator.
+        find_iterator: Returns a worker's per-worker iterator by its uid; None on the coordinator.
         in_session: Whether the program itself trains, outside of closures: a worker in a training
             session.
     """
@@ -39,14 +36,14 @@ class Runtime:
         origin: str,
         program: str = "",
         ensure_created: Callable[[], Awaitable[None]] | None = None,
-        iterators: IteratorTable | None = None,
+        find_iterator: Callable[[str], Iterator[Any] | None] | None = None,
         *,
         in_session: bool = False,
     ) -> None:
         self.ps = ps
         self.origin = origin
         self.program = program
-        self.iterators = iterators
+        self.find_iterator = find_iterator
         self.in_session = in_session
         self.steps: dict[int, int] = {}  # highest step known of each optimizer
         self.rounds: dict[int, int] = {}  # done through each optimizer that has a staleness bound
@@ -118,65 +115,3 @@ def current_runtime() -> Runtime | None:
     closure = current_closure()
     runtime: Any = closure.runtime if closure is not None else None
     return runtime if isinstance(runtime, Runtime) else None
-
-
-NOWHERE: Mapping[int, int] = {}
-"""The positions of iterators that start from the beginning."""
-
-
-class IteratorHandle:
-    """A per-worker iterator as steps see it: on each worker it stands for that worker's own.
-
-    Args:
-        uid: Unique in the cluster.
-        key: Of the dataset function.
-        num_pipelines: Number of workers that the data is meant for.
-        starts: By worker index, how many batches come before the first; 0 where there is none.
-    """
-
-    def __init__(
-        self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int] = NOWHERE
-    ) -> None:
-        self.uid = uid
-        self.key = key
-        self.num_pipelines = num_pipelines
-        self.starts = starts
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_arrived, (self.uid, self.key, self.num_pipelines, dict(self.starts)))
-
-    def __iter__(self) -> IteratorHandle:
-        return self
-
-    def __next__(self) -> Any:
-        """Return this worker's next element.
-
-        Raises:
-            EndOfData: There is none; a step that lets it through ends with it.
-            UnsupportedError: Outside a step.
-        """
-        runtime = current_runtime()
-        if runtime is None or runtime.iterators is None:
-            raise UnsupportedError(
-                "next() on a per-worker iterator outside a step: each worker has its own data",
-                hint="pass the iterator to a step: schedule(step, args=(iterator,))",
-            )
-        iterator = runtime.iterators.get(self.uid)
-        if iterator is None:
-            raise UsageError(
-                "a per-worker iterator reached the step in a way that psync cannot see",
-                hint="pass it as an argument of the step, or let the step capture it",
-            )
-        return next(iterator)
-
-
-arriving: ContextVar[list[IteratorHandle] | None] = ContextVar("psync_arriving", default=None)
-"""Where iterators are noted that come in with a function or its arguments."""
-
-
-def _arrived(uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> IteratorHandle:
-    handle = IteratorHandle(uid, key, num_pipelines, starts)
-    noted = arriving.get()
-    if noted is not None:
-        noted.append(handle)
-    return handle

@@ -19,7 +19,6 @@ from psync.ps.cooperative_work import LongWork
 from psync.ps.locks import PsLocks
 from psync.ps.update import NO_BYTES, ROW_NUMBER_BYTES, memory_for, set_of
 from psync.store.store import Key, ShardStore, Work
-from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.limits import Limits
@@ -34,18 +33,23 @@ class PsPulls:
         task: Name of the ps.
         store: Its shards.
         work: What takes long.
-        sync: Knows which steps the values are of.
+        steps: Returns the last closed step of each group that has one, which values are of.
         locks: Knows who holds which.
     """
 
     def __init__(
-        self, task: str, store: ShardStore, work: LongWork, sync: PsSync, locks: PsLocks
+        self,
+        task: str,
+        store: ShardStore,
+        work: LongWork,
+        steps: Callable[[], list[tuple[int, int]]],
+        locks: PsLocks,
     ) -> None:
         self.pulls = 0  # that were served
         self._task = task
         self._store = store
         self._work = work
-        self._sync = sync
+        self._steps = steps
         self._locks = locks
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -57,7 +61,7 @@ class PsPulls:
         read = self._reader(message)
         self.pulls += 1
         try:
-            return Reply(Pulled(self._sync.steps()), [read(key) for key in keys])
+            return Reply(Pulled(self._steps()), [read(key) for key in keys])
         except BusyError:
             return self._pull_later(keys, read)
 
@@ -78,7 +82,7 @@ class PsPulls:
         self, keys: Sequence[Key], read: Callable[[Key], list[memoryview]]
     ) -> Reply:
         """Read shard by shard: under steady updates never all of them are idle at once."""
-        steps = self._sync.steps()
+        steps = self._steps()
         return Reply(Pulled(steps), [await self._work.when_idle(read, key) for key in keys])
 
 

@@ -1,0 +1,5 @@
+"""The fit loop, checkpoints of a program's objects, and evaluation.
+
+Knows ``api`` alone of what the cluster is made of. ``checkpoint`` saves and restores objects by
+name, ``checkpoint_manager`` keeps the newest, ``trainer`` is ``fit``. Begin with ``checkpoint``.
+"""

@@ -1,0 +1,6 @@
+"""Running closures, and feeding them data: what a worker task is made of.
+
+Knows ``client`` and ``serialization``; the coordinator is the other end of a connection.
+``session`` serves one coordinator, ``inputs`` gathers what a closure needs before it runs,
+``iterators`` load batches ahead in a thread. Begin with ``session``.
+"""

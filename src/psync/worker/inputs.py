@@ -11,7 +11,6 @@ from typing import Any
 
 from psync.client.context import ClosureContext
 from psync.client.prefetch import NEVER
-from psync.client.runtime import IteratorHandle, arriving
 from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
 from psync.net.peer import Received
 from psync.serialization.functions import FunctionCache, is_coroutine_step, load_function
@@ -19,7 +18,13 @@ from psync.serialization.payloads import Payload, unpack_arguments
 from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, FetchArguments, FetchFunction, Function
 from psync.worker.dataset_functions import InputContext
-from psync.worker.iterators import BATCHES_AHEAD, IteratorTable, WorkerIterator
+from psync.worker.iterators import (
+    BATCHES_AHEAD,
+    IteratorHandle,
+    IteratorTable,
+    WorkerIterator,
+    arriving,
+)
 
 
 class HeldClosure:

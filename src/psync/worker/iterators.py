@@ -13,12 +13,14 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
 from psync.client.context import enter_dataset
-from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
+from psync.client.runtime import current_runtime
+from psync.errors import ClosedError, ClosureInputError, EndOfData, UnsupportedError, UsageError
 from psync.serialization.captures import name_of
 from psync.worker.dataset_functions import InputContext, open_dataset
 
@@ -317,3 +319,65 @@ class IteratorTable:
         iterator.close()
         self._closing = [each for each in self._closing if not each.join(0)]
         self._closing.append(iterator)
+
+
+NOWHERE: Mapping[int, int] = {}
+"""The positions of iterators that start from the beginning."""
+
+
+class IteratorHandle:
+    """A per-worker iterator as steps see it: on each worker it stands for that worker's own.
+
+    Args:
+        uid: Unique in the cluster.
+        key: Of the dataset function.
+        num_pipelines: Number of workers that the data is meant for.
+        starts: By worker index, how many batches come before the first; 0 where there is none.
+    """
+
+    def __init__(
+        self, uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int] = NOWHERE
+    ) -> None:
+        self.uid = uid
+        self.key = key
+        self.num_pipelines = num_pipelines
+        self.starts = starts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_arrived, (self.uid, self.key, self.num_pipelines, dict(self.starts)))
+
+    def __iter__(self) -> IteratorHandle:
+        return self
+
+    def __next__(self) -> Any:
+        """Return this worker's next element.
+
+        Raises:
+            EndOfData: There is none; a step that lets it through ends with it.
+            UnsupportedError: Outside a step.
+        """
+        runtime = current_runtime()
+        if runtime is None or runtime.find_iterator is None:
+            raise UnsupportedError(
+                "next() on a per-worker iterator outside a step: each worker has its own data",
+                hint="pass the iterator to a step: schedule(step, args=(iterator,))",
+            )
+        iterator = runtime.find_iterator(self.uid)
+        if iterator is None:
+            raise UsageError(
+                "a per-worker iterator reached the step in a way that psync cannot see",
+                hint="pass it as an argument of the step, or let the step capture it",
+            )
+        return next(iterator)
+
+
+arriving: ContextVar[list[IteratorHandle] | None] = ContextVar("psync_arriving", default=None)
+"""Where iterators are noted that come in with a function or its arguments."""
+
+
+def _arrived(uid: str, key: bytes, num_pipelines: int, starts: Mapping[int, int]) -> IteratorHandle:
+    handle = IteratorHandle(uid, key, num_pipelines, starts)
+    noted = arriving.get()
+    if noted is not None:
+        noted.append(handle)
+    return handle

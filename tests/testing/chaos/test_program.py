@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_cluster import cluster_of
 
 import psync
+from memory_cluster import cluster_of
 from psync.testing.chaos import oracle
 from psync.testing.chaos.journal import Journal, read_journal
 from psync.testing.chaos.marks import marks_at

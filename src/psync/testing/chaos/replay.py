@@ -1,7 +1,7 @@
 """What the ps tasks have written down, done again in one process: the same bits must come out.
 
-A log is the calls that changed a store (``psync.ps.apply_log``). The model is small: all of them are
-made again, one after the other. Looked at on the way:
+A log is the calls that changed a store (``psync.ps.apply_log``). The model is small: all of them
+are made again, one after the other. Looked at on the way:
 
 - a store that is frozen for a cut is what its log makes of it;
 - an image to which a ps goes back is what some ps has frozen before: nothing is in it twice;

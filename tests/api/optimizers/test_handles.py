@@ -1,0 +1,428 @@
+"""Optimizer handles: what is checked before a push, what comes back, and how they travel."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, strategy_of, training
+from psync import optimizers, schedules
+from psync.client.context import ClosureContext, enter_closure
+from psync.client.runtime import Runtime
+from psync.errors import GradientError, UsageError
+
+
+def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+@contextlib.contextmanager
+def in_closure_of(origin: str) -> Iterator[None]:
+    """As in a step on a worker in another process than the program's."""
+    runtime = Runtime(None, origin)  # type: ignore[arg-type]
+    with enter_closure(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
+        yield
+
+
+# --- what comes back ---------------------------------------------------------------------------
+
+
+async def test_two_optimizers_on_one_variable_count_their_own_steps() -> None:
+    slow, fast = optimizers.SGD(0.1), optimizers.SGD(1.0)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(10))
+        assert (await slow.apply_gradients([(np.float32(1), v)])).step == 1
+        assert (await slow.apply_gradients([(np.float32(1), v)])).step == 2
+        assert (await fast.apply_gradients([(np.float32(1), v)])).step == 1
+        assert await v.read() == np.float32(10) - np.float32(0.1) - np.float32(0.1) - 1
+
+
+async def test_a_shard_can_be_pushed_alone() -> None:
+    async with training(partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(4, np.float32))
+        await optimizers.SGD(1.0).apply_gradients([(np.ones(2, np.float32), v.variables[1])])
+        assert (await v.read()).tolist() == [0, 0, -1, -1]
+
+
+async def test_the_global_step_is_raised_by_each_push() -> None:
+    sgd = optimizers.SGD(0.1)
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0))
+            global_step = psync.Variable(0, trainable=False, name="global_step")
+
+        async def step() -> None:
+            await sgd.apply_gradients([(np.float32(1), v)], global_step)
+
+        for _ in range(5):
+            coordinator.schedule(step)
+        await coordinator.join()
+        assert await global_step.read() == 5
+        assert global_step.dtype == np.int64
+
+
+# --- gradients that do not fit -----------------------------------------------------------------
+
+Refusal = tuple[Callable[[Any, Any], Any], str]
+
+REFUSED: dict[str, Refusal] = {
+    "nothing": (lambda v, w: [], "apply_gradients: no gradients given"),
+    "all None": (
+        lambda v, w: [(None, v), (None, w)],
+        "apply_gradients: all gradients are None (v, w)",
+    ),
+    "shape": (
+        lambda v, w: [(np.zeros(3, np.float32), v)],
+        'gradient for "v": expected shape (2,), got (3,)',
+    ),
+    "dtype": (
+        lambda v, w: [(np.zeros(2), v)],
+        'gradient for "v": expected dtype float32, got float64\n'
+        "hint: convert it: np.asarray(value, 'float32')",
+    ),
+    "twice": (
+        lambda v, w: [(np.zeros(2, np.float32), v)] * 2,
+        'apply_gradients: variable "v" occurs twice',
+    ),
+    "not a variable": (
+        lambda v, w: [(np.zeros(2, np.float32), "v")],
+        "apply_gradients: expected (gradient, variable) pairs, got str for the variable",
+    ),
+    "swapped": (
+        lambda v, w: [(v, np.zeros(2, np.float32))],
+        "apply_gradients: expected (gradient, variable) pairs, got ndarray for the variable",
+    ),
+    "no list": (
+        lambda v, w: None,
+        "apply_gradients: expected (gradient, variable) pairs, got NoneType\n"
+        "hint: apply_gradients(zip(gradients, variables))",
+    ),
+    "not pairs": (
+        lambda v, w: [np.zeros(3, np.float32)],
+        "apply_gradients: expected (gradient, variable) pairs, got ndarray\n"
+        "hint: apply_gradients(zip(gradients, variables))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
+    make, text = REFUSED[name]
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros(2, np.float32), name="v")
+        w = psync.Variable(np.zeros(2, np.float32), name="w")
+    with pytest.raises(GradientError) as caught:
+        await optimizers.SGD(0.1).apply_gradients(make(v, w))
+    assert str(caught.value) == text
+
+
+ROW = psync.IndexedSlices(np.ones((1, 2), np.float32), [0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gradient", "text"),
+    [
+        (optimizers.SGD(1.0), np.ones((2, 2), np.int32), "only floating-point variables can be"),
+        (optimizers.SGD(1.0, gradient_accumulation_steps=2), ROW, "sgd accumulates gradients, and"),
+        (optimizers.Lamb(1.0), ROW, "lamb scales updates by a norm over the whole variable"),
+    ],
+)
+async def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
+    optimizer: optimizers.Optimizer, gradient: Any, text: str
+) -> None:
+    dtype = getattr(gradient, "dtype", np.float32)
+    async with training(2) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones((2, 2), np.float32), name="v")
+            w = psync.Variable(np.ones((2, 2), dtype), name="w", trainable=False)
+        assert v.device != w.device
+        with pytest.raises(GradientError, match=f'^gradient for "w": {text}'):
+            await optimizer.apply_gradients([(np.ones((2, 2), np.float32), v), (gradient, w)])
+        assert (await v.read() == 1).all()
+        for slot in optimizer.variables():
+            assert not (await slot.read()).any()
+
+
+async def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
+    with strategy_of(2, halves).scope():
+        v = psync.Variable(np.zeros(4, np.float32), name="v")
+    pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
+    with pytest.raises(GradientError, match='variable "v/part_0" occurs twice'):
+        await optimizers.SGD(0.1).apply_gradients(pairs)
+
+
+async def test_none_is_passed_over_if_there_is_another_gradient() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32))
+            w = psync.Variable(np.zeros(2, np.float32))
+        pairs = [(None, v), (np.ones(2, np.float32), w)]
+        await optimizers.SGD(1.0).apply_gradients(pairs)
+        assert [value.tolist() for value in await psync.pull((v, w))] == [[0, 0], [-1, -1]]
+
+
+async def test_numbers_and_lists_without_a_dtype_get_the_variables() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v, w = psync.Variable(1.0), psync.Variable([1.0, 2.0])
+        await optimizers.SGD(1.0).apply_gradients([(0.5, v), ([1, 2], w)])
+        assert [value.tolist() for value in await psync.pull((v, w))] == [0.5, [0, 0]]
+
+
+async def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> None:
+    bad = np.array([1, np.nan, -np.inf], np.float32)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(3, np.float32), name="v")
+        with pytest.raises(GradientError) as caught:
+            await optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)])
+        assert str(caught.value) == (
+            'gradient for "v": 2 of 3 elements are NaN or infinite\n'
+            "hint: SGD was made with forbid_nonfinite=True"
+        )
+        assert not (await v.read()).any()
+        await optimizers.SGD(1.0).apply_gradients([(bad, v)])
+        assert np.isnan((await v.read())[1])
+
+
+async def test_a_push_in_another_memory_layout_is_the_same_push() -> None:
+    gradient = np.arange(15, dtype=np.float32).reshape(3, 5).T
+    async with training(2, partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((5, 3), np.float32))
+        await optimizers.SGD(1.0).apply_gradients([(gradient, v)])
+        assert np.array_equal(await v.read(), -gradient)
+
+
+# --- slots -------------------------------------------------------------------------------------
+
+
+def test_slots_have_names_and_others_are_none() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.float32(0))
+    assert optimizers.SGD(0.1).get_slot_names() == []
+    assert optimizers.SGD(0.1, momentum=0.5).get_slot_names() == ["momentum"]
+    assert optimizers.SGD(0.1).get_slot(v, "momentum") is None
+
+
+def test_variables_that_are_not_trained_have_no_slots() -> None:
+    sgd = optimizers.SGD(0.1, momentum=0.5)
+    on_read = psync.VariableSynchronization.ON_READ
+    with strategy_of().scope():
+        trained = psync.Variable(np.float32(0))
+        others = [
+            psync.Variable(np.float32(0), trainable=False),
+            psync.Variable(0),
+            psync.Variable(0.0, synchronization=on_read, aggregation=psync.VariableAggregation.SUM),
+        ]
+    assert sgd.get_slot(trained, "momentum") is not None
+    assert [sgd.get_slot(variable, "momentum") for variable in others] == [None] * 3
+
+
+async def test_a_variable_that_is_not_trainable_has_slots_once_it_is_trained_all_the_same() -> None:
+    sgd = optimizers.SGD(0.5, momentum=0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0), trainable=False)
+        assert sgd.get_slot(v, "momentum") is None
+        await sgd.apply_gradients([(np.float32(2), v)])
+        slot = sgd.get_slot(v, "momentum")
+        assert slot is not None
+        assert await slot.read() == -1
+
+
+# --- compute_gradients, minimize ---------------------------------------------------------------
+
+
+async def test_compute_gradients_pulls_and_pairs() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
+        pairs = await optimizers.SGD(0.1).compute_gradients(lambda a, b: (a * b, (b, a)), [v, w])
+    assert pairs == [(4, v), (3, w)]
+
+
+async def test_minimize_returns_the_loss_and_applies_the_gradients() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
+            global_step = psync.Variable(0)
+        loss = await optimizers.SGD(0.5).minimize(lambda a, b: (a * b, (b, a)), [v, w], global_step)
+        assert loss == 12
+        assert await psync.pull([v, w, global_step]) == [1, 2.5, 1]
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+async def test_minimize_takes_variables_in_any_nesting(synchronous: bool) -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
+            step = psync.get_or_create_global_step()
+        sgd: Any = optimizers.SGD(0.5)
+        optimizer = psync.SyncReplicasOptimizer(sgd, 1) if synchronous else sgd
+
+        def value_and_grad(values: Any) -> Any:
+            (a,), b = values["pair"], values["w"]
+            return a * b, {"pair": [b], "w": a}
+
+        async def train() -> Any:
+            return await optimizer.minimize(
+                value_and_grad, var_list={"pair": (v,), "w": w}, global_step=step
+            )
+
+        assert await in_step(coordinator, train) == 12
+        assert await psync.pull([v, w, step]) == [1, 2.5, 1]
+
+
+async def test_without_var_list_the_trainable_variables_are_meant() -> None:
+    sgd = optimizers.SGD(0.5, momentum=0.5)
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v, w = psync.Variable(np.float32(3), name="v"), psync.Variable(np.float32(4), name="w")
+            psync.Variable(np.float32(5), trainable=False)
+
+        async def step() -> float:
+            return float(await sgd.minimize(lambda a, b: (a * b, (b, a))))
+
+        assert await in_step(coordinator, step) == 12
+        pairs = await sgd.compute_gradients(lambda a, b: (0, (a, b)))  # by the program, too
+        assert [variable for _, variable in pairs] == [v, w]
+        assert [(slot.variable, slot.name) for slot in sgd.variables()] == [
+            (v, "momentum"), (w, "momentum"),
+        ]  # fmt: skip
+    assert optimizers.SGD(0.5).variables() == []
+
+
+async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:
+    sgd = optimizers.SGD(0.5)
+    number = sgd.number
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(3), name="v")
+        few = pickle.dumps(sgd)
+        with strategy.scope():
+            w = psync.Variable(np.float32(3), name="w")
+        text = pickle.dumps(sgd)
+        origin = strategy.origin
+    del sgd, strategy
+    again = pickle.loads(few)
+    assert again.number == number
+    with in_closure_of(origin):
+        assert again._trainable_variables("minimize") == [v]
+        assert pickle.loads(text) is again
+        assert again._trainable_variables("minimize") == [v, w]
+        assert pickle.loads(few) is again
+        assert pickle.loads(pickle.dumps(again))._trainable_variables("minimize") == [v, w]
+    with in_closure_of("another strategy"), pytest.raises(UsageError) as caught:
+        again._trainable_variables("minimize")
+    assert str(caught.value) == (
+        "minimize: no trainable variable is known here\n"
+        "hint: declare variables before the step that captures this optimizer is first scheduled, "
+        "or say which variables"
+    )
+
+
+async def test_with_two_strategies_a_program_says_which_variables() -> None:
+    sgd = optimizers.SGD(0.5)
+    async with training() as (one, coordinator), training() as (other, _):
+        with one.scope():
+            v = psync.Variable(np.float32(3))
+        with other.scope():
+            psync.Variable(np.float32(4))
+        with pytest.raises(UsageError, match="compute_gradients without var_list: 2 strategies"):
+            await sgd.compute_gradients(lambda a: (0, [a]))
+
+        async def step() -> None:
+            await sgd.minimize(lambda a: (0, [a]))
+
+        await in_step(coordinator, step)
+        assert await v.read() == 1.5
+
+
+async def test_only_variables_can_be_optimized() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.float32(3))
+    with pytest.raises(GradientError, match="var_list: expected variables, got str"):
+        await optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"])  # type: ignore[list-item]
+
+
+# --- handles -----------------------------------------------------------------------------------
+
+
+def test_an_optimizer_is_one_object_however_it_is_copied() -> None:
+    adam = optimizers.Adam(schedules.ExponentialDecay(0.1, 10, 0.5), name="mine")
+    assert pickle.loads(pickle.dumps(adam)) is adam
+    assert copy.deepcopy(adam) is copy.copy(adam) is adam
+
+
+def test_a_process_that_does_not_have_it_makes_it_again() -> None:
+    made = optimizers.SGD(0.5, momentum=0.9, name="mine", forbid_nonfinite=True)
+    text, number, config = pickle.dumps(made), made.number, made.get_config()
+    del made
+    again = pickle.loads(text)
+    assert (type(again), again.number, again.get_name()) == (optimizers.SGD, number, "mine")
+    assert again.get_config() == config
+    assert again.get_slot_names() == ["momentum"]
+    assert pickle.loads(text) is again
+
+
+async def test_a_shard_that_does_not_decay_stands_for_its_variable() -> None:
+    sgd = optimizers.SGD(0.5, weight_decay=0.5)
+    async with training(2, partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones(4, np.float32), name="v")
+        sgd.exclude_from_weight_decay(v.variables[:1])
+        await sgd.apply_gradients([(np.zeros(4, np.float32), v)])
+        assert (await v.read()).tolist() == [1, 1, 1, 1]
+
+
+def test_an_optimizer_says_its_name_and_configuration() -> None:
+    assert optimizers.Adam(0.5).get_name() == "Adam"
+    named = optimizers.SGD(0.5, name="mine")
+    assert named.get_name() == "mine"
+    assert named.get_config()["learning_rate"] == {"kind": "Constant", "value": 0.5}
+    assert repr(named).startswith("<SGD 'mine' {")
+
+
+async def test_an_optimizer_made_in_a_step_is_an_error() -> None:
+    async def step() -> None:
+        optimizers.SGD(0.1)
+
+    async with training() as (_, coordinator):
+        with pytest.raises(UsageError, match=re.escape("making an optimizer (SGD) inside a step")):
+            await in_step(coordinator, step)
+
+
+async def test_an_optimizer_that_another_process_made_is_refused() -> None:
+    elsewhere = optimizers.SGD(0.1, name="mine")
+    elsewhere.origin = "another process"
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.float32(0))
+        with pytest.raises(UsageError) as caught:
+            await elsewhere.apply_gradients([(np.float32(1), v)])
+    assert str(caught.value) == (
+        "optimizer 'mine' was made on this worker, where nobody shares its slots\n"
+        "hint: make it in main(), on the coordinator, and let the step capture it"
+    )
+
+
+async def test_only_floating_variables_have_slots_so_a_checkpoint_can_ask_for_all() -> None:
+    adam = optimizers.Adam(0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.float32(4))
+            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
+        assert [slot.variable for slot in adam.variables()] == [w, w]
+        for slot in adam.variables():
+            assert await slot.read() == 0

@@ -1,0 +1,1001 @@
+"""What a training program sees of schedule, join and fetch."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from local_training import training
+from memory_cluster import cluster_of, coordinating, event_of
+from psync.errors import (
+    AuthenticationError,
+    CaptureError,
+    ClosedError,
+    ClosureCancelled,
+    ClosureInputError,
+    ConfigurationError,
+    ConnectFailed,
+    DeadlineExceeded,
+    RemoteError,
+    UsageError,
+)
+from psync.serialization.captures import StaleCaptureWarning
+from psync.wire.limits import Limits
+
+
+class Custom(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Custom, (self.code,)
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+async def test_values_come_back_in_the_order_of_schedule():
+    async with coordinating() as (_, coordinator):
+
+        async def double(x):
+            return 2 * x
+
+        values = [coordinator.schedule(double, args=(i,)) for i in range(300)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [2 * i for i in range(300)]
+
+
+async def test_schedule_never_blocks_and_nothing_runs_before_the_program_awaits():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def step():
+            memory_cluster.shared["ran"] = True
+
+        values = [coordinator.schedule(step) for _ in range(10_000)]
+        assert not coordinator.done()
+        assert "ran" not in memory_cluster.shared
+        assert not values[0].done()
+        await coordinator.join()
+        assert coordinator.done()
+        assert values[-1].done()
+        assert coordinator.statistics()["closures"].finished == 10_000
+
+
+async def test_a_plain_step_runs_in_a_thread_and_waits_through_psync():
+    async with coordinating() as (_, coordinator):
+        loop_thread = threading.get_ident()
+
+        def step(x):
+            psync.wait(asyncio.sleep(0))
+            return x + 1, threading.get_ident(), psync.get_worker_index()
+
+        value, thread, worker = await coordinator.schedule(step, args=(1,))
+        assert value == 2
+        assert thread != loop_thread
+        assert worker in (0, 1)
+
+
+async def test_a_plain_step_that_returns_a_coroutine_has_it_awaited():
+    async with coordinating() as (_, coordinator):
+
+        async def later():
+            return 7
+
+        assert await coordinator.schedule(lambda: later()) == 7
+        assert await coordinator.schedule(functools.partial(later)) == 7
+
+
+async def test_keyword_arguments_and_nested_structures_are_fetched():
+    async with coordinating() as (_, coordinator):
+
+        async def step(a, *, b=0):
+            return a - b
+
+        one = coordinator.schedule(step, kwargs={"a": 5, "b": 4})
+        two = coordinator.schedule(step, args=[2])
+        found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
+        assert found == {"x": [1, (2, "text")], "y": None}
+
+
+async def test_what_is_fetched_is_the_same_object_every_time():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            return [1]
+
+        value = coordinator.schedule(step)
+        assert await value is await value
+        assert value.result() is await coordinator.fetch(value)
+
+
+async def test_arguments_are_captured_when_schedule_is_called():
+    async with coordinating() as (_, coordinator):
+        array = np.zeros(10_000)
+        items = [1]
+
+        async def step(array, items):
+            return float(array.sum()), items
+
+        value = coordinator.schedule(step, args=(array, items))
+        array += 1
+        items.append(2)
+        assert await value == (0.0, [1])
+
+
+async def test_a_lambda_made_anew_for_each_call_is_sent_each_time():
+    async with coordinating() as (_, coordinator):
+        values = [coordinator.schedule(lambda i=i: i) for i in range(30)]
+        assert await coordinator.fetch(values) == list(range(30))
+
+
+async def test_a_large_argument_reaches_the_step():
+    async with coordinating() as (_, coordinator):
+        array = np.arange(8 << 20, dtype=np.float64)  # 64 MiB
+
+        async def step(array):
+            return array[-1], array.flags.writeable
+
+        assert await coordinator.schedule(step, args=(array,)) == ((8 << 20) - 1, True)
+
+
+async def test_a_large_result_comes_back():
+    async with coordinating() as (_, coordinator):
+
+        async def step(n):
+            return np.full(n, 3.0)
+
+        values = [coordinator.schedule(step, args=(1 << 18,)) for _ in range(6)]
+        small = coordinator.schedule(step, args=(2,))
+        await coordinator.join()
+        for value in values:
+            assert (await value == 3.0).all()
+        assert (await small).shape == (2,)
+
+
+# --- RemoteValues as arguments ---------------------------------------------------------------
+
+
+async def test_remote_values_are_replaced_by_their_values_at_any_depth():
+    async with coordinating() as (_, coordinator):
+
+        async def make(n):
+            return np.full(n, n)
+
+        async def total(items, *, more):
+            return sum(int(item.sum()) for item in items["arrays"]) + int(more.sum())
+
+        small = coordinator.schedule(make, args=(2,))
+        large = coordinator.schedule(make, args=(10_000,))
+        result = coordinator.schedule(
+            total, args=({"arrays": [small, large, small]},), kwargs={"more": small}
+        )
+        assert await result == 4 + 10_000**2 + 4 + 4
+        # Once more, when the inputs have ended.
+        again = coordinator.schedule(total, args=({"arrays": [large]},), kwargs={"more": small})
+        assert await again == 10_000**2 + 4
+
+
+async def test_an_array_that_the_program_changes_goes_on_to_later_steps_unchanged():
+    async with coordinating() as (_, coordinator):
+
+        async def make():
+            return np.zeros(10_000)
+
+        async def total(array):
+            return float(array.sum())
+
+        value = coordinator.schedule(make)
+        array = await value
+        array += 1
+        assert await coordinator.schedule(total, args=(value,)) == 0.0
+
+
+async def test_none_can_be_an_input():
+    async with coordinating() as (_, coordinator):
+
+        async def nothing():
+            return None
+
+        async def check(x):
+            return x is None
+
+        assert await coordinator.schedule(check, args=(coordinator.schedule(nothing),)) is True
+
+
+async def test_a_closure_whose_input_fails_is_not_run():
+    async with coordinating() as (_, coordinator):
+
+        async def bad():
+            raise Custom(3)
+
+        async def use(x):
+            memory_cluster.shared["ran"] = True
+
+        failed = coordinator.schedule(bad)
+        user = coordinator.schedule(use, args=([failed],))
+        with pytest.raises(Custom, match="code 3"):
+            await coordinator.join()
+        with pytest.raises(ClosureInputError, match=r"was not run: its input, closure 0") as info:
+            await user
+        assert isinstance(info.value.__cause__, Custom)
+        # After join, the failed value is still no value.
+        late = coordinator.schedule(use, args=(failed,))
+        with pytest.raises(ClosureInputError, match="its input, closure 0"):
+            await coordinator.join()
+        with pytest.raises(ClosureInputError):
+            await late
+        assert "ran" not in memory_cluster.shared
+
+
+async def test_a_remote_value_of_another_coordinator_is_refused():
+    async with coordinating() as (_, one), coordinating() as (_, two):
+
+        async def step(x=0):
+            return x
+
+        value = one.schedule(step)
+        with pytest.raises(UsageError, match="belongs to another coordinator"):
+            two.schedule(step, args=(value,))
+
+
+async def test_a_dropped_remote_value_is_not_kept():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            return np.zeros(1 << 16)
+
+        for _ in range(50):
+            coordinator.schedule(step)
+        await coordinator.join()
+        gc.collect()
+        assert coordinator._coordinator is not None
+        assert not coordinator._coordinator._closures
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+async def test_join_raises_the_users_own_exception_with_the_remote_traceback_as_cause():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            raise Custom(42)
+
+        value = coordinator.schedule(step)
+        with pytest.raises(Custom) as info:
+            await coordinator.join()
+        assert info.value.code == 42
+        cause = info.value.__cause__
+        assert isinstance(cause, RemoteError)
+        assert cause.task.startswith("/job:worker/task:")
+        assert "raise Custom(42)" in cause.traceback_text
+        with pytest.raises(Custom):
+            await value
+        await coordinator.join()  # raised once
+        assert await coordinator.schedule(lambda: 1) == 1
+
+
+async def test_further_errors_are_notes():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        def bad(i):  # in a thread, so that the first error does not stop the other one
+            memory_cluster.shared["barrier"].wait(20)
+            raise Custom(i)
+
+        memory_cluster.shared["barrier"] = threading.Barrier(2)
+        for i in range(2):
+            coordinator.schedule(bad, args=(i,))
+        with pytest.raises(Custom) as info:
+            await coordinator.join()
+        other = 1 - info.value.code
+        notes = getattr(info.value, "__notes__", [])
+        # One that ends after it was asked to stop is cancelled, whatever it raises.
+        assert notes in ([], [f"also failed: Custom: code {other}"])
+
+
+async def test_an_exception_type_that_cannot_be_imported_becomes_a_remote_error():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            class Local(Exception):
+                def __reduce__(self):
+                    raise TypeError("no")
+
+            raise Local("deep")
+
+        coordinator.schedule(step)
+        with pytest.raises(RemoteError, match=r"Local on /job:worker/task:.*: deep"):
+            await coordinator.join()
+
+
+async def test_a_timeout_error_of_a_step_is_not_taken_for_joins_own():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            async with asyncio.timeout(0.001):
+                await asyncio.sleep(10)
+
+        coordinator.schedule(step)
+        with pytest.raises(TimeoutError) as info:
+            await coordinator.join(timeout=20)
+        assert not isinstance(info.value, DeadlineExceeded)
+        assert isinstance(info.value.__cause__, RemoteError)
+
+
+async def test_a_result_that_cannot_be_pickled_names_the_step():
+    async with coordinating() as (_, coordinator):
+
+        async def leaky():
+            return threading.Lock()
+
+        coordinator.schedule(leaky)
+        with pytest.raises(CaptureError, match=r'the result of step ".*leaky".*the coordinator'):
+            await coordinator.join()
+
+
+async def test_an_error_cancels_what_is_queued_and_what_runs():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def forever():
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                memory_cluster.shared["stopped"] = True
+
+        async def bad():
+            await asyncio.sleep(0.01)
+            raise Custom(1)
+
+        coordinator.schedule(bad)
+        others = [coordinator.schedule(forever) for _ in range(101)]
+        with pytest.raises(Custom):
+            await coordinator.join()
+        assert memory_cluster.shared == {"stopped": True}
+        for value in others:
+            with pytest.raises(ClosureCancelled, match="was cancelled: closure 0"):
+                await value
+        assert coordinator.statistics()["closures"].cancelled == 101
+
+
+async def test_what_is_scheduled_after_an_error_ends_cancelled_and_only_join_raises():
+    async with coordinating() as (_, coordinator):
+
+        async def bad():
+            raise Custom(1)
+
+        failed = coordinator.schedule(bad)
+        with pytest.raises(Custom):
+            await failed
+        assert coordinator.done()  # neither blocks nor raises
+        late = coordinator.schedule(bad)
+        with pytest.raises(ClosureCancelled, match="schedule it again after join"):
+            await late
+        with pytest.raises(Custom):
+            await coordinator.join()
+        await coordinator.join()
+
+
+async def test_fetch_of_what_has_failed_collects_the_error():
+    """As in a notebook, where no join follows in the cell that has failed."""
+    async with coordinating() as (_, coordinator):
+
+        async def step(i):
+            if i == 1:
+                raise Custom(1)
+            await event_of("never").wait()
+
+        failing = [coordinator.schedule(step, args=(i,)) for i in range(20)]
+        with pytest.raises(Custom, match="code 1"):
+            await coordinator.fetch({"losses": failing[1:]})
+        assert all(value.done() for value in failing)
+        assert await coordinator.fetch(coordinator.schedule(lambda: 2)) == 2
+        await coordinator.join()
+        with pytest.raises(Custom):
+            await coordinator.fetch(failing[1])
+
+
+async def test_fetch_of_what_another_error_has_cancelled_names_that():
+    async with coordinating() as (_, coordinator):
+
+        async def step(i):
+            if i == 1:
+                raise Custom(1)
+            await event_of("never").wait()
+
+        values = [coordinator.schedule(step, args=(i,)) for i in range(20)]
+        with pytest.raises(ClosureCancelled) as caught:
+            await coordinator.fetch(values)
+        assert isinstance(caught.value.__cause__, Custom)
+        await coordinator.join()
+
+
+async def test_a_join_that_waits_gets_the_error_that_fetch_collects():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            raise Custom(1)
+
+        value = coordinator.schedule(step)
+        joining = asyncio.create_task(coordinator.join())
+        fetching = asyncio.create_task(coordinator.fetch(value))
+        for waiting in (joining, fetching):
+            with pytest.raises(Custom):
+                await waiting
+        await coordinator.join()
+
+
+async def test_fetch_of_a_value_that_was_cancelled_alone_leaves_the_others():
+    async with coordinating() as (_, coordinator):
+
+        async def step():
+            await event_of("go on").wait()
+            return 1
+
+        cancelled, other = coordinator.schedule(step), coordinator.schedule(step)
+        cancelled.cancel()
+        with pytest.raises(ClosureCancelled):
+            await coordinator.fetch(cancelled)
+        event_of("go on").set()
+        assert await coordinator.fetch(other) == 1
+
+
+async def test_all_joins_that_wait_get_the_error():
+    async with coordinating() as (_, coordinator):
+
+        async def bad():
+            await asyncio.sleep(0.01)
+            raise Custom(1)
+
+        coordinator.schedule(bad)
+        joins = [asyncio.create_task(coordinator.join()) for _ in range(3)]
+        found = await asyncio.gather(*joins, return_exceptions=True)
+        assert [type(each) for each in found] == [Custom] * 3
+        await coordinator.join()
+
+
+async def test_a_join_does_not_wait_for_what_is_scheduled_later():
+    async with coordinating() as (_, coordinator):
+
+        async def wait_for(name):
+            await event_of(name).wait()
+
+        coordinator.schedule(wait_for, args=("a",))
+        join = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(0)
+        late = coordinator.schedule(wait_for, args=("b",))
+        event_of("a").set()
+        await join
+        assert not late.done()
+        event_of("b").set()
+        await coordinator.join()
+
+
+async def test_join_with_nothing_scheduled_returns_at_once():
+    async with coordinating() as (_, coordinator):
+        await coordinator.join()
+        await coordinator.join(timeout=0)
+
+
+@pytest.mark.virtual_time
+async def test_a_join_that_times_out_says_what_runs_where():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def slow():
+            await asyncio.sleep(100)
+
+        for _ in range(3):
+            coordinator.schedule(slow)
+        with pytest.raises(DeadlineExceeded) as info:
+            await coordinator.join(timeout=5)
+        text = str(info.value)
+        assert text.startswith("join did not end within 5 s: closure 0 (")
+        assert "slow) on /job:worker/task:0; " in text
+        assert "2 more wait for their turn" in text
+        assert "what was scheduled goes on" in text
+        await coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_a_join_without_news_says_on_whom_it_waits(caplog):
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def slow():
+            await asyncio.sleep(35)
+
+        coordinator.schedule(slow)
+        with caplog.at_level(logging.WARNING):
+            await coordinator.join()
+        lines = [r.getMessage() for r in caplog.records if "join waits" in r.getMessage()]
+        assert len(lines) == 3
+        assert "slow) on /job:worker/task:0" in lines[0]
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_swallows_cancellation_is_waited_for_and_named(caplog):
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def stubborn():
+            for _ in range(3):
+                try:
+                    await asyncio.sleep(10)
+                except asyncio.CancelledError:
+                    memory_cluster.shared["asked"] = True
+            memory_cluster.shared["over"] = True
+
+        async def bad():
+            await asyncio.sleep(1)
+            raise Custom(1)
+
+        stays = coordinator.schedule(stubborn)
+        coordinator.schedule(bad)
+        with caplog.at_level(logging.WARNING), pytest.raises(Custom):
+            await coordinator.join()
+        assert memory_cluster.shared == {"asked": True, "over": True}
+        with pytest.raises(ClosureCancelled):
+            await stays
+        assert "raised as soon as these steps have stopped: closure 0" in caplog.text
+
+        async def after():
+            # The task in which steps run is not left cancelled.
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(0))
+            async with asyncio.timeout(5):
+                await asyncio.sleep(0)
+            return asyncio.current_task().cancelling()
+
+        assert await coordinator.fetch([coordinator.schedule(after) for _ in range(4)]) == [0] * 4
+
+
+async def test_pushes_of_a_plain_step_are_refused_from_the_error_on():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            released = memory_cluster.shared["released"] = threading.Event()
+
+            def plain():
+                psync.wait(memory_cluster.note("plain"))
+                memory_cluster.shared["released"].wait(30)
+                try:
+                    psync.wait(w.assign_add(np.ones(4, np.float32)))
+                except psync.errors.ClosureCancelled as exc:
+                    memory_cluster.shared["refused"] = str(exc)
+                    raise
+
+            async def bad():
+                await event_of("plain").wait()
+                raise Custom(1)
+
+            coordinator.schedule(plain)
+            failed = coordinator.schedule(bad)
+            with pytest.raises(Custom):
+                await failed
+            await asyncio.sleep(0.01)  # the request to stop is on its way
+            join = asyncio.create_task(coordinator.join())
+            await asyncio.sleep(0.01)
+            assert not join.done()
+            released.set()
+            with pytest.raises(Custom):
+                await join
+            assert "cancelled" in memory_cluster.shared["refused"]
+            assert (await w.read() == 0).all()
+
+
+async def test_a_push_begun_before_the_error_has_ended_when_join_raises():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def push():
+                while True:
+                    await w.assign_add(np.ones(4, np.float32))
+
+            async def bad():
+                await asyncio.sleep(0.02)
+                raise Custom(1)
+
+            coordinator.schedule(push)
+            coordinator.schedule(bad)
+            with pytest.raises(Custom):
+                await coordinator.join()
+            before = await w.read()
+            await asyncio.sleep(0.01)
+            assert (await w.read() == before).all()
+
+
+# --- cancelling one value ---------------------------------------------------------------------
+
+
+async def test_one_value_can_be_cancelled_queued_or_running():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def wait():
+            event_of("started").set()
+            await asyncio.sleep(3600)
+
+        async def quick():
+            return 1
+
+        running = coordinator.schedule(wait)
+        queued = coordinator.schedule(wait)
+        last = coordinator.schedule(quick)
+        await event_of("started").wait()
+        queued.cancel()
+        running.cancel()
+        running.cancel()
+        assert await last == 1
+        for value in (running, queued):
+            with pytest.raises(ClosureCancelled, match=r"closure \d \(.*wait\) was cancelled"):
+                await value
+        last.cancel()  # too late: nothing happens
+        assert await last == 1
+        await coordinator.join()  # no error
+
+
+async def test_a_step_that_cancels_itself_fails_its_closure_and_the_worker_goes_on():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def suicidal():
+            asyncio.current_task().cancel()
+            await asyncio.sleep(0)
+
+        async def late():
+            asyncio.current_task().cancel()
+            return 5
+
+        coordinator.schedule(suicidal)
+        with pytest.raises(ClosureCancelled, match=r'step ".*suicidal" cancelled itself'):
+            await coordinator.join()
+        values = [coordinator.schedule(late) for _ in range(3)]
+        values.append(coordinator.schedule(lambda: 6))
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [5, 5, 5, 6]
+
+
+async def test_a_task_left_running_by_a_step_cannot_push():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def step():
+                async def later():
+                    await event_of("returned").wait()
+                    try:
+                        await w.assign_add(np.ones(4, np.float32))
+                    except UsageError as exc:
+                        memory_cluster.shared["error"] = str(exc)
+                    event_of("refused").set()
+
+                memory_cluster.shared["task"] = asyncio.create_task(later())
+
+            await coordinator.schedule(step)
+            event_of("returned").set()
+            await event_of("refused").wait()
+            assert "after the step has returned" in memory_cluster.shared["error"]
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+async def test_what_cannot_be_scheduled_says_why():
+    async with coordinating() as (_, coordinator):
+
+        async def step(x=None):
+            return x
+
+        def generator():
+            yield 1
+
+        with pytest.raises(CaptureError, match="expected a function, got int"):
+            coordinator.schedule(3)
+        coroutine = step()
+        with pytest.raises(CaptureError, match=r"expected a function, got the coroutine .*step"):
+            coordinator.schedule(coroutine)
+        coroutine.close()
+        with pytest.raises(CaptureError, match="is a generator function"):
+            coordinator.schedule(generator)
+        with pytest.raises(CaptureError, match=r"args: expected a tuple, got int"):
+            coordinator.schedule(step, args=3)
+        with pytest.raises(CaptureError, match="kwargs: expected a dict, got list"):
+            coordinator.schedule(step, kwargs=["x"])
+        value = coordinator.schedule(step)
+        with pytest.raises(CaptureError, match="args: expected a tuple, got RemoteValue"):
+            coordinator.schedule(step, args=value)
+        with pytest.raises(CaptureError, match=r'argument 0 of step ".*step"'):
+            coordinator.schedule(step, args=(threading.Lock(),))
+        with pytest.raises(CaptureError, match=r'argument "x" of step ".*step"'):
+            coordinator.schedule(step, kwargs={"x": threading.Lock()})
+        lock = threading.Lock()
+        with pytest.raises(CaptureError, match=r'step ".*lock.*" .*lock'):
+            coordinator.schedule(lambda: lock)
+        await coordinator.join()
+
+
+async def test_what_no_message_can_carry_is_refused_with_its_size():
+    limits = Limits(segment_bytes=100_000, body_bytes=150_000)
+    async with coordinating(limits=limits) as (_, coordinator):
+
+        async def make(n, parts=1):
+            return [np.zeros(n, np.uint8) for _ in range(parts)]
+
+        assert len(await coordinator.schedule(make, args=(90_000,))) == 1
+        coordinator.schedule(make, args=(200_000,))
+        with pytest.raises(CaptureError, match=r"the result of .* one part takes 200000 bytes"):
+            await coordinator.join()
+        coordinator.schedule(make, args=(90_000, 2))
+        with pytest.raises(CaptureError, match=r"all of it takes .* expected at most 150000"):
+            await coordinator.join()
+        with pytest.raises(CaptureError, match=r"the arguments of step .*make.*: too large: "):
+            coordinator.schedule(make, args=(np.zeros(100_001, np.uint8),))
+
+
+async def test_a_coordinator_that_starts_cannot_be_started_again():
+    async with cluster_of() as cluster:
+        coordinator = psync.ClusterCoordinator(cluster.strategy())
+        start = asyncio.create_task(coordinator.start())
+        await asyncio.sleep(0)
+        with pytest.raises(UsageError, match="is running already"):
+            await coordinator.start()
+        await start
+        await coordinator.close()
+
+
+async def test_what_lives_on_the_coordinator_cannot_be_captured():
+    async with coordinating() as (_, coordinator):
+        strategy = coordinator.strategy
+        local = psync.LocalCluster(1, 1, processes=False)
+        dataset = coordinator.create_per_worker_dataset(lambda: [1])
+        for captured, text in (
+            (coordinator, "the coordinator lives on the chief"),
+            (strategy, "the strategy lives on the coordinator"),
+            (local, "the cluster's processes belong to the chief"),
+            (dataset, r"pass iter\(dataset\), the iterator, to steps"),
+        ):
+            with pytest.raises(CaptureError, match=text):
+                coordinator.schedule(lambda captured=captured: captured)
+
+
+async def test_variables_and_optimizers_are_not_made_in_a_step():
+    async with coordinating() as (_, coordinator):
+
+        async def variable():
+            psync.Variable(np.zeros(3))
+
+        async def cluster():
+            psync.ClusterCoordinator(None)
+
+        coordinator.schedule(variable)
+        with pytest.raises(UsageError, match=r"inside a step"):
+            await coordinator.join()
+        coordinator.schedule(cluster)
+        with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy"):
+            await coordinator.join()
+
+
+async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
+    async with coordinating() as (_, coordinator):
+        rate = 1
+
+        async def step():
+            return rate
+
+        assert await coordinator.schedule(step) == 1
+        rate = 2
+        with pytest.warns(StaleCaptureWarning, match='"rate"') as seen:
+            assert await coordinator.schedule(step) == 1
+        assert seen[0].filename == __file__
+
+
+# --- life ------------------------------------------------------------------------------------
+
+
+async def test_outside_the_context_manager_everything_says_so():
+    async with cluster_of() as cluster:
+        coordinator = psync.ClusterCoordinator(cluster.strategy())
+        for call in (
+            lambda: coordinator.schedule(lambda: 1),
+            coordinator.done,
+            coordinator.statistics,
+            lambda: coordinator.create_per_worker_dataset(lambda: [1]),
+        ):
+            with pytest.raises(ClosedError, match="the coordinator is not running") as info:
+                call()
+            assert "use it inside `async with ClusterCoordinator" in str(info.value)
+        with pytest.raises(ClosedError, match="join: the coordinator is not running"):
+            await coordinator.join()
+        async with coordinator:
+            assert await coordinator.schedule(lambda: 1) == 1
+        with pytest.raises(ClosedError, match="schedule: the coordinator is not running"):
+            coordinator.schedule(lambda: 1)
+        with pytest.raises(ClosedError, match="was closed, its variables are gone"):
+            await coordinator.start()
+
+
+async def test_there_is_one_coordinator_for_a_strategy():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        coordinator = psync.ClusterCoordinator(strategy, min_workers=1)
+        assert psync.ClusterCoordinator(strategy) is coordinator
+        async with coordinator:
+            with pytest.raises(UsageError, match="is running already"):
+                await coordinator.start()
+            assert psync.ClusterCoordinator(strategy) is coordinator
+
+
+async def test_bad_options_are_refused():
+    with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy, got int"):
+        psync.ClusterCoordinator(3)
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        with pytest.raises(ConfigurationError, match="min_workers: expected 1 to 2, got 3"):
+            psync.ClusterCoordinator(strategy, min_workers=3)
+        with pytest.raises(ConfigurationError, match="closure_timeout: expected seconds above 0"):
+            psync.ClusterCoordinator(strategy, closure_timeout=0)
+
+
+def test_an_evaluator_cannot_take_training_away_from_the_chief():
+    cluster = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
+    strategy = psync.ParameterServerStrategy(
+        psync.SimpleClusterResolver(psync.ClusterSpec(cluster), task_type="evaluator", task_id=0)
+    )
+    with pytest.raises(ConfigurationError, match="the evaluator, which takes no part in training"):
+        psync.ClusterCoordinator(strategy)
+
+
+async def test_it_is_used_on_its_own_loop_only():
+    async with coordinating() as (_, coordinator):
+        found: list[BaseException] = []
+
+        def call():
+            try:
+                coordinator.schedule(lambda: 1)
+            except UsageError as exc:
+                found.append(exc)
+
+        await asyncio.to_thread(call)
+        assert "schedule outside the event loop" in str(found[0])
+
+
+async def test_closing_in_the_middle_ends_everything_and_frees_the_workers():
+    async with cluster_of() as cluster:
+
+        async def forever():
+            event_of("running").set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                event_of("stopped").set()
+
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            values = [coordinator.schedule(forever) for _ in range(20)]
+            join = asyncio.create_task(coordinator.join())
+            waiting = asyncio.create_task(values[0].fetch())
+            await event_of("running").wait()
+        with pytest.raises(ClosedError, match="the coordinator was closed"):
+            await join
+        for value in values:
+            with pytest.raises((ClosureCancelled, ClosedError), match="coordinator was closed"):
+                await value
+        with pytest.raises((ClosureCancelled, ClosedError)):
+            await waiting
+        await event_of("stopped").wait()
+        async with psync.ClusterCoordinator(cluster.strategy()) as second:
+            assert await second.fetch([second.schedule(lambda: 1) for _ in range(4)]) == [1] * 4
+
+
+# --- start-up --------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_tasks_may_start_in_any_order_and_late():
+    cluster = memory_cluster.MemoryCluster(2, 2)
+    start = asyncio.create_task(psync.ClusterCoordinator(cluster.strategy()).__aenter__())
+    for name in ("worker-1", "ps-1", "worker-0", "ps-0"):
+        await asyncio.sleep(10)  # a ps that is later than its timeout is not lost
+        assert not start.done()
+        await cluster.start(name)
+    coordinator = await start
+    assert await coordinator.schedule(lambda: 1) == 1
+    await coordinator.close()
+    await cluster.stop_all()
+
+
+@pytest.mark.virtual_time
+async def test_a_missing_task_is_named_with_its_address():
+    async with cluster_of(num_ps=2, num_workers=2) as cluster:
+        await cluster.stop("worker-1")
+        await cluster.stop("ps-0")
+        coordinator = psync.ClusterCoordinator(cluster.strategy(), connect_timeout=30)
+        with pytest.raises(ConnectFailed) as info:
+            await coordinator.start()
+        text = str(info.value)
+        assert "did not come up within 30 s" in text
+        assert "/job:ps/task:0 at ps-0:1, /job:worker/task:1 at worker-1:1" in text
+        assert "are these tasks running" in text
+
+
+async def test_a_task_with_another_secret_is_an_authentication_error():
+    async with cluster_of() as cluster:
+        await cluster.stop("worker-1")
+        await cluster.start("worker-1", memory_cluster.Secret(b"f" * 32))
+        with pytest.raises(AuthenticationError):
+            await psync.ClusterCoordinator(cluster.strategy()).start()
+
+
+@pytest.mark.virtual_time
+async def test_with_min_workers_work_begins_and_the_others_come_later():
+    async with cluster_of() as cluster:
+        await cluster.stop("worker-1")
+        async with psync.ClusterCoordinator(cluster.strategy(), min_workers=1) as coordinator:
+            assert await coordinator.schedule(psync.get_worker_index) == 0
+            await cluster.start("worker-1")
+            await asyncio.sleep(10)
+
+            async def both():
+                await memory_cluster.note(f"worker {psync.get_worker_index()}")
+                await event_of("worker 0").wait()
+                await event_of("worker 1").wait()
+
+            coordinator.schedule(both)
+            coordinator.schedule(both)
+            await coordinator.join(timeout=5)
+
+
+@pytest.mark.virtual_time
+async def test_a_late_worker_with_another_secret_is_reported_and_tried_again(caplog):
+    async with cluster_of() as cluster:
+        await cluster.stop("worker-1")
+        async with psync.ClusterCoordinator(cluster.strategy(), min_workers=1) as coordinator:
+            await cluster.start("worker-1", memory_cluster.Secret(b"f" * 32))
+            await asyncio.sleep(10)
+            assert "/job:worker/task:1 cannot take part" in caplog.text
+            await cluster.stop("worker-1")
+            await cluster.start("worker-1")
+            await asyncio.sleep(10)
+            assert len(coordinator.statistics()["closures"].workers) == 2
+
+
+async def test_leaving_without_join_says_what_is_thrown_away(caplog):
+    async def unheard():
+        raise ValueError("unheard of")
+
+    async def endless():
+        await asyncio.Event().wait()
+
+    async with training(1, 1) as (_, coordinator):
+        value = coordinator.schedule(unheard)
+        with pytest.raises(ValueError, match="unheard"):
+            await value
+    assert "closing without join, which would have raised ValueError: unheard of" in caplog.text
+    caplog.clear()
+    async with training(1, 1) as (_, coordinator):
+        coordinator.schedule(endless)
+        coordinator.schedule(endless)
+    assert [record.message for record in caplog.records] == [
+        "closing cancels what is not done (2), and join was not awaited"
+    ]
+    caplog.clear()
+
+    async def breaks() -> None:
+        async with training(1, 1) as (_, coordinator):
+            coordinator.schedule(endless)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        await breaks()
+    assert not caplog.records  # the program has an error of its own

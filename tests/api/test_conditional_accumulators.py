@@ -1,0 +1,473 @@
+"""Both kinds, in whole clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from local_training import in_step, training
+from memory_cluster import MemoryCluster, cluster_of, event_of, note
+from psync.errors import (
+    ClosureCancelled,
+    ConfigurationError,
+    GradientError,
+    UsageError,
+)
+from session_cluster import session_cluster
+
+ACCEPTED, STALE, DUPLICATE = (
+    psync.Outcome.ACCEPTED,
+    psync.Outcome.STALE,
+    psync.Outcome.DUPLICATE,
+)
+
+
+class Scene:
+    """A running coordinator, and an accumulator of two numbers."""
+
+    def __init__(
+        self,
+        cluster: MemoryCluster,
+        strategy: psync.ParameterServerStrategy,
+        coordinator: psync.ClusterCoordinator,
+        held: psync.ConditionalAccumulator,
+    ) -> None:
+        self.cluster, self.strategy, self.coordinator = cluster, strategy, coordinator
+        self.held = held
+
+    def counters(self, ps: int = 0) -> dict[str, int]:
+        counters: dict[str, int] = self.cluster.tasks[f"ps-{ps}"].statistics()["accumulators"]
+        return counters
+
+
+@contextlib.asynccontextmanager
+async def scene_of(num_ps: int = 1, **options: Any) -> AsyncIterator[Scene]:
+    async with cluster_of(num_ps, 2) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                held = psync.ConditionalAccumulator(np.float32, (2,), **options)
+            yield Scene(cluster, strategy, coordinator, held)
+
+
+# --- steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_steps_apply_and_the_program_takes_their_mean():
+    async with scene_of(2) as scene:
+        held = scene.held
+
+        async def step(value: float) -> psync.GradientResult:
+            return await held.apply_grad(np.full(2, value, np.float32))
+
+        values = [scene.coordinator.schedule(step, args=(float(n),)) for n in range(4)]
+        assert (await held.take_grad(4)).tolist() == [1.5, 1.5]
+        await scene.coordinator.join()
+        results = await scene.coordinator.fetch(values)
+        assert {result.outcome for result in results} == {ACCEPTED}
+        assert sorted(result.count for result in results) == [0, 1, 2, 3]
+        assert await held.step() == 1
+
+
+@pytest.mark.virtual_time
+async def test_both_workers_apply_and_take_at_once_and_nothing_is_lost_or_counted_twice():
+    async with scene_of(reduction_type="SUM", max_staleness=1000) as scene:
+        held = scene.held
+
+        async def gives(value: float) -> None:
+            for _ in range(5):
+                await held.apply_grad(np.full(2, value, np.float32))
+
+        async def takes() -> float:
+            taken = await asyncio.gather(*(held.take_grad(2) for _ in range(5)))
+            return float(sum(each[0] for each in taken))
+
+        closures = [(gives, (1.0,)), (takes, ()), (gives, (10.0,)), (takes, ())]
+        values = [scene.coordinator.schedule(step, args=args) for step, args in closures]
+        for value in (100.0, 1000.0):
+            await asyncio.gather(*(held.apply_grad([value, value]) for _ in range(5)))
+        while any(not value.done() for value in values):
+            await asyncio.sleep(1)
+            if scene.counters()["waiting"]:  # gradients that were there together went together
+                await held.apply_grad([0.0, 0.0])
+        await scene.coordinator.join()
+        total = sum([await value or 0.0 for value in values])
+        if await held.num_accumulated():
+            total += float((await held.take_grad(1))[0])
+        assert total == 5 * 1111
+
+
+@pytest.mark.virtual_time
+async def test_a_gradient_of_an_earlier_step_is_stale_within_the_bound_it_counts():
+    async with scene_of() as scene, scene_of_another(scene, max_staleness=1) as tolerant:
+        for held, outcomes in ((scene.held, [STALE, STALE]), (tolerant, [ACCEPTED, STALE])):
+            got = []
+            for _ in range(2):
+                await held.apply_grad([1.0, 1.0], local_step=7)
+                await held.take_grad(1)
+                got.append((await held.apply_grad([2.0, 2.0], local_step=0)).outcome)
+            assert got == outcomes
+            assert await held.step() == 2
+
+
+@contextlib.asynccontextmanager
+async def scene_of_another(
+    scene: Scene, **options: Any
+) -> AsyncIterator[psync.ConditionalAccumulator]:
+    with scene.strategy.scope():
+        yield psync.ConditionalAccumulator(np.float32, (2,), **options)
+
+
+@pytest.mark.virtual_time
+async def test_the_step_can_be_set():
+    async with scene_of() as scene:
+        held = scene.held
+        await held.apply_grad([1.0, 1.0])
+        await held.set_global_step(5)
+        assert await held.num_accumulated() == 1
+        result = await held.apply_grad([1.0, 1.0], local_step=4)
+        assert result == psync.GradientResult(STALE, 1, 5)
+        await held.set_global_step(2)
+        assert (await held.apply_grad([1.0, 1.0], local_step=4)).outcome is ACCEPTED
+        assert await held.step() == 2
+
+
+@pytest.mark.virtual_time
+async def test_weights_count_in_the_mean():
+    async with scene_of() as scene:
+        await scene.held.apply_grad([1.0, 2.0], weight=3)
+        result = await scene.held.apply_grad([5.0, 6.0])
+        assert result.count == 2
+        assert (await scene.held.take_grad(2)).tolist() == [2.0, 3.0]
+
+
+@pytest.mark.virtual_time
+async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
+    async def main(strategy: psync.ParameterServerStrategy) -> float:
+        with strategy.scope():
+            psync.Variable(0.0)
+            held = [psync.ConditionalAccumulator(np.float32) for _ in range(2)]
+        async with psync.MonitoredTrainingSession(strategy):
+            worker = strategy.cluster_resolver.task_id
+            await held[1].apply_grad(float(worker + 1))
+            await asyncio.sleep(1)
+            return float(await held[1].take_grad(2)) if worker else await held[1].step()
+
+    async with session_cluster(2, 2) as cluster:
+        assert await cluster.run_all(main) == [0, 1.5]
+
+
+# --- what fails ------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_cancelled_take_consumes_nothing():
+    async with scene_of() as scene:
+        taking = asyncio.create_task(scene.held.take_grad(2))
+        await asyncio.sleep(1)
+        assert scene.counters()["waiting"] == 1
+        taking.cancel()
+        await asyncio.sleep(1)
+        assert scene.counters()["waiting"] == 0
+        await scene.held.apply_grad([1.0, 1.0])
+        await scene.held.apply_grad([3.0, 3.0])
+        assert await scene.held.num_accumulated() == 2
+        assert (await scene.held.take_grad(1)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.virtual_time
+async def test_a_take_with_a_timeout_consumes_nothing_when_it_passes():
+    async with scene_of() as scene:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await scene.held.take_grad(1)
+        await asyncio.sleep(1)
+        assert (await scene.held.apply_grad([1.0, 1.0])).count == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_is_cancelled_while_it_takes_consumes_nothing():
+    async with scene_of() as scene:
+        held = scene.held
+
+        async def takes() -> None:
+            await note("takes")
+            await held.take_grad(1)
+
+        value = scene.coordinator.schedule(takes)
+        await event_of("takes").wait()
+        await asyncio.sleep(1)
+
+        async def fails() -> None:
+            raise ValueError("here")
+
+        scene.coordinator.schedule(fails)
+        with pytest.raises(ValueError, match="here"):
+            await scene.coordinator.join()
+        with pytest.raises(ClosureCancelled):
+            await value
+        assert (await held.apply_grad([1.0, 1.0])).count == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_has_returned_takes_nothing_any_more():
+    async with scene_of() as scene:
+        held = scene.held
+
+        async def step() -> None:
+            async def late() -> None:
+                await event_of("over").wait()
+                await held.take_grad(1)
+
+            memory_cluster.shared["late"] = asyncio.create_task(late())
+
+        scene.coordinator.schedule(step)
+        await scene.coordinator.join()
+        event_of("over").set()
+        with pytest.raises(UsageError, match=r'take_grad of accumulator ".*" after the step has'):
+            await memory_cluster.shared["late"]
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_dies_after_its_apply_has_applied_once():
+    async with scene_of() as scene:
+        held = scene.held
+
+        async def step() -> psync.GradientResult:
+            result = await held.apply_grad(np.ones(2, np.float32))
+            runs = memory_cluster.shared.setdefault("runs", [])
+            runs.append(psync.get_worker_index())
+            if len(runs) == 1:
+                await note("applied")
+                await asyncio.sleep(3600)
+            return result
+
+        value = scene.coordinator.schedule(step)
+        await event_of("applied").wait()
+        (first,) = memory_cluster.shared["runs"]
+        await scene.cluster.stop(f"worker-{first}")
+        await scene.coordinator.join(timeout=60)
+        assert await value == psync.GradientResult(DUPLICATE, 1, 0)
+        assert memory_cluster.shared["runs"] == [first, 1 - first]
+        assert (await held.take_grad(1)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
+    async with scene_of() as scene:
+        held = scene.held
+
+        async def step() -> float:
+            await note(f"run {len(memory_cluster.shared)}")
+            memory_cluster.shared["worker"] = psync.get_worker_index()
+            return float((await held.take_grad(1))[0])
+
+        value = scene.coordinator.schedule(step)
+        await asyncio.sleep(1)
+        await scene.cluster.stop(f"worker-{memory_cluster.shared['worker']}")
+        await asyncio.sleep(5)
+        assert scene.counters()["waiting"] == 1  # that of the second run
+        await held.apply_grad([4.0, 4.0])
+        assert await value == 4.0
+        await scene.coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_a_take_survives_a_lost_connection():
+    async with scene_of() as scene:
+        taking = asyncio.create_task(scene.held.take_grad(1))
+        await asyncio.sleep(1)
+        scene.cluster.network.cut("ps-0:1")
+        await asyncio.sleep(5)
+        await scene.held.apply_grad([1.0, 1.0])
+        assert (await taking).tolist() == [1.0, 1.0]
+        await asyncio.sleep(1)
+        assert scene.counters()["kept"] == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_keeps_no_value_that_has_arrived():
+    async with scene_of() as scene:
+        for _ in range(3):
+            await scene.held.apply_grad([1.0, 1.0], local_step=9)
+            await scene.held.take_grad(1)
+        await asyncio.sleep(1)
+        assert scene.counters()["kept"] == 0
+
+
+@pytest.mark.virtual_time
+async def test_an_apply_that_was_begun_ends_though_its_caller_is_cancelled():
+    async with scene_of() as scene:
+        await scene.held.num_accumulated()
+        applying = asyncio.create_task(scene.held.apply_grad([1.0, 1.0]))
+        await asyncio.sleep(0)
+        applying.cancel()
+        await asyncio.sleep(1)
+        assert applying.cancelled()
+        assert await scene.held.num_accumulated() == 1
+
+
+# --- sparse ----------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
+    async with scene_of() as scene:
+        with scene.strategy.scope():
+            rows = psync.SparseConditionalAccumulator(np.float64, (9, None))
+
+        async def step(indices: list[int], value: float) -> psync.GradientResult:
+            values = np.full((len(indices), 2), value)
+            slices = SimpleNamespace(
+                indices=np.array(indices, np.int32), values=values, dense_shape=(9, 2)
+            )
+            return await rows.apply_indexed_slices_grad(slices)
+
+        for arguments in (([7, 2], 1.0), ([2, 2], 2.0), ([], 0.0)):
+            scene.coordinator.schedule(step, args=arguments)
+        await scene.coordinator.join()
+        taken = await rows.take_indexed_slices_grad(3)
+        assert taken.indices.tolist() == [2, 7]
+        assert taken.values.tolist() == [[2.5, 2.5], [1.0, 1.0]]
+        assert taken.dense_shape == (9, 2)
+        await rows.apply_grad([3], np.ones((1, 4)), local_step=1)
+        indices, values, dense_shape = await rows.take_grad(1)
+        assert (indices.tolist(), values.shape, dense_shape) == ([3], (1, 4), (9, 4))
+
+
+@pytest.mark.virtual_time
+async def test_rows_are_sorted_before_they_are_sent():
+    async with scene_of() as scene:
+        with scene.strategy.scope():
+            rows = psync.SparseConditionalAccumulator(np.float32, reduction_type="SUM")
+        generator = np.random.default_rng(1)
+        indices = generator.integers(0, 500, 2000)
+        values = generator.standard_normal((2000, 3)).astype(np.float32)
+        before = values.copy()
+        client = scene.strategy.runtime.accumulators
+        apply, sent = client.apply, []
+
+        async def noting(place: Any, segments: Any, *args: Any, **options: Any) -> Any:
+            sent.append(np.frombuffer(segments[0], np.int64))
+            return await apply(place, segments, *args, **options)
+
+        client.apply = noting
+        await rows.apply_grad(indices, values)
+        assert (np.diff(sent[0]) >= 0).all()  # so that the ps has less to do
+        taken = await rows.take_indexed_slices_grad(1)
+        expected = np.zeros((500, 3), np.float32)
+        np.add.at(expected, indices, before)
+        assert (taken.values == expected[taken.indices]).all()
+        assert (values == before).all()
+
+
+@pytest.mark.virtual_time
+async def test_a_take_of_nothing_but_empty_gradients_has_no_rows():
+    async with scene_of() as scene:
+        with scene.strategy.scope():
+            rows = psync.SparseConditionalAccumulator(np.float32)
+        await rows.apply_grad([], np.empty((0, 3), np.float32))
+        indices, values, dense_shape = await rows.take_grad(1)
+        assert (indices.shape, values.shape, dense_shape) == ((0,), (0, 3), (-1, 3))
+
+
+# --- what does not fit -----------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_what_does_not_fit_is_refused_at_once_and_nothing_is_sent():
+    async with scene_of() as scene:
+        held = scene.held
+        with pytest.raises(GradientError, match=r"mismatch: expected \(2,\), got \(3,\)"):
+            await held.apply_grad([1.0, 2.0, 3.0])
+        with pytest.raises(GradientError, match="expected a gradient of float32, got float64"):
+            await held.apply_grad(np.zeros(2))
+        with pytest.raises(GradientError, match="expected an integer scalar as local_step"):
+            await held.apply_grad([1.0, 2.0], local_step=1 << 63)
+        with pytest.raises(GradientError, match="expected a weight from"):
+            await held.apply_grad([1.0, 2.0], weight=0.0)
+        with pytest.raises(ConfigurationError, match="expected a number of gradients above 0"):
+            await held.take_grad(0)
+        with pytest.raises(ConfigurationError, match=r"expected an integer as step, got 1\.5"):
+            await held.set_global_step(1.5)  # type: ignore[arg-type]
+        assert scene.counters()["accumulators"] == 0
+
+
+@pytest.mark.virtual_time
+async def test_rows_that_do_not_fit_are_refused_at_once():
+    async with scene_of() as scene:
+        with scene.strategy.scope():
+            rows = psync.SparseConditionalAccumulator(np.float32, (2, 3))
+        ones = np.ones((1, 3), np.float32)
+        for arguments, text in (
+            (([2], ones), "expected indices of 0 or more and below 2, got 2"),
+            (([-1], ones), "got -1"),
+            (([0, 1], ones), "expected 2 rows of values"),
+            (([0], ones[:, :2]), "expected dimension 1 of values to be 3, got 2"),
+            (([0], ones, (4, 3)), "expected dimension 0 of dense_shape to be 2, got 4"),
+        ):
+            with pytest.raises(GradientError, match=text):
+                await rows.apply_grad(*arguments)
+        assert scene.counters()["accumulators"] == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_shape_that_the_first_gradient_decides_is_checked_on_the_ps():
+    async with scene_of() as scene:
+        with scene.strategy.scope():
+            held = psync.ConditionalAccumulator(np.float32, forbid_nonfinite=True)
+        await held.apply_grad([1.0, 2.0])
+        with pytest.raises(GradientError, match=r'accumulator "conditional_accumulator_1": shape'):
+            await held.apply_grad([1.0])
+        with pytest.raises(GradientError, match="expected finite values, got 1 of 2"):
+            await held.apply_grad([1.0, np.nan])
+        assert await held.num_accumulated() == 1
+
+
+# --- plain steps, large gradients -------------------------------------------------------------
+
+
+async def test_plain_steps_apply_and_take_too():
+    async with training(1, 2) as (strategy, coordinator):
+        with strategy.scope():
+            held = psync.ConditionalAccumulator(np.float32, (3,))
+
+        def step() -> list[float]:
+            psync.wait(held.apply_grad(np.ones(3, np.float32)))
+            taken: list[float] = psync.wait(held.take_grad(1)).tolist()
+            return taken
+
+        assert await in_step(coordinator, step) == [1.0, 1.0, 1.0]
+
+
+async def test_large_gradients_go_both_ways():
+    async with training(1, 2) as (strategy, coordinator):
+        with strategy.scope():
+            held = psync.ConditionalAccumulator(np.float32)
+            rows = psync.SparseConditionalAccumulator(np.float32)
+        count = 1 << 20
+
+        async def step(value: float) -> None:
+            await held.apply_grad(np.full(count, value, np.float32))
+            indices = np.arange(1000)[::-1]
+            await rows.apply_grad(indices, np.full((1000, 1024), value, np.float32))
+
+        for value in (1.0, 3.0):
+            coordinator.schedule(step, args=(value,))
+        mean = await held.take_grad(2)
+        assert mean.shape == (count,)
+        assert (mean == 2).all()
+        mean += 1  # it is the caller's
+        taken = await rows.take_indexed_slices_grad(2)
+        assert taken.indices.tolist() == list(range(1000))
+        assert (taken.values == 2).all()
+        await coordinator.join()

@@ -1,0 +1,464 @@
+"""Per-worker datasets and their iterators, as steps see them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import json
+import threading
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import coordinating
+from psync.errors import (
+    CaptureError,
+    ClosureInputError,
+    ConfigurationError,
+    EndOfData,
+    UsageError,
+)
+from psync.worker_task import WorkerTask
+
+
+def iterators_of(cluster: memory_cluster.MemoryCluster) -> list[int]:
+    """How many iterators each worker holds."""
+    found = []
+    for task in cluster.tasks.values():
+        if isinstance(task, WorkerTask):
+            assert task._session is not None
+            found.append(len(task._session._iterators))
+    return found
+
+
+async def test_every_worker_reads_its_own():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        def dataset(context):
+            for i in range(100):
+                yield context.input_pipeline_id, context.num_input_pipelines, i
+
+        async def step(batches):
+            await asyncio.sleep(0.001)
+            return psync.get_worker_index(), next(batches)
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(20)]
+        await coordinator.join()
+        seen: dict[int, list[int]] = {0: [], 1: []}
+        for worker, (pipeline, pipelines, i) in await coordinator.fetch(values):
+            assert (worker, 2) == (pipeline, pipelines)
+            seen[worker].append(i)
+        for numbers in seen.values():  # closures that were moved may run after later ones
+            assert sorted(numbers) == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [lambda: [1, 2, 3], lambda: (n for n in (1, 2, 3)), lambda: range(1, 4)],
+    ids=["list", "generator", "range"],
+)
+async def test_a_dataset_is_any_iterable(dataset):
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(dataset)
+        iterator = iter(per_worker)
+        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(3)]
+        assert await coordinator.fetch(values) == [1, 2, 3]
+        # Each iter() starts anew; a step may capture the iterator.
+        again = iter(per_worker)
+        assert await coordinator.schedule(lambda: next(again)) == 1
+        assert await coordinator.schedule(lambda: next(again)) == 2
+
+
+async def test_the_end_of_data_is_raised_by_join_when_all_else_is_done():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(batches):
+            await asyncio.sleep(0)
+            return next(batches)
+
+        async def slow():
+            await asyncio.sleep(0.05)
+            memory_cluster.shared["done"] = True
+            return "slow"
+
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [1, 2]))
+        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(8)]
+        last = coordinator.schedule(slow)
+        with pytest.raises(EndOfData, match="has no further batch"):
+            await coordinator.join()
+        assert memory_cluster.shared["done"]
+        assert await last == "slow"
+        found = []
+        for value in values:
+            try:
+                found.append(await value)
+            except EndOfData:
+                found.append(0)
+        assert sorted(found) == [0, 0, 0, 0, 1, 1, 2, 2]
+        await coordinator.join()  # raised once
+        counts = coordinator.statistics()["closures"]
+        assert (counts.finished, counts.exhausted, counts.failed) == (5, 4, 0)
+
+
+@pytest.mark.virtual_time
+async def test_a_join_hears_of_the_end_that_its_own_closures_met():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(batches):
+            return next(batches)
+
+        async def slow():
+            await asyncio.sleep(10)
+
+        iterator = iter(coordinator.create_per_worker_dataset(list))
+        coordinator.schedule(step, args=(iterator,))
+        first = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(0)
+        coordinator.schedule(slow)
+        second = asyncio.create_task(coordinator.join())
+        with pytest.raises(EndOfData):
+            await first
+        assert not second.done()
+        with pytest.raises(EndOfData):
+            await second
+        await coordinator.join()
+
+
+async def test_a_dataset_that_cannot_be_built_fails_only_what_uses_it():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def broken():
+            raise OSError("no such file")
+
+        iterator = iter(coordinator.create_per_worker_dataset(broken))
+        assert await coordinator.schedule(lambda: 1) == 1
+        await coordinator.join()
+
+        async def step(batches):
+            memory_cluster.shared["ran"] = True
+
+        coordinator.schedule(step, args=(iterator,))
+        with pytest.raises(ClosureInputError, match="could not be built: OSError: no such") as info:
+            await coordinator.join()
+        assert isinstance(info.value.__cause__, OSError)
+        assert "ran" not in memory_cluster.shared
+
+
+async def test_an_error_of_dataset_code_is_the_steps_own():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def dataset():
+            yield 1
+            raise ValueError("bad record")
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(2)]
+        with pytest.raises(ValueError, match="bad record"):
+            await coordinator.join()
+        assert await values[0] == 1
+
+
+async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def step(batches):
+            return next(batches)
+
+        def captures():
+            batches = iter(coordinator.create_per_worker_dataset(lambda: [7, 8]))
+            return coordinator.schedule(lambda: next(batches))
+
+        value = coordinator.schedule(
+            step, args=(iter(coordinator.create_per_worker_dataset(lambda: [5, 6])),)
+        )
+        captured = captures()
+        gc.collect()
+        assert await coordinator.fetch([value, captured]) == [5, 7]
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert iterators_of(cluster) == [0]
+
+
+@pytest.mark.virtual_time
+async def test_after_its_worker_was_lost_an_iterator_starts_from_the_beginning():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
+
+        async def step(batches):
+            return next(batches)
+
+        assert await coordinator.schedule(step, args=(iterator,)) == 0
+        assert await coordinator.schedule(step, args=(iterator,)) == 1
+        await cluster.stop("worker-0")
+        await cluster.start("worker-0")
+        assert await coordinator.schedule(step, args=(iterator,)) == 0
+
+
+async def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        dataset = coordinator.create_per_worker_dataset(lambda: [1])
+        iterator = iter(dataset)
+        assert iter(iterator) is iterator
+        with pytest.raises(NotImplementedError, match="outside a step: each worker has"):
+            next(iterator)
+        with pytest.raises(CaptureError, match=r"pass iter\(dataset\)"):
+            coordinator.schedule(lambda: iter(dataset))
+        memory_cluster.shared["dataset"] = dataset
+        coordinator.schedule(lambda: iter(memory_cluster.shared["dataset"]))
+        with pytest.raises(RuntimeError, match=r"iter\(\) on a per-worker dataset inside a step"):
+            await coordinator.join()
+        memory_cluster.shared["iterator"] = iterator
+        coordinator.schedule(lambda: next(memory_cluster.shared["iterator"]))
+        with pytest.raises(UsageError, match="in a way that psync cannot see"):
+            await coordinator.join()
+
+
+async def test_batches_are_loaded_ahead():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        third = memory_cluster.shared["third"] = threading.Event()
+
+        def dataset():
+            for i in range(100):
+                if i == 2:
+                    memory_cluster.shared["third"].set()
+                yield i
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
+        assert await asyncio.to_thread(third.wait, 20)  # nobody has asked for it
+
+
+@pytest.mark.virtual_time
+async def test_under_a_virtual_clock_batches_are_loaded_when_they_are_asked_for():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        memory_cluster.shared["loaded"] = 0
+
+        def dataset():
+            for i in range(100):
+                memory_cluster.shared["loaded"] += 1
+                yield i
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
+        assert memory_cluster.shared["loaded"] == 1
+
+
+async def test_what_is_no_dataset_function_is_refused():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        with pytest.raises(
+            ValueError, match="expected a dataset function or an iterable of batches, got int"
+        ):
+            coordinator.create_per_worker_dataset(3)
+        with pytest.raises(UsageError, match="needs the arguments a, b"):
+            coordinator.create_per_worker_dataset(lambda a, b: [])
+
+
+# --- iterables --------------------------------------------------------------------------------
+
+
+class Loader:
+    """As data loaders are: it has a length, and can be iterated over again and again."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+async def take(batches):
+    return next(batches)
+
+
+async def test_an_iterable_is_captured_when_the_dataset_is_created():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        batches = [np.zeros(3), np.ones(3)]
+        per_worker = coordinator.create_per_worker_dataset(Loader(batches))
+        assert per_worker.element_spec == psync.TensorSpec((3,), "float64")
+        batches[0] += 7
+        batches.clear()
+        iterator = iter(per_worker)
+        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
+        assert [value.tolist() for value in await coordinator.fetch(values)] == [[0] * 3, [1] * 3]
+        coordinator.schedule(take, args=(iterator,))
+        with pytest.raises(EndOfData, match="has no further batch"):
+            await coordinator.join()
+
+
+async def test_every_worker_gets_the_whole_of_an_iterable():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(["a", "b"]))
+
+        async def both(batches):
+            await memory_cluster.note(str(psync.get_worker_index()))
+            for worker in "01":
+                await memory_cluster.event_of(worker).wait()
+            return next(batches) + next(batches)
+
+        values = [coordinator.schedule(both, args=(iterator,)) for _ in range(2)]
+        assert await coordinator.fetch(values) == ["ab", "ab"]
+
+
+async def test_arrays_are_cut_into_batches_on_the_worker():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        arrays = psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3)
+        iterator = iter(coordinator.create_per_worker_dataset(arrays))
+        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
+        (x, y), (x_rest, _) = await coordinator.fetch(values)
+        assert (x.tolist(), y.tolist(), x_rest.tolist()) == ([0, 1, 2], [0, 2, 4], [3, 4])
+
+
+async def test_a_torch_data_loader_is_a_dataset():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    async with coordinating(num_workers=1) as (_, coordinator):
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.arange(6.0), torch.arange(6)), batch_size=4
+        )
+        per_worker = coordinator.create_per_worker_dataset(loader)
+        assert per_worker.element_spec == [
+            psync.TensorSpec((None,), "float32"), psync.TensorSpec((None,), "int64"),
+        ]  # fmt: skip
+        iterator = iter(per_worker)
+
+        async def step(batches):
+            x, y = next(batches)
+            return x.numpy().tolist(), len(y)
+
+        assert await coordinator.schedule(step, args=(iterator,)) == ([0, 1, 2, 3], 4)
+        assert await coordinator.schedule(step, args=(iterator,)) == ([4, 5], 2)
+
+
+async def test_what_is_no_dataset_is_refused_where_it_is_given():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        create = coordinator.create_per_worker_dataset
+        with pytest.raises(UsageError, match="a generator can be iterated over only once"):
+            create(n for n in [1, 2])
+        with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
+            create((np.zeros(3), np.zeros(3)))
+        for source in (create([1]), iter(create([1]))):
+            with pytest.raises(UsageError, match="which is per worker already"):
+                create(source)
+        with pytest.raises(CaptureError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"):
+            create([threading.Lock()])
+        with pytest.raises(CaptureError, match=r'^dataset function "<lambda>" captures "create"'):
+            create(lambda: create)
+
+
+def declares():
+    return psync.Variable(1.0)
+
+
+async def test_a_dataset_function_that_makes_a_variable_is_refused_when_the_dataset_is_made():
+    variable = psync.Variable
+
+    def attribute(context):
+        yield psync.Variable(np.zeros(2), name="v")
+
+    def closed_over():
+        return [variable(1.0)]
+
+    def calls(context):
+        return [declares() for _ in range(3)]
+
+    class Batches:
+        def __iter__(self):
+            yield psync.api.variables.Variable(1.0)
+
+    async with coordinating(num_workers=1) as (_, coordinator):
+        strategy = coordinator.strategy
+        for dataset in (
+            attribute, closed_over, calls, functools.partial(attribute), lambda: [declares()],
+            Batches,
+        ):  # fmt: skip
+            for make in (
+                coordinator.create_per_worker_dataset, strategy.distribute_datasets_from_function,
+            ):  # fmt: skip
+                with pytest.raises(ConfigurationError, match=r"names psync\.Variable: "):
+                    make(dataset)
+
+
+async def test_a_variable_cannot_be_declared_in_dataset_code():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def dataset():
+            from psync import Variable
+
+            Variable(1.0)
+            return []
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        coordinator.schedule(take, args=(iterator,))
+        with pytest.raises(ClosureInputError, match="could not be built: UsageError"):
+            await coordinator.join()
+
+
+async def test_what_elements_look_like_is_found_out_in_this_process():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: [np.zeros((2, 3)), np.zeros(3)])
+        assert per_worker.element_spec == psync.TensorSpec(None, "float64")
+
+
+async def test_a_dataset_without_iterators_is_iterated_over_by_steps():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        built = coordinator.create_per_worker_dataset(dataset_fn=lambda: [1, 2, 3]).build()
+        assert await coordinator.schedule(lambda data: list(data), args=(built,)) == [1, 2, 3]
+        with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
+            list(built)
+
+
+# --- positions --------------------------------------------------------------------------------
+
+
+async def test_an_iterator_goes_on_from_the_positions_of_another_one():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        first = iter(per_worker)
+        for _ in range(3):
+            await coordinator.schedule(take, args=(first,))
+        kept = json.loads(json.dumps(await first.positions()))
+        assert kept == {"0": 3}
+        again = per_worker.iterator(kept)
+        assert await again.positions() == {0: 3}
+        assert await coordinator.schedule(take, args=(again,)) == 3
+        assert await again.positions() == {0: 4}
+        captured = per_worker.iterator(7)
+        assert await coordinator.schedule(lambda: next(captured)) == 7
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        iterator = per_worker.iterator(5)
+        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        await cluster.stop("worker-0")
+        assert await iterator.positions() == {0: 5}
+        await cluster.start("worker-0")
+        assert await coordinator.schedule(take, args=(iterator,)) == 5
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        (-1, r"^position: expected a number of batches of at least 0, got -1$"),
+        (1.5, r"^position: expected a number of batches of at least 0, got 1.5$"),
+        ({0: None}, r"^position: expected a number of batches of at least 0, got None$"),
+        (
+            {2: 1},
+            r"^position: expected workers 0 to 0, got 2\nhint: shards of",
+        ),
+        ({"zero": 1}, r"got 'zero'"),
+    ],
+)
+async def test_what_is_no_position_is_refused(position, message):
+    async with coordinating(num_workers=1) as (_, coordinator):
+        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
+        with pytest.raises(ConfigurationError, match=message):
+            per_worker.iterator(position)

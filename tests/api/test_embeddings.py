@@ -1,0 +1,199 @@
+"""Embedding lookups over ps tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, training
+from psync.errors import (
+    ConfigurationError,
+    GradientError,
+    IndexTypeError,
+    PartitionError,
+    UsageError,
+    VariableIndexError,
+)
+
+TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
+INDICES = [[0, 0], [0, 1], [1, 0], [2, 3]]
+
+
+def shards(count: int) -> Callable[..., list[int]]:
+    return lambda shape, dtype: [count, *[1] * (len(shape) - 1)]
+
+
+@pytest.mark.parametrize("num_shards", [1, 5])
+async def test_ids_of_any_shape_give_their_rows(num_shards: int) -> None:
+    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(TABLE, name="table")
+        for ids in (7, [3, 3, 12, 0], np.array([[[5], [1]]], np.int32), np.zeros((0, 4), int)):
+            rows = await psync.embedding_lookup(table, ids)
+            np.testing.assert_array_equal(rows, TABLE[np.asarray(ids)])
+
+
+@pytest.mark.parametrize("strategy_name", ["div", "mod"])
+async def test_a_list_of_variables_stands_for_one(strategy_name: str) -> None:
+    sizes = [3, 3, 3, 2, 2]
+    offsets = [0, 3, 6, 9, 11]
+    async with training(3) as (strategy, _):
+        with strategy.scope():
+            tables = [
+                psync.Variable(
+                    TABLE[offset : offset + size] if strategy_name == "div" else TABLE[number::5]
+                )
+                for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
+            ]
+        ids = [[0, 12], [5, 5], [9, 3]]
+        rows = await psync.embedding_lookup(tables, ids, strategy_name)
+        np.testing.assert_array_equal(rows, TABLE[ids])
+        with pytest.raises(VariableIndexError, match="index 13 is out of bounds, expected 0 to 12"):
+            await psync.embedding_lookup(tables, [13], strategy_name)
+
+
+async def test_rows_are_clipped_to_the_largest_norm() -> None:
+    async with training(2, partitioner=shards(2)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(np.array([[3, 4], [0.3, 0.4]], np.float32))
+        rows = await psync.embedding_lookup(table, [[0, 1]], max_norm=1.0)
+        np.testing.assert_allclose(rows, [[[0.6, 0.8], [0.3, 0.4]]], rtol=1e-6)
+
+
+async def test_sparse_ids_are_combined() -> None:
+    async with training(3, partitioner=shards(5)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(TABLE)
+        ids = (INDICES, [1, 3, 0, 1], (3, 4))
+        weights = (INDICES, [2.0, 0.5, 1.0, 3.0], (3, 4))
+        rows = await psync.embedding_lookup_sparse(table, ids, weights)
+        np.testing.assert_allclose(
+            rows, [(TABLE[1] * 2 + TABLE[3] * 0.5) / 2.5, TABLE[0], TABLE[1]]
+        )
+        rows = await psync.embedding_lookup_sparse(table, ids, combiner="sum")
+        np.testing.assert_allclose(rows, [TABLE[1] + TABLE[3], TABLE[0], TABLE[1]])
+        rows = await psync.embedding_lookup_sparse(table, ids, combiner="sum", max_norm=1.0)
+        unit = {number: TABLE[number] / np.linalg.norm(TABLE[number]) for number in (1, 3)}
+        np.testing.assert_allclose(rows, [unit[1] + unit[3], TABLE[0], unit[1]], rtol=1e-6)
+
+
+async def test_a_row_without_ids_is_an_error_unless_the_lookup_is_safe() -> None:
+    async with training(3, partitioner=shards(5)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(TABLE, name="table")
+        ids = ([[0, 0], [2, 1]], [4, 5], (3, 4))
+        with pytest.raises(GradientError, match="row 1 of sp_ids has no id") as caught:
+            await psync.embedding_lookup_sparse(table, ids)
+        assert "safe_embedding_lookup_sparse gives zeros" in str(caught.value)
+        rows = await psync.safe_embedding_lookup_sparse(table, ids)
+        np.testing.assert_array_equal(rows, [TABLE[4], [0, 0], TABLE[5]])
+
+
+async def test_the_safe_lookup_leaves_out_what_is_invalid() -> None:
+    async with training(3, partitioner=shards(5)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(TABLE)
+        ids = (INDICES, [1, -1, 0, 7], (3, 4))
+        weights = (INDICES, [2.0, 0.5, 0.0, 3.0], (3, 4))
+        rows = await psync.safe_embedding_lookup_sparse(table, ids, weights)
+        np.testing.assert_allclose(rows, [TABLE[1], [0, 0], TABLE[7]])
+        rows = await psync.safe_embedding_lookup_sparse(table, ids, weights, default_id=12)
+        np.testing.assert_allclose(rows, [TABLE[1], TABLE[12], TABLE[7]])
+        with pytest.raises(VariableIndexError, match="index 13 is out of bounds"):
+            await psync.safe_embedding_lookup_sparse(table, ids, weights, default_id=13)
+        for default_id in (1.5, "1", [1]):
+            with pytest.raises(IndexTypeError, match=r"expected (an integer|integers) as"):
+                await psync.safe_embedding_lookup_sparse(
+                    table,
+                    ids,
+                    weights,
+                    default_id=default_id,  # type: ignore[arg-type]
+                )
+
+
+async def test_a_step_looks_up_and_pushes_the_gradient_of_the_rows() -> None:
+    async with training(3, partitioner=shards(5)) as (strategy, coordinator):
+        with strategy.scope():
+            table = psync.Variable(TABLE)
+        optimizer = psync.optimizers.SGD(1.0)
+
+        async def step() -> Any:
+            ids = np.array([[3, 12], [3, 0]])
+            rows = await psync.embedding_lookup(table, ids)
+            gradient = psync.IndexedSlices(
+                np.ones_like(rows).reshape(-1, 2), ids.reshape(-1), table.shape
+            )
+            await optimizer.apply_gradients([(gradient, table)])
+            return rows
+
+        rows = await in_step(coordinator, step)
+        np.testing.assert_array_equal(rows, TABLE[[[3, 12], [3, 0]]])
+        expected = TABLE.copy()
+        expected[[0, 12]] -= 1
+        expected[3] -= 2
+        np.testing.assert_array_equal(await table.read(), expected)
+
+
+async def test_duplicates_travel_once_in_one_request_to_each_ps() -> None:
+    async with training(2, partitioner=shards(2)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(np.zeros((1000, 256), np.float32))
+        await psync.embedding_lookup(table, [0])
+
+        def received() -> int:
+            links = strategy.runtime.ps.links
+            return sum(
+                peer.connection.bytes_received for link in links for peer in link._peers.values()
+            )
+
+        before = received()
+        rows = await psync.embedding_lookup(table, [3, 999] * 500)
+        assert rows.shape == (1000, 256)
+        assert received() - before < 4 * 256 * 4
+
+
+@pytest.mark.parametrize("num_shards", [1, 5])
+async def test_ids_that_are_none_are_errors_that_name_the_variable(num_shards: int) -> None:
+    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
+        with strategy.scope():
+            table = psync.Variable(TABLE, name="table")
+        for ids, kind, text in (
+            ([3, 13], VariableIndexError, "index 13 is out of bounds, expected 0 to 12"),
+            ([-1], VariableIndexError, "index -1 is out of bounds, expected 0 to 12"),
+            ([0.5], IndexTypeError, "expected integers as indices, got float64"),
+        ):
+            with pytest.raises(kind, match=f'embedding_lookup of "table": {text}'):
+                await psync.embedding_lookup(table, ids)
+
+
+async def test_params_that_are_none_are_errors() -> None:
+    async with training(3) as (strategy, _):
+        with strategy.scope():
+            a = psync.Variable(TABLE, name="a")
+            b = psync.Variable(TABLE[:4], name="b")
+            wide = psync.Variable(np.zeros((13, 3), np.float32), name="wide")
+            scalar = psync.Variable(0.0, name="s")
+            copies = psync.Variable(
+                TABLE,
+                name="copies",
+                synchronization=psync.VariableSynchronization.ON_READ,
+                aggregation=psync.VariableAggregation.SUM,
+            )
+        for params, kind, text in (
+            (7, UsageError, "expected a variable or a list of variables as params, got int"),
+            ([], PartitionError, "params is an empty list"),
+            ([a, wide], PartitionError, r'expected rows of shape \(2,\) float32, as "a" has'),
+            ([b, a], PartitionError, 'expected "b" to have 9 rows, got 4'),
+            (copies, UsageError, 'variable "copies" is synchronized on read'),
+            (scalar, PartitionError, '"s" is a scalar, it has no rows'),
+        ):
+            with pytest.raises(kind, match=text):
+                await psync.embedding_lookup(params, [0])
+        with pytest.raises(ConfigurationError, match="partition_strategy: expected"):
+            await psync.embedding_lookup(a, [0], "hash")
+        with pytest.raises(ConfigurationError, match="combiner: expected"):
+            await psync.embedding_lookup_sparse(a, ([[0, 0]], [0], (1, 1)), combiner="max")

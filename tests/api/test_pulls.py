@@ -1,0 +1,183 @@
+"""Pulls: one call for many variables, in the nesting of the caller."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, strategy_of, training
+from psync.errors import GradientError, UsageError
+
+
+class Layer(NamedTuple):
+    weights: Any
+    bias: Any
+
+
+def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+async def test_one_variable_is_pulled_as_an_array() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable([1, 2, 3])
+        value = await psync.pull(v)
+    assert isinstance(value, np.ndarray)
+    assert value.tolist() == [1, 2, 3]
+
+
+async def test_the_nesting_of_the_caller_is_kept() -> None:
+    async with training(partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.arange(4), name="w")
+            b = psync.Variable(5, name="b")
+        value = await psync.pull({"layers": [Layer(w, b), (b, None)], "rate": 0.5, "empty": ()})
+    assert type(value["layers"][0]) is Layer
+    assert value["layers"][0].weights.tolist() == [0, 1, 2, 3]
+    assert value["layers"][0].bias == 5
+    assert type(value["layers"][1]) is tuple
+    assert value["layers"][1] == (5, None)
+    assert value["rate"] == 0.5
+    assert value["empty"] == ()
+
+
+async def test_dicts_of_other_types_keep_what_they_have() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(1)
+        ordered = collections.OrderedDict(second=v, first=v)
+        pulled = await psync.pull(ordered)
+        assert (type(pulled), list(pulled)) == (collections.OrderedDict, ["second", "first"])
+        default = await psync.pull(collections.defaultdict(list, v=v))
+        assert default["missing"] == []
+        assert default["v"] == 1
+    assert list(ordered.values()) == [v, v]
+
+
+async def test_without_variables_the_tree_itself_comes_back_even_without_a_cluster() -> None:
+    tree = {"a": [1, (2, "b")]}
+    assert await psync.pull(tree) is tree
+
+
+async def test_a_variable_that_stands_twice_is_pulled_once() -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable([1, 2])
+        first, second = await psync.pull((v, v))
+        assert first is second
+        before = (await coordinator.ps_statistics())[0]["pulls"]
+        await psync.pull([v] * 100)
+        assert (await coordinator.ps_statistics())[0]["pulls"] == before + 1
+
+
+async def test_a_pull_is_one_request_to_each_ps() -> None:
+    async with training(num_ps=2) as (strategy, coordinator):
+        with strategy.scope():
+            variables = [psync.Variable(index) for index in range(20)]
+        assert await psync.pull(variables) == list(range(20))
+        assert [counters["pulls"] for counters in await coordinator.ps_statistics()] == [1, 1]
+
+
+async def test_a_shard_and_its_whole_are_pulled_together() -> None:
+    async with training(partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.arange(4))
+        for tree in ([v, *v.variables], [*v.variables], [v.variables[1]], [v]):
+            wanted = {4: [0, 1, 2, 3], 2: [0, 1]}
+            for handle, value in zip(tree, await psync.pull(tree), strict=True):
+                expected = [2, 3] if handle.name.endswith("part_1") else wanted[len(value)]
+                assert value.tolist() == expected
+
+
+async def test_pulled_arrays_are_read_only_unless_copies_are_asked_for() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            small, large = psync.Variable(np.zeros(3)), psync.Variable(np.zeros(100_000))
+        for array in await psync.pull((small, large)):
+            with pytest.raises(ValueError, match="read-only"):
+                array += 1
+        for array in await psync.pull((small, large), copy=True):
+            array += 1
+        assert [array.max() for array in await psync.pull((small, large))] == [0, 0]
+
+
+# --- out= --------------------------------------------------------------------------------------
+
+
+async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
+    async with training(partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            w, b = psync.Variable(np.arange(4.0)), psync.Variable(np.float32(7))
+        out = {"w": np.empty(4), "rest": [np.empty((), np.float32)]}
+        pulled = await psync.pull({"w": w, "rest": (b,)}, out=out)
+        assert pulled["w"] is out["w"]
+        assert pulled["rest"][0] is out["rest"][0]
+        assert out["w"].tolist() == [0, 1, 2, 3]
+        assert out["rest"][0] == 7
+
+
+@pytest.mark.parametrize(
+    ("out", "text"),
+    [
+        ({"w": np.zeros(2)}, "out: expected a dict with the keys of the variables"),
+        ([np.zeros(2)], "out: expected a dict with the keys of the variables"),
+        (
+            {"w": np.zeros(2), "rest": []},
+            "out: expected 1 items in a list or tuple, as the variables",
+        ),
+        ({"w": np.zeros(2), "rest": 5}, "out: expected 1 items in a list or tuple"),
+        ({"w": np.zeros(3), "rest": [np.zeros(2)]}, 'out for "w": expected a writable C-contig'),
+    ],
+)
+async def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
+    with strategy_of().scope():
+        w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
+    with pytest.raises(GradientError, match=re.escape(text)):
+        await psync.pull({"w": w, "rest": [b]}, out=out)
+
+
+async def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones(2), name="v")
+        mine = np.zeros(2)
+        first, second = await psync.pull([v, v], out=[mine, mine])
+        assert first is second is mine
+        assert mine.tolist() == [1, 1]
+        with pytest.raises(GradientError, match='out has two arrays for variable "v"'):
+            await psync.pull([v, v], out=[np.zeros(2), np.zeros(2)])
+
+
+# --- where it cannot work ----------------------------------------------------------------------
+
+
+async def test_without_a_coordinator_there_is_no_connection() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(0)
+    with pytest.raises(UsageError, match="pull: no connection to the ps tasks here"):
+        await psync.pull([v])
+
+
+async def test_variables_of_two_strategies_do_not_mix() -> None:
+    async with training() as (one, _), training() as (other, _):
+        with one.scope():
+            v = psync.Variable(1, name="v")
+        with other.scope():
+            w = psync.Variable(2, name="w")
+        assert await psync.pull([v]) == [1]
+        assert await psync.pull([w]) == [2]
+        with pytest.raises(UsageError, match='"w" belongs to another program or strategy'):
+            await psync.pull([v, w])
+
+
+async def test_a_plain_step_waits_for_a_pull() -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable([1, 2])
+        assert await in_step(coordinator, lambda: psync.wait(psync.pull(v)).tolist()) == [1, 2]

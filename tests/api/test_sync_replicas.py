@@ -1,0 +1,816 @@
+"""SyncReplicasOptimizer: what is checked, and training on a cluster in memory, in numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import pickle
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import local_training
+import memory_cluster
+import psync
+from local_training import in_step, strategy_of, training
+from memory_cluster import coordinating
+from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
+from psync.errors import (
+    ClosureCancelled,
+    ConfigurationError,
+    GradientError,
+    NotEnoughReplicas,
+    UsageError,
+)
+
+pytestmark = pytest.mark.timeout(20)
+
+ACCEPTED, STALE, DUPLICATE = Outcome.ACCEPTED, Outcome.STALE, Outcome.DUPLICATE
+
+
+class Model:
+    """A running cluster with a variable of two zeros, and a step that pushes one gradient."""
+
+    def __init__(
+        self, strategy: psync.ParameterServerStrategy, coordinator: psync.ClusterCoordinator
+    ) -> None:
+        self.strategy, self.coordinator = strategy, coordinator
+        with strategy.scope():
+            self.v = psync.Variable(np.zeros(2, np.float32), name="v")
+            self.step = psync.get_or_create_global_step()
+
+    async def run(self, step: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Schedule a step once for each argument; return the results."""
+        values = [self.coordinator.schedule(step, args=(each,)) for each in arguments]
+        await self.coordinator.join()
+        return await self.coordinator.fetch(values)
+
+    def pushing(self, optimizer: SyncReplicasOptimizer, **options: Any) -> Callable[..., Any]:
+        """A step that pulls, pushes its argument as the gradient, and returns the result."""
+        v, global_step = self.v, self.step
+
+        async def step(value: float) -> PushResult:
+            weights = await v.read()
+            gradient = np.full_like(weights, value)
+            return await optimizer.apply_gradients([(gradient, v)], global_step, **options)
+
+        return step
+
+    async def value(self) -> float:
+        """The value of both elements."""
+        first, second = await self.v.read()
+        assert first == second
+        return float(first)
+
+    async def global_step(self) -> int:
+        return int(await self.step.read())
+
+
+@contextlib.asynccontextmanager
+async def model(num_workers: int, num_ps: int = 2) -> AsyncIterator[Model]:
+    local_training.shared.clear()
+    async with training(num_ps, num_workers) as (strategy, coordinator):
+        yield Model(strategy, coordinator)
+    local_training.shared.clear()
+
+
+def sgd(rate: float = 1.0) -> optimizers.Optimizer:
+    return optimizers.SGD(rate)
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+async def test_two_workers_make_each_step_together() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(0.5), replicas_to_aggregate=2)
+        v, global_step = m.v, m.step
+
+        async def step(_: int) -> PushResult:
+            gradient = np.full(2, 1.0 if psync.get_worker_index() == 0 else 3.0, np.float32)
+            await v.read()
+            return await optimizer.apply_gradients([(gradient, v)], global_step)
+
+        results = await m.run(step, *range(6))
+        assert sorted(result.step for result in results) == [1, 1, 2, 2, 3, 3]
+        assert {(r.outcome, r.staleness, r.partial, r.count) for r in results} == {
+            (ACCEPTED, 0, False, 2)
+        }
+        assert await m.value() == -3 * 0.5 * 2
+        assert await m.global_step() == 3
+
+
+async def test_the_last_step_is_closed_with_what_there_is() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        results = await m.run(m.pushing(optimizer), 1.0, 1.0, 1.0, 1.0, 1.0)
+        assert sorted((result.step, result.partial, result.count) for result in results) == [
+            (1, False, 2), (1, False, 2), (2, False, 2), (2, False, 2), (3, True, 1),
+        ]  # fmt: skip
+        assert await m.value() == -3
+
+
+async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
+        results = await m.run(m.pushing(optimizer), *[1.0] * 7)
+        assert all(result.outcome is ACCEPTED for result in results)
+        assert results[-1].count == 0  # it went on with a token of the step that it is counted in
+        assert await m.value() == -3
+        assert await m.global_step() == 3
+
+
+async def test_a_backup_worker_that_is_late_is_told_that_its_gradient_was_dropped() -> None:
+    async with model(3) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 2, 3)
+        v, global_step = m.v, m.step
+        local_training.shared["pulled"] = pulled = asyncio.Event()
+        local_training.shared["over"] = over = asyncio.Event()
+
+        async def step(late: bool) -> PushResult:
+            await v.read()
+            if late:
+                local_training.shared["pulled"].set()
+                await local_training.shared["over"].wait()
+            else:
+                await local_training.shared["pulled"].wait()
+            gradient = np.ones(2, np.float32)
+            result = await optimizer.apply_gradients([(gradient, v)], global_step)
+            local_training.shared["over"].set()
+            return result
+
+        *others, late = await m.run(step, False, False, True)
+        assert pulled.is_set()
+        assert over.is_set()
+        assert others == [PushResult(ACCEPTED, 1, 0, False, 2)] * 2
+        assert late == PushResult(STALE, 1, 1)
+        assert await m.value() == -1
+        (again,) = await m.run(m.pushing(optimizer), 1.0)
+        assert (again.outcome, again.step, again.partial) == (ACCEPTED, 2, True)
+
+
+async def test_one_worker_makes_steps_of_three_gradients() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), replicas_to_aggregate=3, total_num_replicas=1)
+        results = await m.run(m.pushing(optimizer), 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+        assert [result.step for result in results] == [0, 0, 1, 1, 1, 2]
+        assert {result.outcome for result in results} == {ACCEPTED}
+        assert await m.value() == -(2 + 5)
+        assert await m.global_step() == 2
+
+
+async def test_steps_begin_at_the_value_of_the_global_step() -> None:
+    async with model(1) as m:
+        await m.step.assign(100)
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        results = await m.run(m.pushing(optimizer), 1.0, 1.0)
+        assert [(result.outcome, result.step) for result in results] == [
+            (ACCEPTED, 101), (ACCEPTED, 102),
+        ]  # fmt: skip
+        assert await m.global_step() == 102
+
+
+async def test_the_tokens_of_tensorflow_waste_the_second_step() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
+        results = await m.run(m.pushing(optimizer), 1.0, 1.0, 1.0, 1.0)
+        assert [(result.outcome, result.staleness) for result in results] == [
+            (ACCEPTED, 0), (STALE, 1), (ACCEPTED, 0), (ACCEPTED, 0),
+        ]  # fmt: skip
+        assert await m.value() == -3
+
+
+async def test_weights_and_sums() -> None:
+    async with model(2) as m:
+        mean = SyncReplicasOptimizer(sgd(), 2)
+        total = SyncReplicasOptimizer(sgd(), 2, reduction="sum")
+        v, global_step = m.v, m.step
+
+        async def weighted(value: float) -> None:
+            gradient = np.full(2, value, np.float32)
+            await mean.apply_gradients([(gradient, v)], global_step, weight=value)
+
+        await m.run(weighted, 1.0, 3.0)
+        assert await m.value() == -(1 * 1 + 3 * 3) / 4
+        await m.v.assign(np.zeros(2))
+        await m.run(m.pushing(total), 1.0, 3.0)
+        assert await m.value() == -4
+
+
+async def test_strict_steps_take_one_push_of_each_worker() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 2, strict=True)
+        v, global_step = m.v, m.step
+
+        async def step(_: int) -> tuple[int, int]:
+            index = psync.get_worker_index()
+            gradient = np.full(2, 1.0 + 2 * index, np.float32)
+            result = await optimizer.apply_gradients([(gradient, v)], global_step)
+            return result.step, index
+
+        results = await m.run(step, *range(8))
+        assert sorted(results) == [(step, index) for step in (1, 2, 3, 4) for index in (0, 1)]
+        assert await m.value() == -4 * 2
+
+
+async def test_deterministic_sums_are_in_the_order_of_the_workers() -> None:
+    """In float32 1e8 + 1 is 1e8: one order of these three gives 1/3, the others 0."""
+    async with coordinating(2, 3) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
+        optimizer = SyncReplicasOptimizer(sgd(), 3, deterministic=True)
+        v, global_step = m.v, m.step
+        memory_cluster.shared["counted"] = lambda count: counted(cluster, count)
+
+        async def step(_: int) -> None:
+            index = psync.get_worker_index()
+            await memory_cluster.shared["counted"]((2, 0, 1)[index])  # 1 is first, then 2, then 0
+            gradient = np.full(2, (1e8, -1e8, 1.0)[index], np.float32)
+            await optimizer.apply_gradients([(gradient, v)], global_step)
+
+        await m.run(step, 0, 1, 2)
+        assert await m.value() == -float(np.float32(1) / np.float32(3))
+
+
+async def test_two_optimizers_in_one_program_have_steps_of_their_own() -> None:
+    async with model(2) as m:
+        with m.strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+            other_step = psync.Variable(0, name="other_step", trainable=False)
+        one = SyncReplicasOptimizer(sgd(), 2, name="one")
+        two = SyncReplicasOptimizer(sgd(), 2, name="two")
+        v, global_step = m.v, m.step
+
+        async def step(_: int) -> list[PushResult]:
+            await psync.pull((v, w))
+            gradient = np.ones(2, np.float32)
+            return [
+                await one.apply_gradients([(gradient, v)], global_step),
+                await two.apply_gradients([(gradient, w)], other_step),
+            ]
+
+        results = await m.run(step, *range(4))
+        assert {result.outcome for pair in results for result in pair} == {ACCEPTED}
+        values = await psync.pull((v, w, global_step, other_step))
+        assert [np.unique(value).tolist() for value in values] == [[-2], [-2], [2], [2]]
+
+
+async def test_moving_averages_follow_each_step() -> None:
+    async with model(1) as m:
+        average = psync.ExponentialMovingAverage(0.5)
+        optimizer = SyncReplicasOptimizer(
+            sgd(), 1, variable_averages=average, variables_to_average=[m.v]
+        )
+        await m.run(m.pushing(optimizer), 1.0, 1.0)
+        shadow = average.average(m.v)
+        assert shadow is not None
+        # 0 → -1: the average becomes -0.5; → -2: -0.5 - 0.5 * (-0.5 + 2).
+        assert (await shadow.read()).tolist() == [-1.25, -1.25]
+
+
+async def test_with_num_updates_the_decay_follows_the_global_step() -> None:
+    async with model(1) as m:
+        with m.strategy.scope():  # all trainable variables by default
+            average = psync.ExponentialMovingAverage(0.99, num_updates=m.step)
+            optimizer = SyncReplicasOptimizer(sgd(), 1, variable_averages=average)
+        await m.run(m.pushing(optimizer), 1.0)
+        shadow = average.average(m.v)
+        assert shadow is not None
+        np.testing.assert_allclose(await shadow.read(), -1 * (1 - 2 / 11), rtol=1e-6)
+
+
+async def test_the_rule_is_applied_once_to_the_mean_and_its_slots_are_the_optimizers() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 2)
+        await m.run(m.pushing(optimizer), 1.0, 3.0)
+        await m.run(m.pushing(optimizer), 1.0, 3.0)
+        assert await m.value() == -2 - (0.5 * 2 + 2)
+        slot = optimizer.get_slot(m.v, "momentum")
+        assert slot is not None
+        assert (await slot.read()).tolist() == [-3, -3]
+        assert optimizer.get_slot_names() == ["momentum"]
+        assert optimizer.get_slot(m.v, "other") is None
+        assert [(slot.variable, slot.name) for slot in optimizer.variables()] == [(m.v, "momentum")]
+
+
+async def test_a_slot_can_be_read_before_the_first_push() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1)
+        slot = optimizer.get_slot(m.v, "momentum")
+        assert slot is not None
+        assert (await slot.read()).tolist() == [0, 0]
+        await m.run(m.pushing(optimizer), 3.0)
+        assert (await slot.read()).tolist() == [-3, -3]
+
+
+async def test_a_plain_step_waits_for_its_push() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        v, global_step = m.v, m.step
+
+        def step(value: float) -> PushResult:
+            weights = psync.wait(psync.pull(v))
+            gradient = np.full_like(weights, value)
+            return psync.wait(optimizer.apply_gradients([(gradient, v)], global_step))
+
+        results = await m.run(step, 1.0, 3.0)
+        assert results == [PushResult(ACCEPTED, 1, 0, False, 2)] * 2
+        assert await m.value() == -2
+
+
+async def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
+        with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
+            await m.run(m.pushing(optimizer), float("nan"))
+        assert await m.global_step() == 0
+
+
+async def test_a_sharded_variable_is_taken_whole_over_all_ps_tasks() -> None:
+    def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+        return [2, *[1] * (len(shape) - 1)]
+
+    async with training(2, 2, halves) as (strategy, coordinator):
+        m = Model(strategy, coordinator)
+        assert {shard.ps for shard in m.v.spec.shards} == {0, 1}
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        await m.run(m.pushing(optimizer), 1.0, 3.0)
+        assert await m.value() == -2
+
+
+# --- which step a push is of -------------------------------------------------------------------
+
+
+async def test_the_oldest_pull_decides() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1, 2)
+        v, global_step = m.v, m.step
+        local_training.shared["pulled"] = asyncio.Event()
+        local_training.shared["over"] = asyncio.Event()
+
+        async def step(slow: bool) -> tuple[PushResult, float]:
+            weights = await v.read()
+            if slow:
+                local_training.shared["pulled"].set()
+                await local_training.shared["over"].wait()
+                weights = await psync.pull(v)  # newer, but the gradient may be of both
+            else:
+                await local_training.shared["pulled"].wait()
+            gradient = np.ones(2, np.float32)
+            result = await optimizer.apply_gradients([(gradient, v)], global_step)
+            local_training.shared["over"].set()
+            return result, float(weights[0])
+
+        slow, fast = await m.run(step, True, False)
+        assert (fast[0].outcome, slow[0].outcome, slow[1]) == (ACCEPTED, STALE, -1)
+
+
+async def test_a_step_may_pull_and_push_several_times() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        v, global_step = m.v, m.step
+
+        async def step(pulls: bool) -> list[Outcome]:
+            gradient = np.ones(2, np.float32)
+            outcomes = []
+            for _ in range(3):
+                if pulls:
+                    await v.read()
+                result = await optimizer.apply_gradients([(gradient, v)], global_step)
+                outcomes.append(result.outcome)
+            return outcomes
+
+        # Without a pull the last token says how old the gradients are.
+        assert await m.run(step, True, False, True) == [[ACCEPTED] * 3] * 3
+
+
+async def test_reading_slots_does_not_make_a_push_old() -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1, 2)
+        v, global_step = m.v, m.step
+        local_training.shared["read"] = asyncio.Event()
+        local_training.shared["over"] = asyncio.Event()
+
+        async def step(slow: bool) -> Outcome:
+            slot = optimizer.get_slot(v, "momentum")
+            assert slot is not None
+            if slow:
+                await slot.read()
+                local_training.shared["read"].set()
+                await local_training.shared["over"].wait()
+            else:
+                await local_training.shared["read"].wait()
+            await v.read()
+            gradient = np.ones(2, np.float32)
+            result = await optimizer.apply_gradients([(gradient, v)], global_step)
+            local_training.shared["over"].set()
+            return result.outcome
+
+        assert await m.run(step, True, False) == [ACCEPTED, ACCEPTED]
+
+
+async def test_the_last_token_can_be_read() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        v, global_step = m.v, m.step
+
+        async def step() -> list[int | None]:
+            before = optimizer.local_step
+            await optimizer.apply_gradients([(np.ones(2, np.float32), v)], global_step)
+            return [before, optimizer.local_step]
+
+        assert await in_step(m.coordinator, step) == [None, 1]
+        assert await in_step(m.coordinator, step) == [1, 2]
+        assert optimizer.local_step is None  # the program is no replica
+
+
+# --- losses and ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_dies_while_it_waits_has_pushed_once() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+        values = [coordinator.schedule(m.pushing(optimizer), args=(1.0,))]
+        await counted(cluster, 1)
+        (name,) = [f"worker-{index}" for index in (0, 1) if _runs(cluster, index)]
+        await cluster.stop(name)
+        await coordinator.join()
+        (result,) = await coordinator.fetch(values)
+        assert result.outcome is DUPLICATE
+        assert await m.value() == -1
+        assert await m.global_step() == 1
+
+
+@pytest.mark.virtual_time
+async def test_too_few_replicas_are_reported_after_a_time() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
+        optimizer = SyncReplicasOptimizer(sgd(), 2, min_replicas=2, patience_s=20)
+        await cluster.stop("worker-1")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(NotEnoughReplicas, match="at least 2 living replicas") as caught:
+            await m.run(m.pushing(optimizer), 1.0)
+        assert "/job:worker/task:1" in str(caught.value)
+        assert 19 < loop.time() - began < 25
+
+
+async def test_a_cancelled_step_leaves_the_token_channel() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        m = Model(coordinator.strategy, coordinator)
+        optimizer = SyncReplicasOptimizer(sgd(), 2)
+
+        async def fails() -> None:
+            await memory_cluster.shared["counted"](1)
+            raise LookupError("a step of the user's")
+
+        memory_cluster.shared["counted"] = lambda count: counted(cluster, count)
+        waiting = coordinator.schedule(m.pushing(optimizer), args=(1.0,))
+        coordinator.schedule(fails)
+        with pytest.raises(LookupError, match="a step of the user's"):
+            await coordinator.join()
+        with pytest.raises(ClosureCancelled):
+            await waiting
+        results = await m.run(m.pushing(optimizer), 3.0, 3.0)
+        assert [result.outcome for result in results] == [ACCEPTED, ACCEPTED]
+
+
+# --- what it takes -----------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no optimizer": ({"opt": "sgd"}, "sync: expected one of psync.optimizers as opt, got str"),
+    "a rule": (
+        {"opt": psync.schedules.ExponentialDecay(0.1, 10, 0.5)},
+        "sync: expected one of psync.optimizers as opt, got ExponentialDecay",
+    ),
+    "averages": (
+        {"variable_averages": 0.9},
+        "sync: expected an ExponentialMovingAverage as variable_averages, got float",
+    ),
+    "variables without averages": (
+        {"variables_to_average": []},
+        "sync: variables_to_average without variable_averages\n"
+        "hint: variable_averages=psync.ExponentialMovingAverage(0.999)",
+    ),
+    "deterministic with backups": (
+        {"total_num_replicas": 3, "deterministic": True},
+        "sync: deterministic=True needs every replica in every step, got "
+        "replicas_to_aggregate=2 of total_num_replicas=3\n"
+        "hint: give both the same value: there are no backup replicas then",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused(name: str) -> None:
+    arguments, text = WRONG[name]
+    with pytest.raises(ConfigurationError) as caught:
+        SyncReplicasOptimizer(
+            **{"opt": sgd(), "replicas_to_aggregate": 2, "name": "sync"} | arguments
+        )
+    assert str(caught.value) == text
+    assert isinstance(caught.value, ValueError)
+
+
+def fours_in_halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2] if shape == (4,) else [1] * len(shape)
+
+
+async def test_norms_of_the_mean_are_of_whole_variables_wherever_they_lie() -> None:
+    async with training(2, 1, fours_in_halves) as (strategy, coordinator):
+        with strategy.scope():
+            whole = psync.Variable(np.full(3, 2, np.float32), name="whole")
+            cut = psync.Variable(np.ones(4, np.float32), name="cut")
+            global_step = psync.get_or_create_global_step()
+        lamb = SyncReplicasOptimizer(optimizers.Lamb(0.5), 1, name="lamb")
+        clipping = SyncReplicasOptimizer(optimizers.SGD(1.0, clipnorm=1.0), 1, name="clipping")
+
+        async def step(optimizer: SyncReplicasOptimizer, variable: Any) -> PushResult:
+            gradient = np.ones(variable.shape, np.float32)
+            return await optimizer.apply_gradients([(gradient, variable)], global_step)
+
+        await in_step(coordinator, lambda: step(lamb, whole))
+        np.testing.assert_allclose(await whole.read(), [2 - 0.5 * 2] * 3, atol=1e-5)
+        await in_step(coordinator, lambda: step(lamb, cut))
+        np.testing.assert_allclose(await cut.read(), [1 - 0.5] * 4, atol=1e-5)
+        await in_step(coordinator, lambda: step(clipping, cut))
+        np.testing.assert_allclose(await cut.read(), [0.5 - 1 / 2] * 4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}])
+async def test_the_norm_of_the_mean_is_limited_and_not_that_of_each_gradient(
+    norm: dict[str, float],
+) -> None:
+    async with model(2) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, **norm), 2)  # type: ignore[arg-type]
+        await m.run(m.pushing(optimizer), 10.0, -9.5)
+        assert await m.value() == -0.25  # the mean's norm is 0.35
+        await m.run(m.pushing(optimizer), 10.0, 9.0)
+        assert await m.value() == pytest.approx(-0.25 - 1 / np.sqrt(2))
+
+
+def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
+    inner = optimizers.SGD(0.1, weight_decay=0.1)
+    wrapped = SyncReplicasOptimizer(inner, 2)
+    for optimizer in (inner, wrapped):
+        with pytest.raises(UsageError, match="is in use already"):
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
+async def test_one_that_is_made_in_a_step_is_an_error() -> None:
+    inner = sgd()
+
+    async def step() -> None:
+        SyncReplicasOptimizer(inner, 1)
+
+    async with training() as (_, coordinator):
+        with pytest.raises(UsageError, match=r"an optimizer \(SyncReplicasOptimizer\) inside"):
+            await in_step(coordinator, step)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda m: ([], m.step), GradientError, "no gradients given"),
+        (lambda m: ([(None, m.v)], m.step), GradientError, "all gradients are None (v)"),
+        (
+            lambda m: ([({"a": 1}, m.v)], m.step),
+            GradientError,
+            'gradient for "v": expected shape (2,), got ()',
+        ),
+        (
+            lambda m: ([(np.ones(2, np.float32), m.v)], None),
+            ConfigurationError,
+            "global_step is None, and without it nobody knows which gradients are stale",
+        ),
+        (
+            lambda m: ([(np.ones(2, np.float32), m.v)], 3),
+            ConfigurationError,
+            "expected a variable as global_step, got int",
+        ),
+        (
+            lambda m: ([(np.ones(2, np.float32), m.v)], m.v),
+            ConfigurationError,
+            'expected an int64 scalar as global_step, got "v" of shape (2,) float32',
+        ),
+    ],
+    ids=["empty", "all None", "kind", "no step", "no variable", "no scalar"],
+)
+async def test_what_cannot_be_pushed_is_a_value_error(
+    make: Callable[[Any], Any], error: type[Exception], text: str
+) -> None:
+    class Declared:
+        pass
+
+    m: Any = Declared()
+    with strategy_of().scope():
+        m.v = psync.Variable(np.zeros(2, np.float32), name="v")
+        m.step = psync.get_or_create_global_step()
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        await SyncReplicasOptimizer(sgd(), 2).apply_gradients(*make(m))
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), "2", True])
+async def test_a_weight_is_a_number_above_0(weight: Any) -> None:
+    with strategy_of().scope():
+        v, step = psync.Variable(np.float32(0)), psync.get_or_create_global_step()
+    with pytest.raises(ValueError, match="apply_gradients"):
+        await SyncReplicasOptimizer(sgd(), 2).apply_gradients(
+            [(np.float32(1), v)], step, weight=weight
+        )
+
+
+async def test_the_program_is_no_replica() -> None:
+    async with model(1) as m:
+        with pytest.raises(UsageError) as caught:
+            await SyncReplicasOptimizer(sgd(), 1).apply_gradients([([1.0, 1.0], m.v)], m.step)
+        assert str(caught.value) == (
+            "apply_gradients of a synchronous optimizer outside a step: the program is no replica, "
+            "and would wait for others\n"
+            "hint: do it in a function given to schedule, or in a training session"
+        )
+
+
+# --- the other methods -------------------------------------------------------------------------
+
+
+async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> None:
+    async with model(1) as m:
+        with m.strategy.scope():
+            w = psync.Variable(np.float32(4), name="w")
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        global_step = m.step
+
+        def loss(v: np.ndarray, w: np.ndarray) -> tuple[float, list[np.ndarray]]:
+            return float(w * v.sum()), [np.full(2, w), np.float32(1)]
+
+        async def step() -> Any:
+            return await optimizer.minimize(loss, global_step)
+
+        assert await in_step(m.coordinator, step) == 0
+        assert (await m.value(), await w.read(), await m.global_step()) == (-4, 3, 1)
+
+
+async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        v, global_step = m.v, m.step
+
+        async def step() -> Any:
+            return await optimizer.minimize(
+                lambda v: (7.0, [np.ones(2, np.float32)]), global_step, [v],
+                SyncReplicasOptimizer.GATE_GRAPH, None, True, "train", None,
+            )  # fmt: skip
+
+        assert await in_step(m.coordinator, step) == 7
+        assert await m.value() == -1
+
+
+async def test_minimize_checks_before_it_computes() -> None:
+    optimizer = SyncReplicasOptimizer(sgd(), 1, name="sync")
+
+    def never(*values: Any) -> Any:
+        raise AssertionError
+
+    with pytest.raises(ConfigurationError, match="minimize: global_step is None"):
+        await optimizer.minimize(never)
+    with pytest.raises(ConfigurationError, match="expected gate_gradients GATE_NONE, GATE_OP or"):
+        await optimizer.minimize(never, gate_gradients=3)
+    with pytest.raises(ConfigurationError, match="expected a variable as global_step, got list"):
+        await optimizer.minimize(never, [])  # type: ignore[arg-type]
+
+
+async def test_gradients_are_computed_by_the_wrapped_optimizer() -> None:
+    class Clipping(optimizers.SGD):
+        async def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+            pairs = await super().compute_gradients(*args, **kwargs)
+            return [(np.clip(gradient, -1, 1), variable) for gradient, variable in pairs]
+
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(Clipping(1.0), 1)
+        v = m.v
+        pairs = await optimizer.compute_gradients(lambda v: (0.0, [v + 5]), var_list=[v])
+        assert [(gradient.tolist(), variable) for gradient, variable in pairs] == [([1, 1], v)]
+
+
+def test_the_gates_are_tensorflows() -> None:
+    kind = SyncReplicasOptimizer
+    assert (kind.GATE_NONE, kind.GATE_OP, kind.GATE_GRAPH) == (0, 1, 2)
+
+
+def test_it_says_its_name_and_configuration() -> None:
+    optimizer = SyncReplicasOptimizer(optimizers.SGD(0.5, name="inner"), 2, 3, name="mine")
+    assert optimizer.get_name() == "mine"
+    assert SyncReplicasOptimizer(sgd(), 1).get_name() == "sync_replicas"
+    config = optimizer.get_config()
+    assert config["replicas_to_aggregate"] == 2
+    assert config["total_num_replicas"] == 3
+    assert config["optimizer"]["learning_rate"] == {"kind": "Constant", "value": 0.5}
+    assert repr(optimizer).startswith("<SyncReplicasOptimizer 'mine' 2 of 3, <SGD 'inner' ")
+
+
+def test_a_handle_is_one_object_and_can_be_made_again_elsewhere() -> None:
+    made = SyncReplicasOptimizer(
+        optimizers.SGD(0.5, momentum=0.9), 2, 3, strict=True, min_replicas=2, name="mine"
+    )
+    assert pickle.loads(pickle.dumps(made)) is made
+    assert copy.deepcopy(made) is copy.copy(made) is made
+    text, number, config = pickle.dumps(made), made.number, made.get_config()
+    del made
+    again = pickle.loads(text)
+    assert type(again) is SyncReplicasOptimizer
+    assert (again.number, again.get_name(), again.get_config()) == (number, "mine", config)
+    assert again.get_slot_names() == ["momentum"]
+    assert again.local_step is None
+
+
+# --- tokens, and what programs for TensorFlow call ---------------------------------------------
+
+
+async def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
+    optimizer = SyncReplicasOptimizer(sgd(), 3, 1, name="sync")
+    for ask in (optimizer.get_init_tokens_op, optimizer.get_chief_queue_runner):
+        with pytest.raises(ValueError, match="before apply_gradients of sync was called"):
+            ask()
+
+
+async def test_initial_tokens_can_be_put_before_and_once() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
+        assert await optimizer.init_tokens(m.step) == 0
+        results = await m.run(m.pushing(optimizer), 1.0, 2.0, 3.0)
+        assert [result.step for result in results] == [0, 0, 1]
+        assert await optimizer.get_init_tokens_op() == 1
+        assert await optimizer.get_init_tokens_op(num_tokens=2) == 1
+        results = await m.run(m.pushing(optimizer), 1.0, 2.0, 3.0)
+        assert [result.step for result in results] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1, "too few tokens to finish the first step: got 1, needed 2"),
+        (-2, "too few tokens"),
+        (1.5, "expected a whole number as num_tokens, got 1.5"),
+        (True, "expected a whole number as num_tokens, got True"),
+    ],
+)
+async def test_a_wrong_number_of_tokens_is_a_value_error(count: Any, text: str) -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
+        await m.run(m.pushing(optimizer), 1.0)
+        for ask in (
+            optimizer.get_init_tokens_op,
+            lambda count: optimizer.make_session_run_hook(True, count),
+        ):
+            with pytest.raises(ValueError, match=text):
+                ask(count)
+        with pytest.raises(ValueError, match=text):
+            await optimizer.init_tokens(m.step, count)
+
+
+async def test_no_initial_tokens_are_possible_where_none_are_needed() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
+        assert await optimizer.init_tokens(m.step, 0) == 0
+        results = await m.run(m.pushing(optimizer), 1.0, 1.0)  # so no step is wasted
+        assert [result.outcome for result in results] == [ACCEPTED, ACCEPTED]
+
+
+async def test_the_hook_puts_the_tokens_on_the_chief() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
+        await optimizer.make_session_run_hook(False, 7).after_create_session(None)
+        await optimizer.make_session_run_hook(True).after_create_session(None)  # ps 0 knows
+        await optimizer.make_session_run_hook(True, 0).after_create_session(None)
+        results = await m.run(m.pushing(optimizer), 1.0, 1.0)
+        assert [result.outcome for result in results] == [ACCEPTED, ACCEPTED]
+
+
+async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> None:
+    hook = SyncReplicasOptimizer(sgd(), 1, name="sync").make_session_run_hook(True, 3)
+    with pytest.raises(UsageError, match="sync: 3 initial tokens for an unknown global step"):
+        await hook.after_create_session(None)
+
+
+# --- what the tests share ----------------------------------------------------------------------
+
+
+async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
+    """Wait until so many pushes count in the present step."""
+    closer = cluster.tasks["ps-0"]._closer  # type: ignore[union-attr]
+    assert closer is not None
+    groups = closer.steps.statistics
+    while max((group["counted"] for group in groups().values()), default=0) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:
+    session = cluster.tasks[f"worker-{index}"]._session  # type: ignore[union-attr]
+    return session is not None and session._running is not None

@@ -1,0 +1,119 @@
+"""Whole values: read and assigned, as one if asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import strategy_of, training
+from psync.errors import GradientError, UsageError
+
+
+def two_shards(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+async def test_an_atomic_assign_sets_all_shards_and_returns_the_variable() -> None:
+    async with training(2, partitioner=two_shards) as (strategy, _):
+        with strategy.scope():
+            v, scalar = psync.Variable(np.zeros(4, np.float32)), psync.Variable(0.0)
+        assert await v.assign([1, 2, 3, 4], atomic=True) is v
+        assert (await v.read(consistent=True)).tolist() == [1, 2, 3, 4]
+        await scalar.assign(5, atomic=True)
+        assert await scalar.read(consistent=True) == 5
+
+
+async def test_a_read_has_the_names_of_tensorflow() -> None:
+    async with training(2, partitioner=two_shards) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.arange(4, dtype=np.float32))
+        assert (await v.value()).tolist() == (await v.read_value()).tolist() == [0, 1, 2, 3]
+
+
+async def test_steps_assign_and_read_as_one() -> None:
+    async with training(2, 2, two_shards) as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(4, np.float32))
+
+        async def step(number: int) -> list[float]:
+            await v.assign(np.full(4, number, np.float32), atomic=True)
+            (value,) = await psync.pull([v], consistent=True)
+            return value.tolist()
+
+        values = [coordinator.schedule(step, args=(number,)) for number in range(20)]
+        await coordinator.join()
+        for value in await coordinator.fetch(values):
+            assert len(set(value)) == 1
+
+
+async def test_a_consistent_pull_fills_what_it_is_given() -> None:
+    async with training(2, partitioner=two_shards) as (strategy, _):
+        with strategy.scope():
+            v, w = psync.Variable([1.0, 2.0]), psync.Variable([3.0, 4.0])
+        out = {"v": np.zeros(2, np.float32), "w": np.zeros(2, np.float32)}
+        assert await psync.pull({"v": v, "w": w}, out=out, consistent=True) is not None
+        assert out["v"].tolist() == [1, 2]
+        assert out["w"].tolist() == [3, 4]
+        mine = await v.read(copy=True, consistent=True)
+        mine[:] = 0
+        assert (await v.read()).tolist() == [1, 2]
+
+
+async def test_a_value_that_does_not_fit_locks_nothing() -> None:
+    async with training(2, partitioner=two_shards) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable([1.0, 2.0], name="v")
+        with pytest.raises(GradientError, match=r'assign to "v": expected shape \(2,\)'):
+            await v.assign([1, 2, 3], atomic=True)
+        await v.assign_add([1, 1])
+        assert (await v.read()).tolist() == [2, 3]
+
+
+async def test_what_the_dtype_cannot_hold_is_refused_and_overflow_of_a_result_is_numpys() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            small = psync.Variable([100], dtype="int8", name="small")
+            half = psync.Variable([60000.0], dtype="float16", name="half")
+        for variable, operand in ((small, np.array([300])), (half, np.array([1e300]))):
+            rows = [0], operand
+            for refused in (
+                variable.assign(operand), variable.assign(operand, atomic=True),
+                variable.assign_add(operand), variable.assign_sub(operand),
+                variable.scatter_update(rows), variable.scatter_add(rows),
+                variable.scatter_sub(rows), variable.scatter_mul(rows),
+                variable.scatter_min(rows), variable.scatter_max(rows),
+            ):  # fmt: skip
+                with pytest.raises(GradientError, match=r"can hold, got (300|1e\+300)"):
+                    await refused
+        assert (await psync.pull([small, half])) == [[100], [60000]]
+        await small.assign_add([100])
+        await half.assign_add([60000])
+        assert (await psync.pull([small, half])) == [[-56], [np.inf]]
+
+
+async def test_many_at_once_all_end() -> None:
+    async with training(2, partitioner=two_shards) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(4, np.float32))
+        calls: list[Any] = [v.assign(np.full(4, 100.0 * n), atomic=True) for n in range(10)]
+        calls += [v.assign_add(np.ones(4)) for _ in range(10)]
+        calls += [v.read(consistent=True) for _ in range(10)]
+        await asyncio.gather(*calls)
+        value = await v.read(consistent=True)
+        # What is only added may come before an atomic assign on one ps and after it on another;
+        # and whose assign is the last nobody has promised.
+        assert len(set((value // 100).tolist())) == 1
+        assert (value % 100).max() <= 10
+        await v.assign(np.zeros(4), atomic=True)
+        assert (await v.read()).tolist() == [0] * 4
+
+
+async def test_without_a_connection_there_is_an_error() -> None:
+    with strategy_of(2, two_shards).scope():
+        v = psync.Variable([1.0, 2.0], name="v")
+    with pytest.raises(UsageError, match='assign to "v": no connection'):
+        await v.assign([1, 2], atomic=True)

@@ -1,0 +1,499 @@
+"""Variables: what declaring one decides, and what its handle does then."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import local_training
+import psync
+from local_training import in_step, strategy_of, training
+from psync.errors import ClosedError, GradientError, PartitionError, UsageError
+
+NO_CONNECTION = "no connection to the ps tasks here"
+
+
+def two_rows_each(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+def on(*indices: int) -> list[str]:
+    return [f"/job:ps/replica:0/task:{index}/device:CPU:0" for index in indices]
+
+
+# --- declaring: where and how -----------------------------------------------------------------
+
+
+def test_a_declaration_says_name_shape_dtype_and_device() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros((3, 4), np.float16), name="v")
+    assert (v.name, v.shape, v.dtype, v.device) == ("v", (3, 4), np.float16, *on(0))
+    assert repr(v) == "<Variable 'v' shape=(3, 4) dtype=float16>"
+
+
+def test_devices_go_round_the_ps_tasks_and_each_shard_takes_a_turn() -> None:
+    with strategy_of(3, lambda shape, dtype: [2]).scope():
+        first = psync.Variable(0.0)  # no axis to cut
+        sharded = psync.Variable(np.zeros(4))
+    assert [first.device] == on(0)
+    assert list(sharded.device) == on(1, 2)
+
+
+def test_the_example_of_the_seed_is_placed_as_it_says() -> None:
+    with strategy_of(3).scope():
+        variables = [psync.Variable(0.0, name=f"v{index}") for index in range(2, 6)]
+    assert [v.device for v in variables] == on(0, 1, 2, 0)
+
+
+def test_devices_go_on_where_an_earlier_scope_has_stopped() -> None:
+    strategy = strategy_of(3)
+    with strategy.scope():
+        psync.Variable(0.0)
+    with strategy.scope():
+        assert [psync.Variable(0.0).device] == on(1)
+
+
+def test_a_variable_outside_a_scope_is_an_error() -> None:
+    with pytest.raises(UsageError) as caught:
+        psync.Variable(0.0, name="v")
+    assert str(caught.value) == (
+        'variable "v" is declared outside a strategy\'s scope\n'
+        "hint: declare it in `with strategy.scope():`"
+    )
+
+
+async def test_a_variable_in_a_step_is_an_error() -> None:
+    async def step() -> None:
+        psync.Variable(0.0, name="late")
+
+    async with training() as (_, coordinator):
+        with pytest.raises(UsageError, match='declaring variable "late" inside a step'):
+            await in_step(coordinator, step)
+
+
+def test_scopes_of_two_strategies_do_not_nest() -> None:
+    with strategy_of().scope(), pytest.raises(RuntimeError, match="mixing different strategies"):
+        with strategy_of().scope():
+            pass
+
+
+def test_the_line_of_the_declaration_is_named_by_errors() -> None:
+    with strategy_of().scope(), pytest.raises(PartitionError) as caught:
+        psync.Variable(None, name="v")
+    line = caught.traceback[0].lineno + 1
+    assert f'variable "v" declared at {__file__}:{line}: initial_value is None' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "unique"),
+    [
+        (["v", "v", "v"], ["v", "v_1", "v_2"]),
+        (["v_1", "v", "v"], ["v_1", "v", "v_2"]),
+        (["v", "v", "v_1"], ["v", "v_1", "v_1_1"]),
+        ([None, None], ["Variable", "Variable_1"]),
+    ],
+)
+def test_names_are_made_unique(names: list[str | None], unique: list[str]) -> None:
+    with strategy_of().scope():
+        assert [psync.Variable(0.0, name=name).name for name in names] == unique
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "expected"),
+    [
+        (0.5, None, "float32"),
+        ([1.0, 2.0], None, "float32"),
+        (7, None, "int64"),
+        (True, None, "bool"),
+        (np.zeros(2), None, "float64"),
+        (np.float32(1), None, "float32"),
+        (np.zeros(2), np.float16, "float16"),
+        (7, "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_is_the_values_unless_given(value: Any, dtype: object, expected: str) -> None:
+    with strategy_of().scope():
+        assert psync.Variable(value, dtype=dtype).dtype.name == expected
+
+
+def test_a_dtype_that_ps_tasks_do_not_hold_is_an_error() -> None:
+    with strategy_of().scope(), pytest.raises(PartitionError, match="'complex128' is not support"):
+        psync.Variable(1j)
+
+
+def test_another_shape_than_given_is_an_error() -> None:
+    with (
+        strategy_of().scope(),
+        pytest.raises(
+            PartitionError, match=re.escape("expected shape (3,), the initial value has (2,)")
+        ),
+    ):
+        psync.Variable([1, 2], shape=(3,))
+
+
+def test_a_callable_is_not_called_before_it_is_needed() -> None:
+    calls: list[object] = []
+    with strategy_of().scope():
+        psync.Variable(lambda *args: calls.append(args), shape=(2,), dtype="float32")
+    assert calls == []
+
+
+def test_trainable_variables_are_listed_by_the_strategy() -> None:
+    strategy = strategy_of()
+    with strategy.scope():
+        weight, counter = psync.Variable(0.0), psync.Variable(0, trainable=False)
+    assert strategy.variables == (weight, counter)
+    assert strategy.trainable_variables == (weight,)
+
+
+def test_synchronization_none_is_refused() -> None:
+    with strategy_of().scope(), pytest.raises(UsageError, match="synchronization NONE"):
+        psync.Variable(0.0, synchronization=psync.VariableSynchronization.NONE)
+
+
+# --- shards ------------------------------------------------------------------------------------
+
+
+def test_a_partitioner_makes_a_sharded_variable() -> None:
+    with strategy_of(2, two_rows_each).scope():
+        v = psync.Variable(np.zeros((5, 3), np.float32), name="v", trainable=False)
+    assert isinstance(v, psync.ShardedVariable)
+    assert (v.name, v.shape, v.dtype) == ("v", (5, 3), np.float32)
+    assert repr(v) == "<ShardedVariable 'v' shape=(5, 3) dtype=float32, 2 shards>"
+    first, second = v.variables
+    assert isinstance(first, psync.Variable)
+    assert (first.name, first.shape, first.trainable) == ("v/part_0", (3, 3), False)
+    assert (second.name, second.shape, second.dtype) == ("v/part_1", (2, 3), np.float32)
+    assert [first.device, second.device] == list(v.device) == on(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (None, "variable_partitioner"),
+        ([], "variable_partitioner"),
+        ([0, 1], "variable_partitioner"),
+        ([2, 2], "variable_partitioner"),
+        ([2], "variable_partitioner"),
+    ],
+)
+def test_an_answer_of_the_partitioner_that_makes_no_sense_is_an_error(
+    answer: Any, text: str
+) -> None:
+    strategy = strategy_of(2, lambda shape, dtype: answer)
+    with strategy.scope(), pytest.raises(PartitionError, match=text):
+        psync.Variable(np.zeros((4, 4)))
+    assert strategy.variables == ()
+
+
+def test_scalars_are_not_shown_to_the_partitioner() -> None:
+    def fail(shape: object, dtype: object) -> list[int]:
+        raise AssertionError
+
+    with strategy_of(2, fail).scope():
+        assert type(psync.Variable(0.0)) is psync.Variable
+
+
+async def test_a_shard_is_read_and_assigned_alone() -> None:
+    async with training(partitioner=two_rows_each) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.arange(6.0).reshape(3, 2))
+        first, second = v.variables
+        assert (await v.read()).tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert (await first.read()).tolist() == [[0, 1], [2, 3]]
+        assert (await second.read()).tolist() == [[4, 5]]
+        await second.assign([[7, 8]])
+        assert (await v.read()).tolist() == [[0, 1], [2, 3], [7, 8]]
+
+
+async def test_a_callable_makes_each_shard_alone_on_the_chief() -> None:
+    calls: list[object] = []
+
+    def make(shape: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
+        calls.append((shape, offset))
+        return np.arange(shape[0]) + offset[0]
+
+    async with training(partitioner=two_rows_each) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(make, shape=(5,), dtype="int32")
+        assert (await v.read()).tolist() == [0, 1, 2, 3, 4]
+    assert calls == [((3,), (0,)), ((2,), (3,))]
+
+
+# --- reading and assigning ---------------------------------------------------------------------
+
+PARTITIONERS = pytest.mark.parametrize("partitioner", [None, two_rows_each])
+
+
+@PARTITIONERS
+async def test_assign_add_and_sub_change_the_whole_value(partitioner: Any) -> None:
+    start = np.arange(12, dtype=np.float32).reshape(3, 4)
+    async with training(partitioner=partitioner) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(start)
+        assert await v.assign_add(start) is v
+        assert np.array_equal(await v.read(), 2 * start)
+        assert await v.assign_sub(np.ones((3, 4), np.float32)) is v
+        assert np.array_equal(await v.read(), 2 * start - 1)
+        assert await v.assign(start) is v
+        assert np.array_equal(await v.read(), start)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("float32", 3),
+        ("float32", np.float64(0.5)),
+        ("float32", np.int64(4)),
+        ("float32", True),
+        ("bfloat16", np.float32(1.5)),
+        ("bfloat16", 1.5),
+        ("uint8", 200),
+        ("int8", -100),
+        ("int64", np.int32(5)),
+        ("bool", True),
+        ("float16", np.array(2.5, ">f2")),
+    ],
+)
+async def test_assign_casts_within_a_kind(dtype: str, value: Any) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(0, dtype=dtype)
+        await v.assign(value)
+        read = await v.read()
+    assert read.dtype.name == dtype
+    assert read == value
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "text"),
+    [
+        ("float32", np.zeros(3), "expected shape (), got (3,)"),
+        ("float32", [[1.0], [2.0, 3.0]], "the value is not an array"),
+        ("float32", "one", "expected dtype float32, got <U3"),
+        ("int32", 1.5, "expected dtype int32, got float64"),
+        ("int32", np.float32(1), "expected dtype int32, got float32"),
+        ("uint8", np.int64(1), "expected dtype uint8, got int64"),
+        ("uint8", -1, "expected values that uint8 can hold, got -1"),
+        ("uint8", 256, "expected values that uint8 can hold, got 256"),
+        ("int8", np.int64(300), "expected values that int8 can hold, got 300"),
+        ("float32", np.float64(1e300), "expected values that float32 can hold, got 1e+300"),
+        ("bfloat16", 1e300, "expected values that bfloat16 can hold, got 1e+300"),
+        ("bool", 1, "expected dtype bool, got int64"),
+    ],
+)
+async def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(0, dtype=dtype, name="v")
+        for method in (v.assign, v.assign_add, v.assign_sub):
+            with pytest.raises(GradientError) as caught:
+                await method(value)
+            assert str(caught.value).startswith(f'{method.__name__} to "v": {text}')
+        assert await v.read() == 0
+
+
+async def test_the_hint_for_a_wrong_dtype_is_the_conversion() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(0, name="v")
+    with pytest.raises(GradientError, match=re.escape("convert it: np.asarray(value, 'int64')")):
+        await v.assign(np.float32(1))
+
+
+async def test_what_is_read_is_read_only_unless_a_copy_is_asked_for() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(3))
+        with pytest.raises(ValueError, match="read-only"):
+            (await v.read())[0] = 1
+        mine = await v.read(copy=True)
+        mine[0] = 1
+        assert (await v.read()).tolist() == [0, 0, 0]
+
+
+async def test_a_value_is_read_into_an_array_of_the_caller() -> None:
+    async with training(partitioner=two_rows_each) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.arange(4.0))
+        mine = np.empty(4)
+        assert await v.read(out=mine) is mine
+        assert mine.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("out", "got"),
+    [
+        ([0.0, 0.0], "got list"),
+        (np.zeros(3), "got shape (3,) float64"),
+        (np.zeros(2, np.float32), "got shape (2,) float32"),
+        (np.zeros(4)[::2], "got shape (2,) float64, not C-contiguous"),
+        (np.broadcast_to(0.0, 2), "got shape (2,) float64, not C-contiguous, read-only"),
+    ],
+)
+async def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros(2), name="v")
+    with pytest.raises(GradientError) as caught:
+        await v.read(out=out)
+    assert str(caught.value) == (
+        'out for "v": expected a writable C-contiguous array of shape (2,) float64, ' + got
+    )
+
+
+async def test_what_was_read_does_not_change_when_the_variable_does() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(100_000))
+        before = await v.read()
+        await v.assign_add(np.ones(100_000))
+        assert not before.any()
+
+
+async def test_variables_hold_every_dtype() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            variables = [
+                psync.Variable(np.ones(2), dtype=dtype)
+                for dtype in (
+                    "float16", "float32", "float64", "bfloat16", "int8", "int16", "int32",
+                    "int64", "uint8", "uint16", "uint32", "uint64", "bool",
+                )
+            ]  # fmt: skip
+        for v in variables:
+            value = await v.read()
+            assert value.dtype == v.dtype
+            assert value.tolist() == [1, 1]
+        assert variables[3].dtype == ml_dtypes.bfloat16
+
+
+async def test_variables_of_no_elements_and_of_no_axes_are_read() -> None:
+    async with training(partitioner=two_rows_each) as (strategy, _):
+        with strategy.scope():
+            empty = psync.Variable(np.zeros((0, 3)))
+            hollow = psync.Variable(np.zeros((3, 0)))
+            scalar = psync.Variable(2.5)
+        assert (await empty.read()).shape == (0, 3)
+        assert (await hollow.read()).shape == (3, 0)
+        assert (await scalar.read()).shape == ()
+        assert await scalar.read() == 2.5
+
+
+# --- where there is no value -------------------------------------------------------------------
+
+
+def test_a_handle_is_not_an_array() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros(2), name="v")
+    for use in (lambda: np.asarray(v), lambda: np.ones(2) * v, lambda: np.sum(v), lambda: [1] @ v):
+        with pytest.raises((UsageError, TypeError)):
+            use()
+    with pytest.raises(UsageError) as caught:
+        np.ones(2) @ v
+    assert str(caught.value) == (
+        'numpy.matmul: variable "v" is not an array here: its value lives on ps tasks\n'
+        "hint: await its value first: `value = await v.read()`, or `await psync.pull((v, w))`"
+    )
+    with pytest.raises(UsageError, match='truth: variable "v" is not an array here'):
+        bool(v)
+
+
+async def test_before_the_coordinator_runs_there_is_no_connection() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(0.0, name="v")
+    with pytest.raises(UsageError, match=f'read of "v": {NO_CONNECTION}'):
+        await v.read()
+    with pytest.raises(UsageError, match=f'assign_add to "v": {NO_CONNECTION}'):
+        await v.assign_add(1)
+
+
+async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(0.0, name="v")
+        await v.read()
+    text = "the coordinator or session was closed, its variables are gone"
+    with pytest.raises(ClosedError, match=f'read of "v": {text}'):
+        await v.read()
+    with pytest.raises(ClosedError, match=f'assign to "v": {text}'):
+        await v.assign(1)
+    with strategy.scope(), pytest.raises(ClosedError, match='variable "w": the coordinator of'):
+        psync.Variable(0.0, name="w")
+
+
+async def test_a_variable_of_another_strategy_is_refused_in_a_step() -> None:
+    with strategy_of().scope():
+        foreign = psync.Variable(0.0, name="foreign")
+
+    async def step() -> None:
+        await foreign.read()
+
+    async with training() as (_, coordinator):
+        with pytest.raises(UsageError, match='"foreign" belongs to another program or strategy'):
+            await in_step(coordinator, step)
+
+
+async def test_a_task_that_a_step_leaves_behind_cannot_read_or_assign() -> None:
+    async def step() -> None:
+        async def afterwards() -> list[str]:
+            texts = []
+            await local_training.shared["event"].wait()
+            for use in (v.read, lambda: v.assign(1.0)):
+                try:
+                    await use()
+                except UsageError as error:
+                    texts.append(error.message)
+            return texts
+
+        local_training.shared["task"] = asyncio.create_task(afterwards())
+
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(0.0, name="v")
+        local_training.shared["event"] = asyncio.Event()
+        await in_step(coordinator, step)
+        local_training.shared["event"].set()
+        assert await local_training.shared["task"] == [
+            'read of "v" after the step has returned (closure 0)',
+            'assign to "v" after the step has returned (closure 0)',
+        ]
+
+
+# --- one object per process --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partitioner", [None, two_rows_each])
+def test_a_handle_is_one_object_however_it_is_copied(partitioner: Any) -> None:
+    with strategy_of(2, partitioner).scope():
+        v = psync.Variable(np.zeros(4))
+    assert pickle.loads(pickle.dumps(v)) is v
+    assert copy.copy(v) is v
+    assert copy.deepcopy({"v": [v]})["v"][0] is v
+
+
+def test_a_shard_is_one_object_while_it_is_in_use() -> None:
+    with strategy_of(2, two_rows_each).scope():
+        v = psync.Variable(np.zeros(4))
+    first, second = v.variables
+    assert v.variables == [first, second]
+    assert pickle.loads(pickle.dumps(first)) is first
+
+
+async def test_on_a_worker_a_handle_is_the_same_object_in_each_step() -> None:
+    async with training(partitioner=two_rows_each) as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(np.zeros(4), name="v")
+
+        async def step(given: Any) -> tuple[bool, str, float]:
+            await v.assign_add(np.ones(4))
+            return given is v, given.name, (await given.read()).sum()
+
+        values = [coordinator.schedule(step, args=(v,)) for _ in range(2)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == [(True, "v", 4), (True, "v", 8)]

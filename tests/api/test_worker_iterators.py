@@ -1,0 +1,89 @@
+"""What the program asks workers about the iterators of per-worker datasets, and tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+
+import psync
+from memory_cluster import MemoryCluster, coordinating
+from psync.errors import ClosedError
+from psync.worker_task import WorkerTask
+
+
+def iterators_of(cluster: MemoryCluster) -> list[int]:
+    """How many iterators each worker holds."""
+    found = []
+    for task in cluster.tasks.values():
+        if isinstance(task, WorkerTask):
+            assert task._session is not None
+            found.append(len(task._session._iterators))
+    return found
+
+
+async def take(batches):
+    return next(batches)
+
+
+async def test_the_position_is_what_steps_were_handed():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
+        assert await iterator.positions() == {0: 0, 1: 0}
+
+        async def step(batches):
+            await asyncio.sleep(0.001)
+            return psync.get_worker_index(), next(batches)
+
+        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(10)]
+        await coordinator.join()
+        counts = Counter(worker for worker, _ in await coordinator.fetch(values))
+        assert await iterator.positions() == {0: counts[0], 1: counts[1]}
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_is_lost_while_it_is_asked_is_where_it_began():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
+        await coordinator.schedule(take, args=(iterator,))
+        cluster.network.partition("chief-0", "worker-0")
+        asked = asyncio.create_task(iterator.positions())
+        await asyncio.sleep(1)
+        assert not asked.done()
+        cluster.network.cut("worker-0")
+        assert await asked == {0: 0}
+
+
+async def test_a_dropped_iterator_is_released_on_the_workers():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        dataset = coordinator.create_per_worker_dataset(lambda: [1, 2, 3])
+        iterator = iter(dataset)
+        assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 1
+        assert iterators_of(cluster) == [1]
+        del iterator
+        gc.collect()
+        assert await coordinator.schedule(lambda: 0) == 0  # what was said before has arrived
+        await asyncio.sleep(0.01)
+        assert iterators_of(cluster) == [0]
+
+
+async def test_without_a_coordinator_nobody_knows_a_position_and_nothing_is_released():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+    with pytest.raises(ClosedError, match="positions: the coordinator is not running"):
+        await iterator.positions()
+    del iterator
+    gc.collect()
+
+
+async def test_an_iterator_that_the_coordinator_holds_does_not_keep_it():
+    """What releases iterators is known to the interpreter; it would hold the coordinator, too."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+        coordinator.held = iter(coordinator.create_per_worker_dataset(lambda: [1, 2, 3]))
+        kept = weakref.ref(coordinator)
+    del _, coordinator
+    gc.collect()
+    assert kept() is None

@@ -1,0 +1,157 @@
+"""What follows from what workers report, and what they may fetch."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from psync.chief.closure_service import ClosureService
+from psync.closures.closure import Closure, State
+from psync.closures.queue import Action, ClosureQueue
+from psync.closures.schedule_report import ScheduleReports
+from psync.errors import EndOfData, RemoteProtocolError, UsageError
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Reply
+from psync.replicas.closure_messages import ScheduledCall
+from psync.serialization.failures import describe_exception
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import pack, pack_arguments
+from psync.serialization.remote_value import RemoteValue
+from psync.wire.codec import Message
+from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
+
+WORKER, GIVEN_UP = "/job:worker/task:0", "/job:worker/task:1"
+
+
+def step(*args: object) -> None: ...
+
+
+def described(error: Exception) -> tuple[str, str, str]:
+    return describe_exception(error)[:3]
+
+
+class World:
+    """The service, with a worker that holds all closures and one that was given up."""
+
+    def __init__(self, num_closures: int) -> None:
+        self.queue = ClosureQueue()
+        self.functions = FunctionTable()
+        self.function = self.functions.register(step)
+        self.closures: dict[int, Closure] = {}
+        self.values: list[RemoteValue] = []
+        self.performed: list[Action] = []
+        self.done_when_performing: list[list[bool]] = []
+        self.num_reports = 0
+        reports = ScheduleReports([WORKER], self.queue)
+        reports.worker_joined(WORKER, 1)
+        self._handlers = ClosureService(
+            self.queue, self.closures, self.functions, reports, self, Failpoints()
+        ).handlers()
+        for closure_id in range(num_closures):
+            call = ScheduledCall(self.function, pack_arguments("step", (closure_id,), {}))
+            closure = Closure(closure_id, call, name="step")
+            self.values.append(RemoteValue(closure, lambda closure_id: None))
+            call.value = weakref.ref(self.values[-1])
+            self.closures[closure_id] = closure
+            self.queue.schedule(closure)
+        self.queue.worker_joined(WORKER)  # and gets the first of them, and some ahead
+
+    def said(self, message: Message, segments: Sequence[Any] = (), *, by: str = WORKER) -> Any:
+        peer: Any = SimpleNamespace(task=by)
+        return self._handlers[type(message)].run(peer, message, [memoryview(s) for s in segments])
+
+    def states(self) -> list[str]:
+        return [value.closure.state.value for value in self.values]
+
+    # closure_service.ClosureServiceOwner.
+
+    def is_current(self, peer: Any) -> bool:
+        return peer.task == WORKER
+
+    def perform(self, actions: Sequence[Action]) -> None:
+        self.performed += actions
+        self.done_when_performing.append([value.done() for value in self.values])
+
+    def results_came(self) -> None:
+        self.num_reports += 1
+
+
+async def test_values_are_there_before_what_follows_is_performed():
+    world = World(1)
+    world.said(ClosureResults([(0, "ok", 1, None)], 0.1), [pack(5).data])
+    assert world.done_when_performing == [[True]]
+    assert await world.values[0] == 5
+    assert world.num_reports == 1
+
+
+async def test_a_result_that_nobody_wants_is_dropped():
+    world = World(1)
+    closure = world.values.pop().closure
+    world.said(ClosureResults([(0, "ok", 0, None)], 0.1))
+    assert closure.state is State.FINISHED
+
+
+async def test_a_report_is_taken_in_the_order_in_which_closures_ended():
+    world = World(4)
+    assert world.states() == ["held", "held", "queued", "queued"]
+    results = [(0, "ok", 1, None), (1, "error", 0, described(ValueError("bad batch")))]
+    world.said(ClosureResults(results, 0.1), [pack(5).data])
+    assert await world.values[0] == 5
+    assert "bad batch" in str(world.values[1].closure.error)
+    assert world.states()[:2] == ["finished", "failed"]
+
+
+async def test_what_an_error_cancels_may_end_in_the_same_report():
+    world = World(4)
+    results = [(0, "error", 0, described(ValueError("bad batch"))), (1, "cancelled", 0, None)]
+    world.said(ClosureResults(results, 0.0))
+    assert world.states() == ["failed", "cancelled", "cancelled", "cancelled"]
+    assert world.queue.ready_to_raise
+
+
+async def test_an_end_of_data_is_no_error_of_the_queue():
+    world = World(1)
+    results = [(0, "end_of_data", 0, described(EndOfData("no more")))]
+    world.said(ClosureResults(results, 0.0))
+    assert world.states() == ["exhausted"]
+    assert not world.queue.has_failed
+
+
+@pytest.mark.parametrize("outcome", ["error", "end_of_data", "vanished"])
+async def test_an_outcome_that_does_not_exist_or_lacks_its_error_is_refused(outcome):
+    world = World(1)
+    with pytest.raises(RemoteProtocolError, match=f"closure 0 ended as '{outcome}'"):
+        world.said(ClosureResults([(0, outcome, 0, None)], 0.0))
+    assert world.states() == ["held"]
+
+
+async def test_what_a_worker_that_was_given_up_says_changes_nothing():
+    world = World(1)
+    world.said(ClosureResults([(0, "ok", 0, None)], 0.0), by=GIVEN_UP)
+    world.said(GivenBack([0]), by=GIVEN_UP)
+    assert world.states() == ["held"]
+    assert world.performed == []
+    assert world.num_reports == 0
+
+
+async def test_closures_given_back_are_queued_and_sent_again():
+    world = World(1)
+    world.said(GivenBack([0]))
+    assert world.queue.statistics().given_back == 1
+    assert [type(action).__name__ for action in world.performed] == ["Dispatch"]
+
+
+async def test_functions_and_arguments_are_fetched_while_somebody_needs_them():
+    world = World(1)
+    reply = world.said(FetchFunction(world.function.key))
+    assert isinstance(reply, Reply)
+    assert reply.segments == world.function.payload.segments
+    assert world.said(FetchArguments(0)).segments
+    with pytest.raises(UsageError, match="a function that nobody needs any more"):
+        world.said(FetchFunction(b"unknown"))
+    with pytest.raises(UsageError, match="closure 7, which has ended"):
+        world.said(FetchArguments(7))

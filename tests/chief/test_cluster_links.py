@@ -1,0 +1,215 @@
+"""Connections come up in any order, go, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from memory_cluster import MemoryCluster, cluster_of
+from psync.chief.cluster_links import ClusterLinks
+from psync.errors import ConnectFailed, FencedError, ParameterServerLost, UsageError
+from psync.net.peer import Peer
+from psync.worker_task import WorkerTask
+
+pytestmark = pytest.mark.virtual_time
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.lost: list[ParameterServerLost] = []
+
+    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
+        assert (control.lane, bulk.lane) == ("control", "bulk")
+        assert control.is_open
+        assert bulk.is_open
+        self.events.append(f"+{worker[-1]}")
+
+    def worker_lost(self, worker: str, *, blame: bool) -> None:
+        self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")
+
+    def worker_given_up(self) -> None:
+        self.events.append("given up")
+
+    def ps_lost(self, error: ParameterServerLost) -> None:
+        self.lost.append(error)
+
+    def replaced(self, error: FencedError) -> None:
+        self.events.append("replaced")
+
+
+@pytest.fixture
+async def cluster(clean_loop: None) -> AsyncIterator[MemoryCluster]:
+    async with cluster_of(2, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
+    links = ClusterLinks(
+        cluster.platform(), cluster.strategy().cluster, owner, {},
+        origin="o", program="p", ps_timeout_s=15.0,
+    )  # fmt: skip
+    yield links
+    await links.close()
+
+
+async def test_it_starts_when_all_are_there(links, owner):
+    await links.start(2, 60)
+    assert sorted(owner.events) == ["+0", "+1"]
+    assert links.membership.ready(2)
+    assert len(await links.ps_statistics()) == 2
+    assert links.statistics()["connections"] == 6
+
+
+async def test_a_worker_that_goes_and_comes_back_is_a_new_incarnation(links, owner, cluster):
+    await links.start(2, 60)
+    before = links.membership.incarnation("/job:worker/task:1")
+    cluster.network.cut("worker-1:1")
+    await asyncio.sleep(5)
+    assert owner.events[2:] == ["-1", "+1"]
+    assert links.membership.incarnation("/job:worker/task:1") > before
+
+
+async def test_ps_tasks_are_told_to_refuse_what_a_lost_worker_may_still_send(links, cluster):
+    await links.start(2, 60)
+    lost = links.membership.incarnation("/job:worker/task:0")
+    cluster.network.cut("worker-0:1")
+    await asyncio.sleep(1)
+    for name in ("ps-0", "ps-1"):
+        ledger: Any = cluster.tasks[name]._ledger
+        with pytest.raises(Exception, match="worker/task:0"):
+            ledger.check_incarnation("/job:worker/task:0", lost)
+
+
+async def test_a_worker_that_refuses_is_reported_and_tried_again(
+    links, owner, cluster, caplog, monkeypatch
+):
+    await cluster.stop("worker-1")
+    await links.start(1, 60)
+
+    def refuse(*_: Any) -> None:
+        raise UsageError("not today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", refuse)
+        await cluster.start("worker-1")
+    await asyncio.sleep(100)
+    worker = cluster.tasks["worker-1"]
+    assert "worker/task:1 cannot take part: not today" in caplog.text
+    assert worker.statistics()["network"]["connections"] <= 2  # of one attempt at most
+    await cluster.stop("worker-1")
+    await cluster.start("worker-1")
+    await asyncio.sleep(20)
+    assert owner.events == ["+0", "+1"]
+
+
+async def test_a_coordinator_hears_that_a_newer_one_has_taken_over(links, owner, cluster):
+    await links.start(2, 60)
+    newer = ClusterLinks(
+        cluster.platform(), cluster.strategy().cluster, Owner(), {},
+        origin="o", program="p", ps_timeout_s=15.0,
+    )  # fmt: skip
+    await newer.start(2, 60)
+    await asyncio.sleep(5)
+    assert sorted(owner.events[2:]) == ["-0", "-1", "replaced", "replaced"]
+    await newer.close()
+
+
+async def test_starting_gives_up_and_names_who_is_missing(links, cluster):
+    await cluster.stop("worker-0")
+    with pytest.raises(ConnectFailed, match="no connection to /job:worker/task:0 at worker-0:1"):
+        await links.start(2, 20)
+
+
+async def test_starting_waits_for_the_next_process_of_a_worker_that_is_leaving(
+    links, owner, cluster
+):
+    await cluster.tasks["worker-1"].leave("SIGTERM")
+    starting = asyncio.create_task(links.start(2, 60))
+    await asyncio.sleep(5)
+    assert not starting.done()
+    await cluster.stop("worker-1")
+    await cluster.start("worker-1")
+    await starting
+    assert sorted(owner.events) == ["+0", "+1"]
+
+
+async def test_starting_bears_that_one_of_two_connections_breaks_while_a_worker_is_attached(
+    links, owner, cluster, monkeypatch
+):
+    await cluster.stop("worker-1")
+    attach, broken = WorkerTask._attach, []
+
+    async def break_and_attach(self: WorkerTask, peer: Peer, *args: Any) -> Any:
+        if not broken:
+            broken.append(self._lanes[peer.task, peer.incarnation, "bulk"])
+            broken[0].abort()
+            await broken[0].wait_closed()
+        return attach(self, peer, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", break_and_attach)
+        await cluster.start("worker-1")
+    await links.start(2, 60)
+    assert broken
+    assert sorted(owner.events) == ["+0", "+1"]
+
+
+async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
+    await links.start(2, 60)
+    await cluster.stop("ps-1")
+    await asyncio.sleep(40)
+    assert [error.task for error in owner.lost] == ["/job:ps/task:1"]
+    with pytest.raises(ParameterServerLost):
+        await links.ps_statistics()
+
+
+async def test_a_ps_that_was_started_anew_has_lost_its_shards(links, owner, cluster, caplog):
+    await links.start(2, 60)
+    await cluster.stop("ps-1")
+    await cluster.start("ps-1")
+    await asyncio.sleep(5)
+    assert "was restarted and has lost its shards" in str(owner.lost[0])
+
+
+async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
+    await links.start(2, 60)
+    with caplog.at_level(logging.WARNING):
+        cluster.network.cut("ps-0:1")
+        await asyncio.sleep(5)
+    assert "/job:ps/task:0 cannot be reached; waiting for it" in caplog.text
+    assert "/job:ps/task:0 is reachable again" in caplog.text
+    assert owner.lost == []
+
+
+async def test_who_closes_its_links_fences_nobody_and_warns_of_nothing(
+    links, cluster, caplog, monkeypatch
+):
+    """A worker that is being attached just then is no lost one."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    await cluster.stop("worker-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", never)
+        await cluster.start("worker-1")
+        await links.start(1, 60)
+        await asyncio.sleep(20)
+    assert links.membership.missing() == []
+    caplog.clear()
+    for link in cluster.network.links("ps-0:1"):
+        link.to_server.stall()  # or a fence might be taken in time
+    await links.close()
+    await asyncio.sleep(1)
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []

@@ -1,0 +1,151 @@
+"""Who is the newest coordinator: whatever clocks say, and whoever was started again."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+import psync
+from memory_cluster import MemoryCluster, cluster_of
+from psync.chief.enquiry import CHIEF
+from psync.errors import FencedError
+from psync.net.endpoint import Endpoint
+from psync.ps.succession import RANGE
+from psync.ps_task import PsTask
+from psync.testing import MemoryNetwork
+from psync.wire.worker_messages import AttachWorker
+from psync.worker_task import WorkerTask
+
+pytestmark = pytest.mark.virtual_time
+
+
+def coordinator_of(
+    cluster: MemoryCluster, clock: int = 1, min_workers: int | None = None
+) -> psync.ClusterCoordinator:
+    """A chief whose clock stands still."""
+    strategy = cluster.strategy()
+    resolver = strategy.cluster_resolver
+    resolver.platform = dataclasses.replace(resolver.platform, new_incarnation=lambda: clock)
+    return psync.ClusterCoordinator(strategy, min_workers=min_workers)
+
+
+def incarnation(coordinator: psync.ClusterCoordinator) -> int:
+    assert coordinator._coordinator is not None
+    return coordinator._coordinator.links.incarnation
+
+
+async def start_again(cluster: MemoryCluster, name: str, clock: int) -> None:
+    """Start a task again on a machine whose clock says this."""
+    await cluster.stop(name)
+    job, _, index = name.partition("-")
+    platform = dataclasses.replace(cluster.platform(host=name), new_incarnation=lambda: clock)
+    make = PsTask if job == "ps" else WorkerTask
+    task = cluster.tasks[name] = make(platform, int(index), f"{name}:1")
+    await task.start()
+
+
+async def works(coordinator: psync.ClusterCoordinator) -> None:
+    async def step() -> int:
+        return 7
+
+    value = coordinator.schedule(step)
+    await coordinator.join()
+    assert await value == 7
+
+
+async def test_the_clock_of_the_chief_does_not_matter() -> None:
+    async with cluster_of(2, 2) as cluster:
+        async with coordinator_of(cluster, clock=1 << 60) as first:
+            async with coordinator_of(cluster, clock=3) as second:
+                assert incarnation(second) >= incarnation(first) + RANGE
+                await works(second)
+                with pytest.raises(FencedError):
+                    await works(first)
+
+
+@pytest.mark.parametrize("again", [("ps-0",), ("ps-0", "ps-1")], ids=["ps 0", "every ps"])
+async def test_ps_tasks_that_were_started_again_with_a_clock_that_is_behind(
+    again: tuple[str, ...],
+) -> None:
+    """Then another ps, or the workers, still know better."""
+    async with cluster_of(2, 2) as cluster:
+        async with coordinator_of(cluster) as first:
+            before = incarnation(first)
+        for name in again:
+            await start_again(cluster, name, clock=1)
+        async with coordinator_of(cluster) as second:
+            assert incarnation(second) >= before + RANGE
+            await works(second)
+            statistics = await second.ps_statistics()
+            assert len(statistics) == 2
+
+
+async def test_of_two_that_start_at_once_one_stays() -> None:
+    async with cluster_of(2, 2) as cluster:
+        both = [coordinator_of(cluster), coordinator_of(cluster)]
+        ended = await asyncio.gather(*(one.start() for one in both), return_exceptions=True)
+        await asyncio.sleep(5)
+        worked = []
+        for one, error in zip(both, ended, strict=True):
+            assert error is None or isinstance(error, FencedError)
+            if error is None:
+                try:
+                    await works(one)
+                    worked.append(one)
+                except FencedError:
+                    pass
+                await one.close()
+        assert len(worked) == 1
+
+
+async def test_a_worker_remembers_the_newest_coordinator_without_a_session() -> None:
+    async with cluster_of(1, 1) as cluster:
+        async with coordinator_of(cluster) as coordinator:
+            newest = incarnation(coordinator)
+        await asyncio.sleep(5)
+        endpoint = Endpoint(cluster.platform(), CHIEF, newest - 1, {})
+        control = await endpoint.connect("worker-0:1", "/job:worker/task:0")
+        await endpoint.connect("worker-0:1", "/job:worker/task:0", "bulk")
+        old = AttachWorker(0, 1, newest - 1, newest - 1, "o", "p", ["ps-0:1"], 15.0)
+        with pytest.raises(FencedError, match="works for a newer coordinator"):
+            await control.call(old)
+        await endpoint.close()
+
+
+async def test_workers_bear_numbers_of_their_coordinators_range_whatever_their_clocks_say() -> None:
+    """Else a ps could not tell those of an earlier coordinator from those of the present one."""
+    async with cluster_of(1, 1) as cluster:
+        await start_again(cluster, "worker-0", clock=1 << 61)
+        async with coordinator_of(cluster) as coordinator:
+            assert coordinator._coordinator is not None
+            membership = coordinator._coordinator.links.membership
+            for _ in range(2):
+                own = membership.incarnation("/job:worker/task:0")
+                assert incarnation(coordinator) <= own < incarnation(coordinator) + RANGE
+                cluster.network.cut("worker-0:1")
+                await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_program_that_has_begun_keeps_its_number_and_its_variables(seed: int) -> None:
+    """Also if a worker that is not waited for has seen a newer coordinator than ps 0."""
+    network = MemoryNetwork(seed, latency=(0.001, 0.02))
+    async with cluster_of(1, 2, network=network) as cluster:
+        async with coordinator_of(cluster):
+            pass
+        for name in ("ps-0", "worker-1"):
+            await start_again(cluster, name, clock=1)
+        coordinator = coordinator_of(cluster, min_workers=1)
+        try:
+            async with coordinator:
+                began = incarnation(coordinator)
+                with coordinator.strategy.scope():
+                    variable = psync.Variable(1.0)
+                await variable.assign(2.0)
+                await asyncio.sleep(5)
+                assert await variable.read() == 2.0
+                assert incarnation(coordinator) == began
+        except FencedError:
+            pass  # the worker came too late: whoever has its number may be there yet

@@ -1,0 +1,76 @@
+"""Who wants to be the coordinator asks, whatever is known of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from memory_cluster import cluster_of
+from psync.chief.enquiry import absent, enquire
+from psync.errors import FencedError, RemoteProtocolError
+from psync.net.peer import Handler, Reply
+from psync.ps.succession import RANGE
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import GrantCoordinator
+
+pytestmark = pytest.mark.virtual_time
+PS = ("/job:ps/task:0", "ps-0:1")
+
+
+async def test_each_time_ps_0_grants_a_higher_one() -> None:
+    async with cluster_of() as cluster:
+        first = await enquire(cluster.platform(), *PS)
+        second = await enquire(cluster.platform(), *PS)
+        assert second >= first + RANGE
+        assert await enquire(cluster.platform(), *PS, seen=second * 2) >= second * 2 + RANGE
+
+
+async def test_who_was_overtaken_is_told() -> None:
+    async with cluster_of() as cluster:
+        first = await enquire(cluster.platform(), *PS)
+        await enquire(cluster.platform(), *PS)
+        with pytest.raises(FencedError, match="a newer coordinator"):
+            await enquire(cluster.platform(), *PS, previous=first)
+
+
+async def test_other_tasks_say_whom_they_have_served() -> None:
+    async with cluster_of(2, 1) as cluster:
+        platform = cluster.platform()
+        assert await enquire(platform, "/job:ps/task:1", "ps-1:1") == 0
+        assert await enquire(platform, "/job:worker/task:0", "worker-0:1") == 0
+
+
+async def test_a_ps_that_comes_later_and_a_connection_that_is_lost_are_waited_for() -> None:
+    async with cluster_of() as cluster:
+        await cluster.stop("ps-0")
+        asking = asyncio.create_task(enquire(cluster.platform(), *PS))
+        await asyncio.sleep(3)
+        await cluster.start("ps-0")
+        ps = cluster.tasks["ps-0"]
+        handlers = ps._endpoint.handlers
+        granting = handlers[GrantCoordinator]
+
+        async def lose(*_: object) -> Reply:
+            cluster.network.cut("ps-0:1")
+            handlers[GrantCoordinator] = granting
+            return Reply(Done())
+
+        handlers[GrantCoordinator] = Handler(lose)
+        assert await asking > 0
+        assert handlers[GrantCoordinator] is granting
+
+
+async def test_another_answer_is_nonsense() -> None:
+    async with cluster_of() as cluster:
+        ps = cluster.tasks["ps-0"]
+        ps._endpoint.handlers[GrantCoordinator] = Handler(lambda *_: Reply(Done()))
+        with pytest.raises(RemoteProtocolError, match="answered GrantCoordinator with Done"):
+            await enquire(cluster.platform(), *PS)
+
+
+async def test_those_that_do_not_answer_are_named() -> None:
+    async with cluster_of(2, 1) as cluster:
+        await cluster.stop("ps-1")
+        tasks = {"/job:ps/task:0": "ps-0:1", "/job:ps/task:1": "ps-1:1", "/job:ps/task:7": "ps-0:1"}
+        assert await absent(cluster.platform(), tasks) == ["/job:ps/task:1 at ps-1:1"]

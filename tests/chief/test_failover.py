@@ -1,0 +1,259 @@
+"""A ps dies and its backup serves: nothing that was answered is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from image_store import keep_images
+from memory_cluster import cluster_of, event_of
+from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.errors import ConfigurationError, ParameterServerLost
+from replica_cluster import add, check, declared, replicated, run
+
+
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_a_ps_dies_and_what_was_answered_is_there(lost: str) -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 5, *variables)
+        await cluster.kill(lost)
+        event = await anext(coordinator.events())
+        assert isinstance(event, FailoverEvent)
+        assert event.lost == (f"/job:ps/task:{lost[-1]}",)
+        assert event.served_by == (f"/job:ps/task:{1 - int(lost[-1])}",)
+        await check(variables, 5)
+        await run(coordinator, 4, *variables)
+        await check(variables, 9)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("place", ["ps.backup.sending", "ps.backup.taken", "ps.assign.applied"])
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_wherever_a_ps_dies_each_update_is_made_once(
+    lost: str, place: str, count: int
+) -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        died = cluster.kill_at(lost, place, count)
+        for _ in range(20):
+            coordinator.schedule(add, args=variables)
+        await died.wait()
+        burying = asyncio.create_task(cluster.bury(lost))
+        await coordinator.join()
+        await burying
+        await check(variables, 21)
+
+
+async def test_after_the_answer_nothing_is_lost_though_nobody_was_told() -> None:
+    """One update of the program itself: answered, and the ps dies in the same turn."""
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        for number in range(1, 4):
+            await variables[1].assign_add(np.ones(1, np.int64))
+            if number == 2:
+                await cluster.kill("ps-0")
+        assert int((await variables[1].read())[0]) == 3
+
+
+async def test_a_backup_dies_and_training_goes_on_and_gets_another_one() -> None:
+    async with replicated(3) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        await cluster.kill("ps-2")  # it has the backup of ps 1; its own is at ps 0
+        await run(coordinator, 3, *variables)
+        await coordinator.backed_up()
+        await cluster.kill("ps-1")
+        await run(coordinator, 3, *variables)
+        await check(variables, 9)
+
+
+async def test_the_one_that_took_over_dies_too_after_its_backup_was_made_anew() -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        for turn, name in enumerate(["ps-0", "ps-1", "ps-0"], 2):
+            await cluster.kill(name)
+            await run(coordinator, 3, *variables)
+            await cluster.revive(name)
+            await coordinator.backed_up()
+            await check(variables, 3 * turn)
+        await run(coordinator, 3, *variables)
+        await check(variables, 15)
+
+
+async def test_without_a_backup_and_a_checkpoint_a_second_death_is_the_end() -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        await cluster.kill("ps-0")
+        await run(coordinator, 3, *variables)
+        await cluster.kill("ps-1")
+        with pytest.raises(ParameterServerLost):
+            await run(coordinator, 1, *variables)
+
+
+async def test_without_a_backup_all_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 3, *variables)
+        await keep_images(coordinator, tmp_path)
+        await cluster.kill("ps-0")
+        await run(coordinator, 2, *variables)
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-0")
+        await cluster.revive("ps-1")
+        events = coordinator.events()
+        assert isinstance(await anext(events), FailoverEvent)
+        assert isinstance(await anext(events), RollbackEvent)
+        await check(variables, 3)
+        await coordinator.backed_up()
+        await cluster.kill("ps-0")
+        await run(coordinator, 2, *variables)
+        await check(variables, 5)
+
+
+async def push(v: Any, optimizer: Any, scale: float) -> None:
+    gradient = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3) * np.float32(scale)
+    await optimizer.apply_gradients([(gradient, v)])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+async def test_values_slots_and_steps_are_those_of_an_undisturbed_run(name: str) -> None:
+    async def train(victims: tuple[str, ...]) -> list[np.ndarray]:
+        async with replicated(2, 1) as (cluster, coordinator):
+            with coordinator.strategy.scope():
+                v = psync.Variable(np.ones((2, 3), np.float32), name="v")
+            optimizer = getattr(psync.optimizers, name)(0.1)
+            for victim in (*victims, ""):
+                for step in range(1, 6):
+                    coordinator.schedule(push, args=(v, optimizer, float(step)))
+                await coordinator.join()
+                if victim:
+                    await cluster.kill(victim)
+                    await cluster.revive(victim)
+                    await anext(coordinator.events())
+                    await coordinator.backed_up()
+            return [await v.read()]
+
+    undisturbed, disturbed = await train(("", "")), await train(("ps-0", "ps-1"))
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+async def test_learning_rates_and_late_variables_are_there_too() -> None:
+    async with replicated(2, 1) as (cluster, coordinator):
+        v, _ = declared(coordinator)
+        optimizer = psync.optimizers.SGD(0.5)
+        coordinator.schedule(push, args=(v, optimizer, 1.0))
+        await coordinator.join()
+        with coordinator.strategy.scope():
+            late = psync.Variable(np.full((2, 3), 7, np.float32), name="late")
+        await late.assign_add(np.ones((2, 3), np.float32))
+        before = await v.read()
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-1")
+        assert np.array_equal(await late.read(), np.full((2, 3), 8))
+        assert np.array_equal(await v.read(), before)
+
+
+async def test_what_a_ps_applies_before_its_backup_has_it_is_lost() -> None:
+    """The safeguard is off: an answer is given that the backup knows nothing of."""
+    async with replicated(without=frozenset({"replica_ack"})) as (cluster, coordinator):
+        _, small = declared(coordinator)
+        await small.assign_add(np.ones(1, np.int64))
+        cluster.network.partition("ps-0", "ps-1")
+        await small.assign_add(np.ones(1, np.int64))  # answered
+        await cluster.kill("ps-0")
+        cluster.network.heal("ps-0", "ps-1")
+        assert int((await small.read())[0]) == 1
+
+
+async def test_nothing_is_answered_that_the_backup_does_not_have() -> None:
+    async with replicated() as (cluster, coordinator):
+        _, small = declared(coordinator)
+        await small.assign_add(np.ones(1, np.int64))
+        cluster.network.partition("ps-0", "ps-1")
+        adding = asyncio.create_task(small.assign_add(np.ones(1, np.int64)))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not adding.done()
+        await cluster.kill("ps-0")
+        cluster.network.heal("ps-0", "ps-1")
+        await adding
+        assert int((await small.read())[0]) == 2
+
+
+async def test_a_ps_that_was_only_cut_off_from_the_coordinator_serves_nobody_any_more() -> None:
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 2, *variables)
+        old = cluster.ps("ps-0")
+        cluster.network.refuse("ps-0")
+        for link in cluster.network.links("ps-0"):
+            if "ps-1" not in str(link.ends):
+                link.cut()
+        await run(coordinator, 2, *variables)
+        await check(variables, 4)
+        assert old.statistics()["iterations"] == 0
+        cluster.network.admit("ps-0")
+
+
+async def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
+    async with cluster_of(1, 1) as cluster:
+        plain = cluster.strategy()
+        with pytest.raises(ConfigurationError, match="at least two ps tasks, got 1"):
+            psync.ParameterServerStrategy(plain.cluster_resolver, ps_recovery="replica")
+        with pytest.raises(ConfigurationError, match='"checkpoint" or "replica"'):
+            psync.ParameterServerStrategy(plain.cluster_resolver, ps_recovery="both")
+
+
+async def test_event_is_told_and_a_step_in_flight_runs_again() -> None:
+    async def step(wide: Any, small: Any) -> None:
+        import memory_cluster
+
+        await wide.assign_add(np.ones((2, 3), np.float32))
+        await memory_cluster.note("first")
+        await memory_cluster.event_of("go on").wait()
+        await small.assign_add(np.ones(1, np.int64))
+
+    async with replicated() as (cluster, coordinator):
+        variables = declared(coordinator)
+        coordinator.schedule(step, args=variables)
+        await event_of("first").wait()
+        await cluster.kill("ps-0")
+        event = await anext(coordinator.events())
+        event_of("go on").set()
+        await coordinator.join()
+        assert isinstance(event, FailoverEvent)
+        await check(variables, 1)
+
+
+async def test_updates_of_rows_and_of_whole_variables_go_on_over_deaths() -> None:
+    async def step(table: Any, small: Any) -> None:
+        await table.scatter_add(psync.IndexedSlices(np.ones((2, 2), np.float32), [0, 3]))
+        await small.assign_add(np.ones(1, np.int64))
+
+    async with replicated() as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            table = psync.Variable(np.zeros((4, 2), np.float32), name="table")
+            small = psync.Variable(np.zeros((1,), np.int64), name="small")
+        for lost in ("ps-0", "ps-1"):
+            for _ in range(10):
+                coordinator.schedule(step, args=(table, small))
+            await asyncio.sleep(0)
+            await cluster.kill(lost)
+            await coordinator.join()
+            await table.assign(await table.read())  # all its shards at one instant
+            await cluster.revive(lost)
+            await coordinator.backed_up()
+        expected = np.zeros((4, 2), np.float32)
+        expected[[0, 3]] = 20
+        assert np.array_equal(await table.read(), expected)
+        assert (await small.read()).tolist() == [20]

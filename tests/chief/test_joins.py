@@ -1,0 +1,204 @@
+"""Cut-offs, errors for all, ends of data for those concerned."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from psync.chief.joins import Joins, describe_waiting
+from psync.closures.closure import Closure
+from psync.closures.open import Settle
+from psync.closures.queue import ClosureQueue
+from psync.errors import DeadlineExceeded, EndOfData
+
+WORKERS = ("w0", "w1")
+
+
+class World:
+    """A queue of which every closure is with a worker, and its joins."""
+
+    def __init__(self, num_closures: int = 2) -> None:
+        self.queue = ClosureQueue()
+        self.joins = Joins(self.queue, lambda: "closure 0 on w0")
+        for i in range(num_closures):
+            self.queue.worker_joined(f"w{i}")
+            self.queue.schedule(Closure(i, name="step"))
+        self.queue.dispatch()
+
+    def tell(self, actions) -> None:
+        for action in actions:
+            if isinstance(action, Settle):
+                self.joins.note_final(action.closures)
+        self.joins.settle()
+
+
+async def test_a_join_ends_when_all_below_its_cutoff_are_final():
+    world = World()
+    first, both = world.joins.add(1), world.joins.add(2)
+    world.joins.settle()
+    assert len(world.joins) == 2
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    assert first.done()
+    assert not both.done()
+    world.tell(world.queue.finished("w1", [1], 0.0))
+    assert both.result() is None
+    assert len(world.joins) == 0
+
+
+async def test_an_error_ends_all_joins_once_nothing_runs():
+    world = World()
+    joins = [world.joins.add(1), world.joins.add(2)]
+    error = ValueError("first")
+    world.tell(world.queue.failed("w0", 0, error))
+    assert not any(join.done() for join in joins)
+    world.tell(world.queue.failed("w1", 1, KeyError("second")))
+    for join in joins:
+        with pytest.raises(ValueError, match="first") as info:
+            join.result()
+        assert info.value.__notes__ == ["also failed: KeyError: 'second'"]
+    later = world.joins.add(2)
+    world.joins.settle()
+    assert later.result() is None  # raised once
+
+
+async def test_errors_that_are_alike_are_one_note():
+    world = World(5)
+    join = world.joins.add(5)
+    for closure_id, text in enumerate(["lost", "other", "lost", "lost", "other"]):
+        world.tell(world.queue.failed(f"w{closure_id}", closure_id, ValueError(text)))
+    assert join.exception().__notes__ == [
+        "2 more failed likewise",
+        "also failed (2 times): ValueError: other",
+    ]
+
+
+async def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
+    world = World(3)
+    earlier, concerned, last = world.joins.add(1), world.joins.add(2), world.joins.add(3)
+    end = EndOfData("over")
+    world.tell(world.queue.end_of_data("w1", 1, end))
+    assert not earlier.done()
+    assert not concerned.done()
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    assert earlier.result() is None
+    assert concerned.exception() is end
+    assert not last.done()
+    world.tell(world.queue.finished("w2", [2], 0.0))
+    assert last.exception() is end
+    again = world.joins.add(3)
+    world.joins.settle()
+    assert again.result() is None
+
+
+async def test_an_end_of_data_waits_for_a_join_that_comes_later():
+    world = World()
+    world.tell(world.queue.end_of_data("w1", 1, EndOfData("over")))
+    early = world.joins.add(0)
+    world.joins.settle()
+    assert early.result() is None  # it waited for nothing
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    join = world.joins.add(2)
+    world.joins.settle()
+    with pytest.raises(EndOfData):
+        join.result()
+
+
+async def test_the_first_of_several_ends_of_data_is_raised():
+    world = World()
+    join = world.joins.add(2)
+    first = EndOfData("first")
+    world.tell(world.queue.end_of_data("w1", 1, first))
+    world.tell(world.queue.end_of_data("w0", 0, EndOfData("second")))
+    assert join.exception() is first
+
+
+async def test_whoever_has_gone_is_told_nothing():
+    world = World()
+    gone, cancelled = world.joins.add(1), world.joins.add(1)
+    world.joins.discard(gone)
+    cancelled.cancel()
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    assert not gone.done()
+    assert len(world.joins) == 0
+    world.joins.discard(gone)
+
+
+async def test_failing_ends_all_and_an_error_that_nobody_reads_is_no_noise():
+    world = World()
+    join = world.joins.add(2)
+    world.joins.fail(ValueError("closed"))
+    world.joins.discard(join)
+    await asyncio.sleep(0)
+    assert isinstance(join.exception(), ValueError)
+
+
+async def test_who_waits_until_the_deadline_is_told_on_whom():
+    world = World(1)
+    join = world.joins.add(1)
+    now = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
+        await world.joins.wait(join, now, 5.0)
+    assert info.value.hint == "what was scheduled goes on; join again, or cancel RemoteValues"
+    assert not join.done()
+    world.tell(world.queue.finished("w0", [0], 0.0))
+    await world.joins.wait(join, now, 5.0)
+
+
+@pytest.mark.virtual_time
+async def test_a_long_wait_is_logged_unless_there_was_news(caplog):
+    world = World(1)
+    loop = asyncio.get_running_loop()
+    join = world.joins.add(1)
+
+    async def live() -> None:
+        await asyncio.sleep(15)
+        world.joins.heard_at = loop.time()
+        await asyncio.sleep(10)
+        world.tell(world.queue.finished("w0", [0], 0.0))
+
+    living = loop.create_task(live())
+    await world.joins.wait(join, None, None)
+    await living
+    assert caplog.messages == ["join waits: closure 0 on w0"]  # after 10 s, and not after 20
+
+
+async def test_what_is_waited_for_is_said():
+    queue = ClosureQueue()
+    assert "no worker is connected (waiting for w0 at a:1, w1 at b:2)" in describe_waiting(
+        queue, [("w0", "a:1"), ("w1", "b:2")], []
+    )
+    assert "(w0 left; waiting for w1 at b:2)" in describe_waiting(
+        queue, [("w1", "b:2")], [], ["w0"]
+    )
+    assert "(w0, w1 left; waiting for one to come)" in describe_waiting(queue, [], [], ["w0", "w1"])
+    world = World(2)
+    assert describe_waiting(world.queue, [], ["variables are being created"]) == (
+        "closure 0 (step) on w0; closure 1 (step) on w1; variables are being created"
+    )
+    world.queue.schedule(Closure(2, name="step"))
+    assert describe_waiting(world.queue, [], []).endswith("; 1 more wait for their turn")
+    world.queue.failed("w0", 0, ValueError("x"))
+    assert describe_waiting(world.queue, [], []) == (
+        "there is an error, raised as soon as these steps have stopped: closure 1 (step) on w1"
+    )
+    world.queue.finished("w1", [1], 0.0)
+    world.queue.collect_error()
+    assert describe_waiting(world.queue, [], []) == "nothing"
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (6, "; and 1 more"), (100, "; and 95 more")])
+async def test_a_description_names_a_few_of_many(count, more):
+    running = "; ".join(f"closure {i} (step) on w{i}" for i in range(5)) + more
+    assert describe_waiting(World(count).queue, [], []) == running
+    others = ["variables are being created"]
+    assert describe_waiting(World(count).queue, [], others) == f"{running}; {others[0]}"
+
+
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (100, ", and 95 more")])
+def test_a_description_names_a_few_of_many_that_are_missing(count, more):
+    missing = [(f"w{i}", f"host{i}:1") for i in range(count)]
+    names = ", ".join(f"w{i} at host{i}:1" for i in range(5)) + more
+    assert describe_waiting(ClosureQueue(), missing, []) == (
+        f"no worker is connected (waiting for {names})"
+    )

@@ -1,0 +1,575 @@
+"""The chief dies, the ps tasks live, and the next chief goes on with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from chief_lives import another_process, life_of
+from image_store import keep_images
+from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
+from ps_cluster import heard, hold, until
+from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.net.peer import Handler
+from psync.net.process_state import fresh_process
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import AdoptShards
+
+pytestmark = pytest.mark.virtual_time
+
+
+@pytest.fixture(autouse=True)
+def _own_process() -> Iterator[None]:
+    with fresh_process():
+        yield
+
+
+@contextlib.asynccontextmanager
+async def life(
+    cluster: MemoryCluster, *, attach: bool = True, partitioner: Any = None, **options: Any
+) -> AsyncIterator[tuple[psync.ParameterServerStrategy, psync.ClusterCoordinator]]:
+    """A chief, from its start to its end: to the other tasks an end is an end."""
+    strategy = cluster.strategy(partitioner or psync.FixedShardsPartitioner(2))
+    async with life_of(strategy, attach=attach, **options) as coordinator:
+        yield strategy, coordinator
+
+
+async def test_where_nothing_is_left_it_is_a_normal_start() -> None:
+    async with cluster_of(2, 2) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            assert not coordinator.attached
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [1.0] * 4
+        assert not coordinator.attached
+
+
+async def train(coordinator: psync.ClusterCoordinator, w: Any, optimizer: Any, count: int) -> None:
+    async def step() -> None:
+        await optimizer.apply_gradients([(np.ones(4, np.float32), w)])
+
+    for _ in range(count):
+        coordinator.schedule(step)
+    await coordinator.join()
+
+
+async def first_life(cluster: MemoryCluster, count: int = 5) -> dict[str, Any]:
+    async with life(cluster) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.ones(4, np.float32), name="w")
+            counter = psync.Variable(0, name="counter")
+        adam = psync.optimizers.Adam(0.1)
+        await train(coordinator, w, adam, count)
+        await counter.assign_add(7)
+        await adam.set_learning_rate(0.25)
+        return {
+            "w": (await w.read()).tolist(),
+            "m": (await adam.get_slot(w, "m").read()).tolist(),
+        }
+
+
+async def test_values_slots_steps_and_learning_rates_go_on() -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            assert coordinator.attached
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():
+                psync.Variable(np.ones(2, np.float32), name="more")  # so all have other numbers
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+                counter = psync.Variable(0, name="counter")
+            assert (await w.read()).tolist() == before["w"]
+            assert await counter.read() == 7
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            assert await adam.iterations.read() == 5
+            assert adam.learning_rate == 0.25
+            await train(coordinator, w, adam, 3)
+            assert await adam.iterations.read() == 8
+
+
+async def test_two_lives_are_what_one_would_have_been() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            adam = psync.optimizers.Adam(0.1)
+            await train(coordinator, w, adam, 8)
+            whole = (await w.read()).tolist()
+            del adam
+    async with cluster_of(2, 1) as cluster:
+        for _ in range(2):
+            async with life(cluster) as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.ones(4, np.float32), name="w")
+                adam = psync.optimizers.Adam(0.1)
+                await train(coordinator, w, adam, 4)
+                halves = (await w.read()).tolist()
+                del adam
+    assert halves == whole
+
+
+async def test_what_is_declared_later_is_adopted_too_and_what_is_missing_is_created(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]  # nothing is dropped for that
+            with strategy.scope():
+                counter = psync.Variable(0, name="counter")
+                new = psync.Variable(3, name="new")
+            adam = psync.optimizers.Adam(0.1)
+            assert await counter.read() == 7
+            assert await new.read() == 3
+            assert 'variable "new" begins with its initial value: no ps held it' in caplog.text
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            await train(coordinator, w, adam, 1)
+
+
+async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            await w.read()
+            assert "is dropped" not in caplog.text
+            await train(coordinator, w, adam, 1)
+            assert 'variable "counter" is dropped' in caplog.text
+            with strategy.scope():
+                counter = psync.Variable(0, name="counter")
+            assert await counter.read() == 0
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["at the start", "at the first use"])
+async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(early: bool) -> None:
+    async with cluster_of(2, 2) as cluster:
+        before = await first_life(cluster)
+        another_process()
+        strategy = cluster.strategy(psync.FixedShardsPartitioner(2))
+        coordinator = psync.ClusterCoordinator(strategy, attach=True)
+
+        def declare() -> Any:
+            with strategy.scope():
+                psync.Variable(np.ones(6, np.float32), name="w")
+                return psync.Variable(0.0, name="counter")
+
+        if early:
+            declare()
+            with pytest.raises(AttachError, match=r'"w" declared(.|\n)*"counter" declared'):
+                await coordinator.start()
+        else:
+            async with coordinator:
+                counter = declare()
+                for _ in range(2):
+                    with pytest.raises(AttachError, match=r'"w" declared(.|\n)*"counter" decl'):
+                        await counter.read()
+                coordinator.schedule(note, ("never",))
+                with pytest.raises(AttachError):
+                    await coordinator.join()
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]
+
+
+async def test_optimizers_of_which_one_is_not_there_are_an_error_that_names_both() -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            sgd = psync.optimizers.SGD(0.5, name="mine")
+            with pytest.raises(AttachError, match=r'adam.* was used, .*but "mine" \(rule=sgd'):
+                await train(coordinator, w, sgd, 1)
+
+
+async def test_a_ps_that_was_started_again_is_named() -> None:
+    async with cluster_of(2, 2) as cluster:
+        await first_life(cluster)
+        await cluster.stop("ps-1")
+        await cluster.start("ps-1")
+        for _ in range(2):  # also once a program has attached it
+            with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
+                async with life(cluster):
+                    pass
+        async with life(cluster, attach=False) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [0.0] * 4
+        async with life(cluster) as (strategy, _):  # which is of one piece again
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == [0.0] * 4
+
+
+async def test_a_ps_that_lost_its_part_while_the_program_ran_is_named() -> None:
+    """The program has attached it again, empty, before it died: it is no life of its own."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster, ps_timeout=3.0) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            await w.read()
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            with pytest.raises(ParameterServerLost):
+                await w.read()
+        with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
+            async with life(cluster):
+                pass
+
+
+async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture) -> None:
+    """One ps had its shards, the other had not: nothing of it counts."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                whole = psync.Variable(np.full(4, 5.0, np.float32), name="whole")
+                await whole.read()
+                await whole.assign_add(np.ones(4, np.float32))
+                psync.Variable(np.full(4, 6.0, np.float32), name="half")
+            for link in cluster.network.links("ps-1:1"):
+                link.to_server.stall()
+            creating = asyncio.create_task(coordinator._coordinator._creation.ensure())
+            await asyncio.sleep(1)
+            cluster.network.cut("ps-1:1")  # with what was on its way
+            creating.cancel()
+        assert [
+            s.variable
+            for s in map(cluster.tasks["ps-0"]._store.spec, cluster.tasks["ps-0"]._store.keys())
+        ] == ["whole", "half"]
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                whole = psync.Variable(np.zeros(4, np.float32), name="whole")
+                half = psync.Variable(np.full(4, 8.0, np.float32), name="half")
+            assert (await whole.read()).tolist() == [6.0] * 4
+            assert (await half.read()).tolist() == [8.0] * 4
+            assert 'variable "half" begins with its initial value: it was not created whole' in (
+                caplog.text
+            )
+
+
+async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, float, Any]:
+    """Rounds of two replicas; return the global step, the value, and what ps 0 counted."""
+    async with life(cluster) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(3, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.Momentum(0.5, 0.9), 2, 2)
+
+        async def step() -> str:
+            await w.read()
+            one = np.ones(3, np.float32)
+            return (await optimizer.apply_gradients([(one, w)], global_step)).outcome.value
+
+        values = [coordinator.schedule(step) for _ in range(2 * rounds)]
+        await coordinator.join()
+        assert set(await coordinator.fetch(values)) <= {"accepted"}
+        counters = (await coordinator.ps_statistics())[0]["sync"]
+        return int(await global_step.read()), float((await w.read())[0]), counters
+
+
+async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() -> None:
+    async with cluster_of(2, 2) as cluster:
+        whole = await synchronous_life(cluster, 6)
+    async with cluster_of(2, 2) as cluster:
+        first = await synchronous_life(cluster, 3)
+        second = await synchronous_life(cluster, 3)
+    assert (first[0], second[0]) == (3, 6)
+    assert second[1] == whole[1]  # with the momentum that there was
+    (one,), (other,) = first[2].values(), second[2].values()
+    assert other["steps"] == one["steps"] == 3
+    assert other["tokens"] == one["tokens"]  # none on top of those of before
+
+
+async def test_gradients_that_were_counted_and_not_applied_are_gone_with_their_closures() -> None:
+    async with cluster_of(2, 1) as cluster:
+        for expected in (0, 0):
+            async with life(cluster) as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(3, np.float32), name="w")
+                    global_step = psync.get_or_create_global_step()
+                optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5), 2, 2)
+
+                async def step() -> None:  # the step needs one of another replica
+                    await note("pushes")
+                    one = np.ones(3, np.float32)
+                    await optimizer.apply_gradients([(one, w)], global_step)  # noqa: B023
+
+                event_of("pushes").clear()
+                coordinator.schedule(step)
+                coordinator.schedule(step)  # so that the first one waits for it
+                await event_of("pushes").wait()
+                assert await global_step.read() == expected
+                assert (await w.read()).tolist() == [0.0] * 3
+
+
+async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps() -> None:
+    """It is cut off in the middle of a push over two ps tasks, and hears of it when it is back."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, old):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            for link in cluster.network.links("ps-1:1"):
+                link.to_server.stall()
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(1)  # ps 0 has its part
+            async with life(cluster) as (strategy, _):
+                with strategy.scope():
+                    again = psync.Variable(np.zeros(4, np.float32), name="w")
+                assert (await again.read()).tolist() == [1.0, 1.0, 0.0, 0.0]
+                for link in cluster.network.links("ps-1:1"):
+                    link.to_server.flow()
+                with pytest.raises(FencedError):
+                    await adding
+                for act in (w.assign_add(np.ones(4, np.float32)), w.read()):
+                    with pytest.raises(FencedError):
+                        await act
+                old.schedule(note, ("never",))
+                with pytest.raises(FencedError):
+                    await old.join()
+                assert (await again.read()).tolist() == [1.0, 1.0, 0.0, 0.0]
+                assert "never" not in shared
+
+
+async def test_workers_of_the_chief_that_died_change_nothing_any_more() -> None:
+    """A step that cannot be cancelled pushes after the next chief has come."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+
+            async def stubborn() -> None:
+                await note("begun")
+                while not event_of("go on").is_set():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await event_of("go on").wait()
+                try:
+                    await w.assign_add(np.ones(4, np.float32))
+                except BaseException as exc:
+                    memory_cluster.shared["error"] = exc
+                    raise
+
+            coordinator.schedule(stubborn)
+            await event_of("begun").wait()
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                again = psync.Variable(np.zeros(4, np.float32), name="w")
+            await again.read()
+            event_of("go on").set()
+            await asyncio.sleep(5)
+            assert shared["error"] is not None
+            assert (await again.read()).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("num_attached", [0, 1])
+async def test_the_chief_died_before_every_ps_was_attached(num_attached: int) -> None:
+    async with cluster_of(2, 1) as cluster:
+        before = await first_life(cluster)
+        for name in ("ps-0", "ps-1")[num_attached:]:
+            cluster.network.partition(f"{name}:1")
+        dying = asyncio.create_task(life(cluster, connect_timeout=1e6).__aenter__())
+        await asyncio.sleep(30)
+        assert not dying.done()
+        dying.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await dying
+        for name in ("ps-0", "ps-1")[num_attached:]:
+            cluster.network.heal(f"{name}:1")
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]
+
+
+async def test_the_chief_died_when_it_had_adopted_some() -> None:
+    async with cluster_of(2, 1) as cluster:
+        before = await first_life(cluster)
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+            assert (await w.read()).tolist() == before["w"]  # its slots and the counter wait
+        async with life(cluster) as (strategy, coordinator):
+            adam = psync.optimizers.Adam(0.1)
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+                counter = psync.Variable(0, name="counter")
+            assert (await w.read()).tolist() == before["w"]
+            assert await counter.read() == 7
+            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
+            await train(coordinator, w, adam, 1)
+            assert await adam.iterations.read() == 6
+
+
+async def test_the_chief_died_while_a_cut_was_taken() -> None:
+    """The gate of each ps was shut, and updates waited at it."""
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            inner = coordinator._coordinator
+            assert inner is not None
+            taking = asyncio.create_task(inner.cuts.take().__aenter__())
+            gates = [cluster.tasks[name]._gate for name in ("ps-0", "ps-1")]
+            await until(lambda: any(gate.is_shut for gate in gates))
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(0)
+            taking.cancel()
+            adding.cancel()
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            at_first = (await w.read()).tolist()
+            assert set(at_first) <= {0.0, 1.0}
+            await w.assign_add(np.ones(4, np.float32))
+            assert (await w.read()).tolist() == [value + 1 for value in at_first]
+            inner = coordinator._coordinator
+            assert inner is not None
+            async with inner.cuts.take() as cut:
+                assert len(cut.images) == 2
+
+
+async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_others() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+            await w.read()
+            first, second = (cluster.tasks[name] for name in ("ps-0", "ps-1"))
+            release = hold(first, w.spec)
+            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
+            await asyncio.sleep(1)
+            starting = asyncio.create_task(life(cluster).__aenter__())
+            await asyncio.sleep(1)
+            assert first._coordinator > second._coordinator
+            release()
+            _, new = await starting
+            assert first._coordinator == second._coordinator
+            await adding
+            await new.close()
+
+
+async def test_a_ps_that_is_attached_anew_while_the_program_runs_is_of_no_life() -> None:
+    """It may have been started again, and empty: the next coordinator must hear of that."""
+    async with cluster_of(2, 1) as cluster:
+        seen = heard(cluster.tasks["ps-1"], AttachPs)
+        async with life(cluster, attach=False):
+            cluster.network.cut("ps-1:1")
+            await asyncio.sleep(5)
+        assert [message.keep for message in seen] == [False, True]
+
+
+async def count_up(coordinator: psync.ClusterCoordinator, counter: Any, count: int) -> None:
+    async def step() -> None:
+        await counter.assign_add(1)
+
+    for _ in range(count):
+        coordinator.schedule(step)
+    await coordinator.join()
+
+
+async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            await count_up(coordinator, counters[1], 3)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            await anext(coordinator.events())
+            await count_up(coordinator, counters[1], 1)
+        async with life(cluster) as (strategy, coordinator):
+            assert coordinator.attached
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            assert await counters[1].read() == 6
+
+
+async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_to(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            await count_up(coordinator, counters[1], 3)
+            told = asyncio.Event()
+
+            async def never(*_: object) -> Any:
+                told.set()
+                await asyncio.Event().wait()
+
+            cluster.tasks["ps-0"]._endpoint.handlers[AdoptShards] = Handler(never)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            await told.wait()
+        with pytest.raises(AttachError, match="/job:ps/task:0 holds may be half done"):
+            async with life(cluster):
+                pass
+
+
+async def test_a_step_that_was_not_applied_everywhere_is_not_attached_to() -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster, ps_timeout=3.0) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(4, np.float32), name="w")
+                global_step = psync.get_or_create_global_step()
+            optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 1, 1)
+
+            async def step() -> None:
+                await optimizer.apply_gradients([(np.ones(4, np.float32), w)], global_step)
+
+            coordinator.schedule(step)
+            await coordinator.join()
+            cluster.network.partition("ps-0", "ps-1")
+            coordinator.schedule(step)
+            with pytest.raises(psync.PsyncError, match="cannot be reached"):
+                await coordinator.join()
+            cluster.network.heal("ps-0", "ps-1")
+        with pytest.raises(AttachError, match="/job:ps/task:0 holds may be half done"):
+            async with life(cluster):
+                pass
+        async with life(cluster, attach=False):
+            pass
+
+
+async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures_for_its_own(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            await count_up(coordinator, counters[1], 5)
+            await keep_images(coordinator, tmp_path)
+            source = coordinator._coordinator.recovery.from_checkpoint.source
+        async with life(cluster) as (strategy, coordinator):
+            with strategy.scope():
+                counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
+            coordinator._coordinator.recovery.from_checkpoint.source = source
+            await count_up(coordinator, counters[1], 3)
+            await cluster.stop("ps-1")
+            await cluster.start("ps-1")
+            event = await anext(coordinator.events())
+            assert len(event.closures) == 3
+            await count_up(coordinator, counters[1], 2)
+            assert await counters[1].read() == 7

@@ -1,0 +1,386 @@
+"""What a coordinator does about a ps that is lost, and about another coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from image_store import keep_images
+from memory_cluster import cluster_of, coordinating, event_of, shared
+from ps_cluster import hold
+from psync.chief.events import RollbackEvent
+from psync.errors import ConnectFailed, FencedError, ParameterServerLost
+from psync.net.message_loss import MessageLosses
+from psync.net.peer import Handler
+from psync.ps_task import PsTask
+from psync.wire.codec import Message
+from psync.wire.ps_messages import FinalBelow
+from psync.wire.sync_messages import ReportSchedule
+from replica_cluster import ReplicaCluster, declared, replicated, run
+
+
+@contextlib.contextmanager
+def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
+    """What a task is told meanwhile, of these kinds."""
+    heard: list[Any] = []
+    handlers = task._endpoint.handlers
+
+    def listening(handler: Handler) -> Handler:
+        def run(peer: Any, message: Any, body: Any) -> Any:
+            heard.append(message)
+            return handler.run(peer, message, body)
+
+        return Handler(run, handler.prepare)
+
+    before = {kind: handlers[kind] for kind in kinds}
+    handlers.update({kind: listening(handler) for kind, handler in before.items()})
+    try:
+        yield heard
+    finally:
+        handlers.update(before)
+
+
+# --- everything ends -------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() -> None:
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step() -> None:
+                await w.read()
+                event_of("read").set()
+                await asyncio.sleep(3600)
+
+            coordinator.schedule(step)
+            await event_of("read").wait()
+            await cluster.stop("ps-0")
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join()
+            value = coordinator.schedule(step)
+            await asyncio.sleep(1)  # it was to be sent
+            with pytest.raises(ParameterServerLost, match="ps-0:1 cannot be") as raised:
+                await coordinator.join()
+            assert value.status is psync.RemoteValueStatus.ABORTED
+            assert "1 more failed likewise" not in getattr(raised.value, "__notes__", [])
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join()  # nothing was scheduled, and nothing ever can be
+
+
+@pytest.mark.virtual_time
+async def test_a_step_whose_update_will_not_be_answered_any_more_does_not_hold_up_the_error() -> (
+    None
+):
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step() -> None:
+                event_of("started").set()
+                try:
+                    await asyncio.Event().wait()
+                finally:  # it is cancelled
+                    await w.assign_add(np.ones(4, np.float32))
+
+            coordinator.schedule(step)
+            await event_of("started").wait()
+            await cluster.stop("ps-0")
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1 cannot be"):
+                await coordinator.join(timeout=60)
+
+
+async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_not_hang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with coordinating(num_ps=2, num_workers=1) as (cluster, old):
+
+        async def never() -> None:
+            event_of("started").set()
+            await asyncio.Event().wait()
+
+        old.schedule(never)
+        await event_of("started").wait()
+        async with psync.ClusterCoordinator(cluster.strategy()) as newer:
+            with pytest.raises(FencedError, match="works for a newer coordinator than"):
+                await old.join()
+            value = old.schedule(never)
+            with pytest.raises(FencedError, match="works for a newer coordinator than"):
+                await old.join()
+            assert value.status is psync.RemoteValueStatus.ABORTED
+
+            async def one() -> int:
+                return 1
+
+            assert await newer.schedule(one) == 1
+    assert caplog.text.count("a newer coordinator has taken over") == 1, "whoever else says it"
+
+
+async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> None:
+    async with coordinating(num_workers=1) as (_, coordinator):
+        recovery = coordinator._running("test").recovery
+        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
+        recovery.replaced(FencedError("it works for a newer coordinator"))
+        recovery.replaced(FencedError("it works for the newest coordinator"))
+        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away again"))
+        with pytest.raises(ParameterServerLost, match="is away"):
+            await coordinator.join()  # what had ended already
+        with pytest.raises(FencedError, match="it works for a newer coordinator"):
+            await coordinator.join()
+
+
+async def test_a_gang_ends_with_a_ps_though_it_is_recovered(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_images(coordinator, tmp_path)
+
+        async def replica() -> None:
+            event_of("started").set()
+            await asyncio.Event().wait()
+
+        gang = asyncio.ensure_future(coordinator.strategy.run(replica))
+        await event_of("started").wait()
+        await cluster.stop("ps-1")
+        await cluster.start("ps-1")
+        with pytest.raises(ParameterServerLost, match="was lost while replicas ran"):
+            await gang
+        await run(coordinator, 1, *variables)
+        assert int((await variables[1].read())[0]) == 2
+
+
+# --- training goes on ------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: Path) -> None:
+    async def step(v: Any, optimizer: Any, global_step: Any) -> None:
+        await psync.pull(v)
+        await optimizer.apply_gradients([(np.ones(2, np.float32), v)], global_step)
+
+    async with coordinating(2, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+            global_step = psync.get_or_create_global_step()
+        optimizer = psync.SyncReplicasOptimizer(
+            psync.optimizers.SGD(1.0), replicas_to_aggregate=2, reduction="sum"
+        )
+
+        async def train() -> None:
+            for _ in range(4):
+                coordinator.schedule(step, args=(v, optimizer, global_step))
+            await coordinator.join(timeout=60)
+
+        await train()
+        await keep_images(coordinator, tmp_path)
+        await cluster.stop(lost)
+        await cluster.start(lost)
+        assert isinstance(await anext(coordinator.events()), RollbackEvent)
+        await train()
+        assert (await v.read() == -8).all()
+
+
+@pytest.mark.virtual_time
+async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_changed() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        await run(coordinator, 3, *declared(coordinator))
+        await asyncio.sleep(5)
+        with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
+            coordinator._running("test").recovery.recovery_ended()
+            await asyncio.sleep(5)
+        (final,) = [message for message in heard if isinstance(message, FinalBelow)]
+        (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
+        assert final.closure == 3
+        assert [index for index, _ in report.workers] == [0, 1]
+
+
+@pytest.mark.virtual_time
+async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        await run(coordinator, 3, *declared(coordinator))
+        await asyncio.sleep(5)
+        with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
+            coordinator._running("test").recovery.end_sessions()
+            await asyncio.sleep(5)
+        assert heard
+        assert [report.missing for report in heard] == [[]] * len(heard)
+
+
+# --- ps 0 says that another one is lost ------------------------------------------------------
+
+
+async def told_by_ps_0() -> str:
+    """A step that fails as one does whose push needs a ps that is lost, when it runs first."""
+    import memory_cluster
+    import psync.errors
+
+    runs = memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
+    if runs == 1:
+        raise psync.errors.ParameterServerLost("/job:ps/task:1", "is lost, says ps 0")
+    return "done"
+
+
+async def test_a_step_that_hears_first_of_a_lost_ps_runs_again_once_it_is_recovered(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_images(coordinator, tmp_path)
+        value = coordinator.schedule(told_by_ps_0)
+        event = await anext(coordinator.events())
+        assert isinstance(event, RollbackEvent)
+        assert event.lost == ("/job:ps/task:1",)
+        await coordinator.join()
+        assert await value == "done"
+        assert shared["runs"] == 2
+
+
+async def test_where_nothing_can_be_recovered_it_is_the_error_of_that_step() -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        coordinator.schedule(told_by_ps_0)
+        with pytest.raises(ParameterServerLost, match="is lost, says ps 0"):
+            await coordinator.join()
+        assert await coordinator.schedule(told_by_ps_0) == "done"
+
+
+# --- closing ---------------------------------------------------------------------------------
+
+
+async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with coordinating(2, 1) as (_, coordinator):
+        await run(coordinator, 1, *declared(coordinator))
+        await keep_images(coordinator, tmp_path)
+        recovery = coordinator._running("test").recovery
+    error = ParameterServerLost("/job:ps/task:1", "went as well")
+    assert not recovery.will_recover(error)
+    with caplog.at_level(logging.ERROR):
+        recovery.ps_lost(error)
+        recovery.replaced(FencedError("another one came"))
+    assert "went as well" in caplog.text
+    assert "another one came" not in caplog.text
+    assert not recovery.from_checkpoint.is_on
+
+
+# --- backups ---------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    unsaved = "no CheckpointManager has saved anything yet"
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, name="v")
+        await asyncio.wait_for(coordinator.backed_up(), 5)
+        await coordinator.join()
+        describe = coordinator._running("test").describe
+        assert f"{unsaved}: a ps that is lost ends the program" in describe()
+        assert unsaved not in caplog.text
+        await cluster.stop("ps-0")
+        with pytest.raises(ParameterServerLost):
+            await v.read()
+        assert f"/job:ps/task:0 cannot be brought back: {unsaved}" in caplog.text
+    async with coordinating(1, 1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, name="v")
+        await psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path).save()
+        assert unsaved not in "".join(coordinator._running("test").describe())
+
+
+async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpoints(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with replicated() as (_, coordinator):
+        await coordinator.join()
+        where = "/job:ps/task:0 is served in the process of /job:ps/task:0, its backup in that of"
+        assert f"{where} /job:ps/task:1" in coordinator._running("test").describe()
+        assert "no CheckpointManager has saved anything yet" not in caplog.text
+
+
+@pytest.mark.virtual_time
+async def test_first_backups_that_are_not_made_in_time_are_named() -> None:
+    cluster = ReplicaCluster(2, 1)
+    cluster.losses = MessageLosses({"BackUp": {"request": 1}})
+    await cluster.start_all()
+    try:
+        coordinator = psync.ClusterCoordinator(cluster.replica_strategy(), connect_timeout=3)
+        with pytest.raises(ConnectFailed, match=r"within 3 s: /job:ps/task:0 .* is not complete"):
+            async with coordinator:
+                pass
+    finally:
+        await cluster.stop_all()
+
+
+@pytest.mark.virtual_time
+async def test_an_update_that_no_ps_answers_does_not_hold_up_the_end() -> None:
+    """As one on a ps that waits for a backup: none is ordered any more."""
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy):
+            with strategy.scope():
+                v = psync.Variable(np.zeros(1), name="v")
+            await v.read()
+            ps = cluster.tasks["ps-0"]
+            assert isinstance(ps, PsTask)
+            release = hold(ps, v.spec)
+            adding = asyncio.ensure_future(v.assign_add(np.ones(1)))
+            await asyncio.sleep(1)
+            adding.cancel()  # it goes on in the background
+            leaves = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - leaves < 30
+        release()
+
+
+@pytest.mark.virtual_time
+async def test_what_waits_for_a_backup_ends_where_a_ps_is_lost_that_has_none() -> None:
+    async with replicated(3, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            variables = [psync.Variable(np.zeros(1), name=f"v{i}") for i in range(3)]
+        await coordinator.backed_up()
+        for variable in variables:
+            await variable.assign_add(np.ones(1))
+        await cluster.kill("ps-1")  # in it was the backup of ps 0
+        await anext(coordinator.events())
+        cluster.network.partition("ps-2", "ps-0")  # in which is that of ps 2
+        await cluster.kill("ps-0")
+        await cluster.revive("ps-0")
+        await asyncio.wait_for(variables[2].assign_add(np.ones(1)), 60)
+        with pytest.raises(ParameterServerLost, match="/job:ps/task:0 at ps-0:1"):
+            await coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
+    tmp_path: Path,
+) -> None:
+    """As of a replica, whose gang has ended since a ps was lost."""
+    async with replicated(2, 1) as (_, coordinator):
+        declared(coordinator)
+        await keep_images(coordinator, tmp_path)
+
+        async def step() -> None:
+            raise ParameterServerLost("/job:ps", "was lost while replicas ran")
+
+        coordinator.schedule(step)
+        with pytest.raises(ParameterServerLost, match="while replicas ran"):
+            await coordinator.join(timeout=60)

@@ -1,0 +1,259 @@
+"""A ps that is lost comes back: all go back to an image, and training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from image_store import keep_images
+from memory_cluster import cluster_of, coordinating, event_of
+from psync.chief.consistent_cut import Cut
+from psync.errors import ParameterServerLost
+
+
+def declared(coordinator: psync.ClusterCoordinator) -> tuple[Any, Any]:
+    """A counter with a shard on each ps, and a small one."""
+    with coordinator.strategy.scope():
+        wide = psync.Variable(np.zeros((2, 3), np.float32), name="wide")
+        small = psync.Variable(np.zeros((), np.int64), name="small")
+    return wide, small
+
+
+TWO_SHARDS = psync.FixedShardsPartitioner(2)
+
+
+async def add(wide: Any, small: Any) -> None:
+    await wide.assign_add(np.ones((2, 3), np.float32))
+    await small.assign_add(1)
+
+
+async def run(coordinator: psync.ClusterCoordinator, count: int, *variables: Any) -> list[Any]:
+    values = [coordinator.schedule(add, args=variables) for _ in range(count)]
+    await coordinator.join()
+    return values
+
+
+async def lose(cluster: Any, name: str) -> None:
+    """As kill -9 and a launcher that starts it again."""
+    await cluster.stop(name)
+    await cluster.start(name)
+
+
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_all_go_back_to_the_image_and_training_goes_on(lost: str, tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 5, *variables)
+        await keep_images(coordinator, tmp_path)
+        undone = await run(coordinator, 3, *variables)
+        await lose(cluster, lost)
+        event = await anext(coordinator.events())
+        assert event.lost == (f"/job:ps/task:{lost[-1]}",)
+        assert event.timeline == 1
+        assert event.closures == tuple(value.closure_id for value in undone)
+        assert int(await variables[1].read()) == 5
+        await run(coordinator, 4, *variables)
+        assert int(await variables[1].read()) == 9
+        assert np.array_equal(await variables[0].read(), np.full((2, 3), 9))
+
+
+async def test_a_closure_in_flight_runs_again_and_what_the_image_has_of_it_is_not_doubled(
+    tmp_path: Path,
+) -> None:
+    async def step(wide: Any, small: Any) -> None:
+        import memory_cluster
+
+        await wide.assign_add(np.ones((2, 3), np.float32))  # in the image
+        await memory_cluster.note("first")
+        await memory_cluster.event_of("go on").wait()
+        await small.assign_add(1)
+
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        value = coordinator.schedule(step, args=variables)
+        await event_of("first").wait()
+        await keep_images(coordinator, tmp_path)
+        await lose(cluster, "ps-1")
+        event = await anext(coordinator.events())
+        event_of("go on").set()
+        await coordinator.join()
+        await value
+        assert event.closures == ()
+        assert int(await variables[1].read()) == 1
+        assert np.array_equal(await variables[0].read(), np.ones((2, 3)))
+
+
+async def test_an_update_of_the_program_under_way_is_made_once_on_all_its_shards(
+    tmp_path: Path,
+) -> None:
+    async with cluster_of(2, 1) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            wide, _ = declared(coordinator)
+            await wide.assign(np.ones((2, 3), np.float32))
+            await keep_images(coordinator, tmp_path)
+            await cluster.stop("ps-1")
+            adding = asyncio.ensure_future(wide.assign_add(np.ones((2, 3), np.float32)))
+            await asyncio.sleep(0)
+            await cluster.start("ps-1")
+            await adding
+            assert np.array_equal(await wide.read(), np.full((2, 3), 2))
+
+
+async def test_a_pull_under_way_returns_values_of_one_timeline(tmp_path: Path) -> None:
+    async with cluster_of(2, 1) as cluster:
+        strategy = cluster.strategy(TWO_SHARDS)
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            wide, _ = declared(coordinator)
+            await wide.assign(np.ones((2, 3), np.float32))
+            await keep_images(coordinator, tmp_path)
+            await wide.assign(np.full((2, 3), 5, np.float32))
+            await cluster.stop("ps-1")
+            reading = asyncio.ensure_future(wide.read())
+            await asyncio.sleep(0)
+            await cluster.start("ps-1")
+            assert np.array_equal(await reading, np.ones((2, 3)))
+
+
+async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None:
+    async def push(v: Any, optimizer: Any) -> None:
+        await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
+
+    async def train(*, lose_it: bool) -> Any:
+        async with coordinating(2, 1) as (cluster, coordinator):
+            with coordinator.strategy.scope():
+                v = psync.Variable(np.zeros(4, np.float32), name="v")
+            optimizer = psync.optimizers.Adam(0.1)
+            for _ in range(3):
+                coordinator.schedule(push, args=(v, optimizer))
+            await coordinator.join()
+            if lose_it:
+                await keep_images(coordinator, tmp_path)
+                coordinator.schedule(push, args=(v, optimizer))
+                await coordinator.join()
+                await lose(cluster, "ps-0")
+                await lose(cluster, "ps-1")
+                event = await anext(coordinator.events())
+                assert (event.from_step, event.to_step) in [(4, 3), (3, 3)]
+            for _ in range(2):
+                coordinator.schedule(push, args=(v, optimizer))
+            await coordinator.join()
+            return await v.read()
+
+    assert np.array_equal(await train(lose_it=True), await train(lose_it=False))
+
+
+async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        await run(coordinator, 1, *variables)
+        write, lost = Cut.write, False
+
+        async def lose_a_ps_first(self: Cut, *arguments: Any) -> Any:
+            nonlocal lost
+            if not lost:
+                lost = True
+                await lose(cluster, "ps-1")
+                await anext(coordinator.events())
+            return await write(self, *arguments)
+
+        monkeypatch.setattr(Cut, "write", lose_a_ps_first)
+        path = await manager.save()
+        assert [each.name for each in tmp_path.iterdir()].count(path.name) == 1
+        await run(coordinator, 1, *variables)
+        assert int(await variables[1].read()) == 3  # one was undone
+        await checkpoint.restore(path)
+        assert int(await variables[1].read()) == 2
+
+
+async def test_what_is_in_a_newer_checkpoint_is_not_undone(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
+        manager = psync.CheckpointManager(checkpoint, tmp_path)
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        await run(coordinator, 2, *variables)
+        await manager.save()
+        (undone,) = await run(coordinator, 1, *variables)
+        await lose(cluster, "ps-0")
+        event = await anext(coordinator.events())
+        assert event.closures == (undone.closure_id,)
+
+
+async def test_without_an_image_a_lost_ps_ends_everything() -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await lose(cluster, "ps-1")
+        with pytest.raises(ParameterServerLost):
+            await run(coordinator, 1, *variables)
+
+
+async def test_variables_that_the_image_does_not_have_cannot_be_brought_back(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 1, *variables)
+        await keep_images(coordinator, tmp_path)
+        with coordinator.strategy.scope():
+            late = psync.Variable(np.zeros(3), name="late")
+        await late.read()
+        await lose(cluster, "ps-1")
+        with pytest.raises(ParameterServerLost, match="created after the newest checkpoint"):
+            await run(coordinator, 1, *variables)
+
+
+async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path) -> None:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        await run(coordinator, 2, *variables)
+        await keep_images(coordinator, tmp_path)
+        for name in ("ps-1", "ps-0", "ps-1"):
+            await lose(cluster, name)
+        await run(coordinator, 3, *variables)
+        assert int(await variables[1].read()) == 5
+
+
+async def test_what_ends_while_the_first_image_is_written_is_undone_too(tmp_path: Path) -> None:
+    async with coordinating(1, 2) as (cluster, coordinator):
+        variables = declared(coordinator)
+        recovery = coordinator._running("test").recovery.from_checkpoint
+        await keep_images(coordinator, tmp_path)
+        source, recovery.source = recovery.source, None  # it is not complete yet
+        undone = await run(coordinator, 3, *variables)
+        recovery.source = source
+        await lose(cluster, "ps-0")
+        event = await anext(coordinator.events())
+        assert event.closures == tuple(value.closure_id for value in undone)
+
+
+async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_alive(
+    tmp_path: Path,
+) -> None:
+    async with coordinating(2, 1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            held = psync.ConditionalAccumulator(np.float64, (2,), name="held")
+        await held.apply_grad(np.zeros(2))
+        await keep_images(coordinator, tmp_path)
+        other = f"ps-{1 - held.place.ps}"
+        taking = asyncio.ensure_future(held.take_grad(2))
+        await asyncio.sleep(1)
+        await lose(cluster, other)
+        await anext(coordinator.events())
+        assert not taking.done()
+        for _ in range(2):
+            await held.apply_grad(np.ones(2))
+        assert np.array_equal(await taking, [1, 1]), "an accumulator begins empty"

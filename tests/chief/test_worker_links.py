@@ -1,0 +1,203 @@
+"""Workers are lost, sent away, set aside; they come, leave and are removed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+from test_cluster_links import Owner
+
+from memory_cluster import MemoryCluster, cluster_of
+from psync.chief.cluster_links import ClusterLinks
+from psync.closures.flapping import FIRST_S
+from psync.errors import ConnectFailed, ConnectionLost, ProtocolError
+from psync.wire.recovery_messages import EndSession
+from psync.worker_task import WorkerTask
+
+pytestmark = pytest.mark.virtual_time
+
+W1, W2 = "/job:worker/task:1", "/job:worker/task:2"
+
+
+@pytest.fixture
+async def cluster(clean_loop: None) -> AsyncIterator[MemoryCluster]:
+    async with cluster_of(1, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
+    links = ClusterLinks(
+        cluster.platform(), cluster.strategy().cluster, owner, {},
+        origin="o", program="p", ps_timeout_s=15.0,
+    )  # fmt: skip
+    await links.start(2, 60)
+    owner.events.clear()
+    yield links
+    await links.close()
+
+
+# --- losses ------------------------------------------------------------------------------------
+
+
+async def test_what_a_lost_worker_held_is_blamed_and_what_one_held_that_was_sent_away_is_not(
+    links, owner, cluster
+):
+    cluster.network.cut("worker-1:1")
+    await asyncio.sleep(5)
+    links.workers.end_session(W1, ConnectionLost("too slow"), blame=True)
+    await asyncio.sleep(5)
+    links.workers.end_sessions(ConnectionLost("a ps was lost"))
+    await asyncio.sleep(5)
+    assert owner.events == ["-1", "+1", "-1", "+1", "=0", "=1", "+0", "+1"]
+    links.workers.end_session("/job:worker/task:9", ConnectionLost("nobody"), blame=True)
+
+
+async def test_a_worker_that_flaps_is_set_aside_and_comes_back_when_its_time_is_over(
+    links, owner, cluster, caplog
+):
+    began = asyncio.get_running_loop().time()
+    with caplog.at_level(logging.WARNING):
+        while len(owner.events) < 7:
+            cluster.network.cut("worker-1:1")
+            await asyncio.sleep(1)
+        assert owner.events == ["-1", "+1"] * 3 + ["-1"]
+        await asyncio.sleep(20)
+        (text,) = links.workers.describe()
+        assert text.startswith(f"{W1} is set aside for ")
+        assert owner.events[7:] == []
+        await asyncio.sleep(FIRST_S)
+    assert owner.events[7:] == ["+1"]
+    assert links.workers.describe() == []
+    assert caplog.text.count("it is set aside for 30 s") == 1
+    assert asyncio.get_running_loop().time() - began < 60
+    assert links.membership.alive_workers() == ["/job:worker/task:0", W1]
+
+
+async def test_sessions_that_the_coordinator_ends_do_not_count_as_flapping(links, owner):
+    for _ in range(20):
+        links.workers.end_sessions(ConnectionLost("a ps was lost"))
+        await asyncio.sleep(1)
+    assert owner.events.count("+1") == 20
+    assert links.workers.describe() == []
+
+
+async def test_a_worker_that_is_gone_as_soon_as_it_is_attached_is_set_aside_too(
+    links, owner, cluster, caplog, monkeypatch
+):
+    attach = WorkerTask._attach
+
+    def attach_and_go(self, peer, *args):
+        peer.abort()
+        return attach(self, peer, *args)
+
+    await cluster.stop("worker-1")
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerTask, "_attach", attach_and_go)
+        await cluster.start("worker-1")
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(20)
+    assert f"{W1} is lost again and again; it is set aside for 30 s" in caplog.text
+    await cluster.stop("worker-1")
+    await cluster.start("worker-1")
+    await asyncio.sleep(10)
+    assert owner.events == ["-1"]
+    await asyncio.sleep(20)
+    assert owner.events == ["-1", "+1"]
+
+
+async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
+    links, owner, cluster
+):
+    async def gives_up(times: int) -> None:
+        for _ in range(times):
+            peer, _ = links.workers._workers[W1].peers
+            links.workers.session_ends(peer, EndSession("because", in_order=False))
+            peer.abort()
+            await asyncio.sleep(1)
+
+    await cluster.stop("ps-0")
+    await asyncio.sleep(1)
+    await gives_up(6)
+    assert owner.events == ["=1", "+1"] * 6
+    assert links.workers.describe() == [], "that was the reason"
+    await cluster.start("ps-0")
+    links.membership.connected("/job:ps/task:0", 10**9)
+    await gives_up(4)
+    assert len(links.workers.describe()) == 1
+
+
+# --- new ones ----------------------------------------------------------------------------------
+
+
+async def test_a_worker_is_added_and_from_then_on_connected_to_like_the_others(
+    links, owner, cluster
+):
+    await cluster.start("worker-2")
+    assert await links.workers.add("worker-2:1", 2, 10) == W2
+    assert owner.events == ["+2"]
+    assert links.workers.names()[2] == W2
+    cluster.network.cut("worker-2:1")
+    await asyncio.sleep(5)
+    assert owner.events == ["+2", "-2", "+2"]
+
+
+async def test_a_worker_that_is_still_starting_is_waited_for(links, owner, cluster):
+    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, 60))
+    await asyncio.sleep(20)
+    assert links.membership.missing() == [(W2, "worker-2:1")]
+    await cluster.start("worker-2")
+    assert await adding == W2
+
+
+async def test_one_that_does_not_come_in_time_is_forgotten(links, owner, cluster):
+    with pytest.raises(ConnectFailed, match=f"{W2} at worker-2:1 could not be added within 10 s"):
+        await links.workers.add("worker-2:1", 2, 10)
+    assert links.membership.missing() == []
+    assert list(links.workers.addresses()) == ["/job:worker/task:0", W1]
+    await cluster.start("worker-2")
+    await asyncio.sleep(100)
+    assert owner.events == []
+    assert await links.workers.add("worker-2:1", 2, 10) == W2, "it may be tried again"
+
+
+async def test_whoever_gives_up_adding_a_worker_forgets_it(links, owner, cluster):
+    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, None))
+    await asyncio.sleep(5)
+    adding.cancel()
+    await asyncio.gather(adding, return_exceptions=True)
+    await cluster.start("worker-2")
+    await asyncio.sleep(20)
+    assert owner.events == []
+
+
+async def test_a_worker_of_another_index_is_refused_at_once(links, owner, cluster):
+    await cluster.start("worker-3")
+    with pytest.raises(ProtocolError, match=f"expected {W2} at this address, /job:worker/task:3"):
+        await links.workers.add("worker-3:1", 2, 60)
+    assert W2 not in links.workers.addresses()
+    assert await links.workers.add("worker-3:1", 3, 60) == "/job:worker/task:3"
+
+
+# --- those that go -------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_is_not_there_is_removed_at_once(links, owner, cluster):
+    await cluster.stop("worker-1")
+    await asyncio.sleep(1)
+    await links.workers.remove(W1, "because")
+    assert owner.events == ["-1"]
+    assert W1 not in links.workers.addresses()
+    assert links.membership.missing() == []
+    await cluster.start("worker-1")
+    await asyncio.sleep(60)
+    assert owner.events == ["-1"]
+    assert await links.workers.add("worker-1:1", 1, 10) == W1
+    assert links.workers.names() == ["/job:worker/task:0", W1], "steps know it by its old index"

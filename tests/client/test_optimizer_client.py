@@ -1,0 +1,55 @@
+"""Whole variables measured over several ps tasks. What is refused is in test_measure_service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_cluster import PsCluster
+from psync.client.optimizer_client import measure, trust_ratios
+from psync.client.plans import Plan
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.update_rule import SGD, Scratch, UpdateRule
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_the_shards_of_a_variable_make_up_the_norms_of_the_whole() -> None:
+    rng = np.random.default_rng(1)
+    value, gradient = (rng.standard_normal((6, 3)).astype(np.float32) for _ in range(2))
+    rule = Lamb(0.1)
+    slots = [np.zeros(18, np.float32), np.zeros(18, np.float32)]
+    whole = rule.measure([(value.ravel(), gradient.ravel(), slots)], 0, Scratch())
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", value, shards=2)
+        w = await cluster.create("w", np.ones(2, np.float32))
+        plan = cluster.chief.plan((w, v))
+        sums = await measure(
+            cluster.chief, plan, [np.zeros(2, np.float32), gradient],
+            optimizer=1, config=rule.to_config(), step=0,
+        )  # fmt: skip
+    assert sums[0] == [(2.0, 0.0)]
+    assert len(sums[1]) == 2
+    assert rule.trust_ratio(sums[1]) == pytest.approx(rule.trust_ratio([whole]), rel=1e-12)
+
+
+async def test_nothing_is_asked_for_that_no_push_needs() -> None:
+    ones = np.ones((4, 2), np.float32)
+    rows = IndexedSlices(ones[:1], np.array([0]))
+    async with PsCluster(2) as cluster:
+        whole = cluster.chief.plan((await cluster.create("whole", ones),))
+        cut = cluster.chief.plan((await cluster.create("cut", ones, shards=2),))
+
+        async def ratios(rule: UpdateRule, plan: Plan, gradient: Any) -> list[float] | None:
+            return await trust_ratios(
+                cluster.chief, rule, plan, [gradient],
+                optimizer=1, config=rule.to_config(), step=0,
+            )  # fmt: skip
+
+        assert await ratios(Lamb(), whole, ones) is None
+        assert await ratios(Lamb(), cut, rows) is None
+        assert await ratios(SGD(), cut, ones) is None
+        assert await ratios(Lamb(), cut, ones) == [pytest.approx(1, rel=1e-4)]

@@ -1,0 +1,399 @@
+"""Values that come with the token: who takes them sees what a pull would have brought."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import MemoryCluster, coordinating
+from ps_cluster import PsCluster, assign, heard, pull
+from psync import Outcome, SyncReplicasOptimizer, optimizers
+from psync.client.prefetch import PulledAhead, Values
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import always
+from psync.numerics.blocks import BlockPool
+from psync.specs import VariableSpec
+from psync.wire.messages import AskStatistics
+from psync.wire.ps_messages import Pull
+
+pytestmark = pytest.mark.timeout(20)
+
+STEPS = 6
+
+
+# --- what is kept, and for whom ------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    cluster: PsCluster
+    client: PsClient
+    ahead: PulledAhead
+    v: VariableSpec
+
+    def take(self, arrival: int = 1) -> Values | None:
+        return self.ahead.take(self.client.plan((self.v,)), arrival)
+
+
+@asynccontextmanager
+async def kept() -> AsyncIterator[Kept]:
+    """A task that has pulled a set, pushed, and got values with its token."""
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
+        client = cluster.client()
+        await pull(client, v)
+        ahead, plan = PulledAhead(client.links), client.plan((v,))
+        assert ahead.take(plan, 0) is None
+        ahead.arrivals = 1
+        wanted = ahead.want()
+        assert wanted is not None
+        client.links[0].num_calls += 2  # the push, and its answer
+        wanted.receive(BlockPool())
+        ahead.put(wanted, 9, 3)
+        yield Kept(cluster, client, ahead, v)
+
+
+@pytest.mark.asyncio
+class TestKeeping:
+    async def test_the_next_pull_of_the_set_takes_them_and_no_other(self) -> None:
+        async with kept() as k:
+            values = k.take()
+            assert values is not None
+            assert (values.group, values.step) == (9, 3)
+            assert [array.shape for array in values.arrays] == [(4,)]
+            assert not values.arrays[0].flags.writeable
+            assert k.take() is None
+
+    async def test_room_that_was_made_for_them_is_used_once(self) -> None:
+        async with kept() as k:
+            wanted, pool = k.ahead.want(), BlockPool()
+            assert wanted is not None
+            wanted.make_room(pool)
+            assert wanted.arrays is None  # there are no values yet
+            for _ in range(2):  # again after a lost connection
+                targets = wanted.receive(pool)
+                assert wanted.arrays is not None
+                for n, target in enumerate(targets, 1):
+                    target[:] = np.full(2, n, np.float32).tobytes()
+                assert wanted.arrays[0].tolist() == [1, 1, 2, 2]
+                first, wanted.arrays = wanted.arrays[0], None
+            assert first.tolist() == [1, 1, 2, 2]
+
+    async def test_a_closure_that_came_after_the_push_does_not_get_them(self) -> None:
+        async with kept() as k:
+            assert k.take(2) is None
+
+    async def test_another_set_drops_them(self) -> None:
+        async with kept() as k:
+            other = await k.cluster.create("other", np.zeros(1, np.float32))
+            assert k.ahead.take(k.client.plan((other,)), 1) is None
+            assert k.take() is None
+
+    async def test_whatever_else_is_asked_of_a_ps_drops_them(self) -> None:
+        async with kept() as k:
+            await assign(k.client, k.v, np.ones(4, np.float32))
+            assert k.take() is None
+
+    async def test_an_answer_to_what_was_asked_before_the_push_drops_them(self) -> None:
+        async with kept() as k:
+            asked = asyncio.create_task(k.client.links[1].call(always(AskStatistics())))
+            await asyncio.sleep(0)  # it is under way, and says later what is there then
+            wanted = k.ahead.want()
+            assert wanted is not None
+            k.client.links[0].num_calls += 2
+            wanted.receive(BlockPool())
+            k.ahead.put(wanted, 9, 3)
+            await asked
+            assert k.take() is None
+
+    async def test_who_has_waited_for_anything_since_the_push_does_not_get_them(self) -> None:
+        async with kept() as k:
+            await asyncio.sleep(0)
+            assert k.take() is None
+
+    async def test_the_next_closure_gets_them_if_the_first_ended_in_that_turn(self) -> None:
+        async with kept() as k:
+            k.ahead.end_closure()
+            await asyncio.sleep(0)  # the session's own affairs
+            k.ahead.begin_closure()
+            assert k.take() is not None
+        async with kept() as k:
+            k.ahead.end_closure()
+            k.ahead.begin_closure()
+            await asyncio.sleep(0)
+            assert k.take() is None
+        async with kept() as k:
+            await asyncio.sleep(0)
+            k.ahead.end_closure()
+            k.ahead.begin_closure()
+            assert k.take() is None
+
+    async def test_none_are_wanted_after_a_pull_that_came_too_late_for_them(self) -> None:
+        async with kept() as k:
+            await asyncio.sleep(0)
+            assert k.take() is None
+            assert k.ahead.want() is None
+            k.ahead.put(None, 9, 4)
+            assert k.take(2) is None  # a closure that came after the push
+            assert k.ahead.want() is None
+            k.ahead.put(None, 9, 5)
+            assert k.take() is None  # in time, had there been any
+            assert k.ahead.want() is not None
+
+    async def test_a_new_connection_drops_them(self) -> None:
+        async with kept() as k:
+            for peer in k.client.links[1]._peers.values():
+                peer.abort()
+                await peer.wait_closed()
+            await k.client.links[1].peer("control")
+            assert k.take() is None
+
+    async def test_the_next_push_drops_them(self) -> None:
+        async with kept() as k:
+            assert k.ahead.want() is not None
+            assert k.take() is None
+
+    async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
+        async with kept() as k:
+            link = k.client.links[1]
+            sequence = link.draw_sequence()
+            assert k.ahead.want() is None
+            link.answered(sequence)
+            assert k.ahead.want() is not None
+
+    async def test_none_are_wanted_of_a_set_that_is_large(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros((1 << 14) + 1, np.float32))
+            client = cluster.client()
+            ahead = PulledAhead(client.links)
+            assert ahead.want() is None  # nothing was pulled
+            ahead.take(client.plan((v,)), 0)
+            assert ahead.want() is None
+
+
+# --- in training ---------------------------------------------------------------------------------
+
+
+class Training:
+    """Two workers, a model on two ps tasks, and how many pulls were asked for."""
+
+    def __init__(self, cluster: MemoryCluster, coordinator: psync.ClusterCoordinator) -> None:
+        self.coordinator = coordinator
+        with coordinator.strategy.scope():
+            self.global_step = psync.get_or_create_global_step()
+            self.model = [psync.Variable(np.full(3, n, np.float32), name=f"w{n}") for n in range(2)]
+        self.pulls = [heard(cluster.tasks[f"ps-{index}"], Pull) for index in range(2)]  # type: ignore[arg-type]
+
+    def optimizer(self, needed: int = 2, **options: Any) -> SyncReplicasOptimizer:
+        return SyncReplicasOptimizer(optimizers.SGD(1.0), needed, **options)
+
+
+@asynccontextmanager
+async def training() -> AsyncIterator[Training]:
+    async with coordinating(2, 2) as (cluster, coordinator):
+        yield Training(cluster, coordinator)
+
+
+async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
+
+        async def loop() -> list[tuple[list[float], Outcome, int]]:
+            seen = []
+            for _ in range(STEPS):
+                values = await psync.pull(model)
+                pairs = [(np.ones_like(value), w) for value, w in zip(values, model, strict=True)]
+                result = await optimizer.apply_gradients(pairs, global_step)
+                seen.append(([float(value[0]) for value in values], result.outcome, result.step))
+            return seen
+
+        runs = [t.coordinator.schedule(loop) for _ in range(2)]
+        await t.coordinator.join()
+        for seen in await t.coordinator.fetch(runs):
+            assert seen == [([-n, 1 - n], Outcome.ACCEPTED, n + 1) for n in range(STEPS)]
+        assert [len(pulls) for pulls in t.pulls] == [2, 2]  # each worker once
+        assert int(await global_step.read()) == STEPS
+
+
+async def test_who_does_not_want_that_pulls_each_time() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=False)
+
+        async def loop() -> None:
+            for _ in range(STEPS):
+                values = await psync.pull(model)
+                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+
+        for _ in range(2):
+            t.coordinator.schedule(loop)
+        await t.coordinator.join()
+        assert [len(pulls) for pulls in t.pulls] == [2 * STEPS] * 2
+
+
+async def test_closures_that_were_scheduled_before_take_what_came_with_the_token() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
+
+        async def step() -> tuple[float, bool]:
+            first, second = await psync.pull(model)
+            pairs = [(np.ones(3, np.float32), w) for w in model]
+            result = await optimizer.apply_gradients(pairs, global_step)
+            return float(first[0] + result.step), bool(first[0] + 1 == second[0])
+
+        results = [t.coordinator.schedule(step) for _ in range(40)]
+        await t.coordinator.join()
+        assert await t.coordinator.fetch(results) == [(1.0, True)] * 40  # each of its own step
+        assert max(len(pulls) for pulls in t.pulls) < 40
+
+
+async def test_what_the_program_did_before_it_scheduled_a_closure_is_seen_there() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+
+        async def step() -> list[float]:
+            values = await psync.pull(model)
+            await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+            return [float(value[0]) for value in values]
+
+        for value in range(1, 8):
+            for w in model:
+                await w.assign(np.full(3, value, np.float32))
+            assert await t.coordinator.schedule(step) == [value, value]
+
+
+async def test_what_happened_before_a_step_heard_of_it_outside_of_psync_is_seen() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+
+        async def step() -> list[float]:
+            for _ in range(2):
+                values = await psync.pull(model)
+                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+            memory_cluster.event_of("pushed").set()
+            await memory_cluster.event_of("changed").wait()
+            return [float(value[0]) for value in await psync.pull(model)]
+
+        scheduled = t.coordinator.schedule(step)
+        await memory_cluster.event_of("pushed").wait()
+        for w in model:
+            await w.assign(np.full(3, 7, np.float32))
+        memory_cluster.event_of("changed").set()
+        assert await scheduled == [7, 7]
+
+
+async def test_what_the_worker_itself_has_written_is_seen() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+        sgd = optimizers.SGD(1.0)
+
+        async def step() -> list[float]:
+            seen = []
+            for value in range(1, 5):
+                values = await psync.pull(model)
+                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
+                if value % 2:
+                    await model[1].assign(np.full(3, value, np.float32))
+                else:
+                    await sgd.apply_gradients([(np.full(3, -value, np.float32), model[1])])
+                seen.append(float((await psync.pull(model))[1][0]))
+            return seen
+
+        assert await t.coordinator.schedule(step) == [1, 2, 3, 4]
+
+
+async def test_a_copy_may_be_changed_and_arrays_to_fill_are_filled() -> None:
+    async with training() as t:
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(1, pull_ahead=True)
+
+        async def step() -> list[list[float]]:
+            seen = []
+            out = [np.zeros(3, np.float32) for _ in model]
+            for options in ({}, {"copy": True}, {"out": out}, {}):
+                values = await psync.pull(model, **options)
+                if options:
+                    values[0] += 1  # of this copy alone
+                else:
+                    assert not values[0].flags.writeable
+                seen.append([float(value[0]) for value in values])
+                pairs = [(np.ones(3, np.float32), w) for w in model]
+                await optimizer.apply_gradients(pairs, global_step)
+            return seen
+
+        assert await t.coordinator.schedule(step) == [[0, 1], [0, 0], [-1, -1], [-3, -2]]
+
+
+async def test_the_global_step_is_that_of_the_token_wherever_it_lies() -> None:
+    for on_ps_1 in (False, True):
+        async with coordinating(2, 1) as (_, coordinator):
+            with coordinator.strategy.scope():
+                if on_ps_1:
+                    psync.Variable(0, name="first")
+                global_step = psync.get_or_create_global_step()
+                w = psync.Variable(np.zeros(3, np.float32), name="w")
+            optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0), 1, pull_ahead=True)
+
+            async def loop(w: Any, global_step: Any, optimizer: Any) -> list[tuple[int, float]]:
+                seen = []
+                for _ in range(4):
+                    step, value = await psync.pull((global_step, w))
+                    seen.append((int(step), float(value[0])))
+                    await optimizer.apply_gradients([(np.ones(3, np.float32), w)], global_step)
+                return seen
+
+            seen = await coordinator.schedule(loop, (w, global_step, optimizer))
+            assert seen == [(n, -n) for n in range(4)]
+
+
+async def test_two_optimizers_in_one_program() -> None:
+    async with training() as t:
+        model, global_step = t.model, t.global_step
+        with t.coordinator.strategy.scope():
+            other_step = psync.Variable(0, name="other_step", trainable=False)
+        one, two = (t.optimizer(name=name, pull_ahead=True) for name in ("one", "two"))
+
+        async def step(_: int) -> list[Outcome]:
+            outcomes = []
+            for _ in range(4):
+                for optimizer, counter in ((one, global_step), (two, other_step)):
+                    await psync.pull(model)
+                    pairs = [(np.ones(3, np.float32), w) for w in model]
+                    result = await optimizer.apply_gradients(pairs, counter)
+                    outcomes.append(result.outcome)
+            return outcomes
+
+        runs = [t.coordinator.schedule(step, (n,)) for n in range(2)]
+        await t.coordinator.join()
+        for outcomes in await t.coordinator.fetch(runs):
+            assert outcomes == [Outcome.ACCEPTED] * 8
+        assert [int((await w.read())[0]) for w in model] == [-8, -7]
+
+
+async def test_a_late_worker_is_not_made_late_by_what_it_was_sent() -> None:
+    """It takes values with the token of a stale push; its next gradients are of that step."""
+    async with training() as t:
+        model, global_step = t.model, t.global_step
+        optimizer = t.optimizer(1, total_num_replicas=2, pull_ahead=True)
+
+        async def step(count: int) -> list[tuple[str, float, int]]:
+            seen = []
+            for _ in range(count):
+                values = await psync.pull(model)
+                await asyncio.sleep(0)
+                pairs = [(np.ones(3, np.float32), w) for w in model]
+                result = await optimizer.apply_gradients(pairs, global_step)
+                seen.append((result.outcome.value, float(values[0][0]), result.staleness))
+            return seen
+
+        runs = [t.coordinator.schedule(step, (12,)) for _ in range(2)]
+        await t.coordinator.join()
+        seen = [each for run in await t.coordinator.fetch(runs) for each in run]
+        accepted = sorted(value for outcome, value, _ in seen if outcome == "accepted")
+        assert accepted == [-n for n in reversed(range(len(accepted)))]  # of each step one
+        assert int(await global_step.read()) == len(accepted)
+        assert memory_cluster.shared == {}

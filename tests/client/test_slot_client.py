@@ -1,0 +1,87 @@
+"""A client sets what optimizers keep: slots of any shard, steps, learning rates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ps_cluster import OTHER, PsCluster, pull, push
+from psync import schedules
+from psync.client.optimizer_client import set_optimizer, set_slot
+from psync.errors import ConfigurationError, UsageError
+from psync.numerics.update_rule import SGD
+
+pytestmark = pytest.mark.asyncio
+
+MOMENTUM = SGD(0.5, momentum=0.5).to_config()
+
+
+async def test_slots_of_all_shards_are_set() -> None:
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros((5, 2), np.float32), shards=3)
+        value = np.arange(10, dtype=np.float32).reshape(5, 2)
+        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
+        (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
+        np.testing.assert_array_equal(read, value)
+        await push(cluster.chief, [v], [0.0], config=MOMENTUM)
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], value / 2)
+
+
+async def test_a_scalar_has_slots_too() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.float64(1))
+        value = np.array(3.0)
+        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
+        assert (await pull(cluster.chief, v, optimizer=1, slot="momentum"))[0] == 3.0
+
+
+async def test_a_large_slot_is_set_block_by_block_while_it_is_read() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(3 << 20, np.float32))
+        value = np.arange(3 << 20, dtype=np.float32)
+        (before,) = await pull(cluster.chief, v)
+        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
+        (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
+        np.testing.assert_array_equal(read, value)
+        assert not before.any()
+
+
+async def test_the_next_push_has_the_step_that_was_set() -> None:
+    rule = SGD(schedules.PiecewiseConstantDecay([9], [1.0, 0.25]))
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
+        await set_optimizer(cluster.chief, 1, rule.to_config(), step=10)
+        answers = await push(cluster.chief, [v], [-1.0], config=rule.to_config())
+        assert [answer.step for answer in answers] == [11, 11]
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], np.full(4, 0.25))
+
+
+async def test_a_learning_rate_holds_for_clients_that_do_not_know_of_it() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        config = SGD(1.0).to_config()
+        await push(cluster.chief, [v], [-1.0], config=config)
+        await set_optimizer(
+            cluster.chief, 1, config, learning_rate=schedules.Constant(0.25).to_config()
+        )
+        await push(cluster.client(OTHER), [v], [-1.0], config=config)
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], [1.25, 1.25])
+
+
+async def test_what_is_no_learning_rate_changes_nothing() -> None:
+    async with PsCluster() as cluster:
+        config = SGD(1.0).to_config()
+        with pytest.raises(ConfigurationError):
+            await set_optimizer(cluster.chief, 1, config, learning_rate={"schedule": "none"})
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        await push(cluster.chief, [v], [-1.0], config=config)
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], [1.0, 1.0])
+
+
+async def test_a_slot_that_there_is_not_is_named() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        with pytest.raises(UsageError, match=r"no slot 'm'.*\n.*momentum"):
+            await set_slot(
+                cluster.chief, v, np.zeros(2, np.float32), optimizer=1, config=MOMENTUM, slot="m"
+            )

@@ -1,0 +1,538 @@
+"""Who meets whom in a gang, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from psync.closures.closure import Closure, Replica, State
+from psync.closures.dispatcher import Dispatch
+from psync.closures.gang import Answer, Gang, GangState, Merge, Refuse, Stop, StopMerging
+from psync.closures.open import Cancel, Settle
+from psync.closures.queue import ClosureQueue
+from psync.closures.schedule_report import ScheduleReports
+from psync.errors import (
+    ClosureCancelled,
+    EndOfData,
+    LocalProtocolError,
+    RemoteProtocolError,
+    UsageError,
+    WorkerLost,
+)
+
+
+def gang_of(count: int) -> Gang:
+    return Gang([f"/job:worker/task:{index}" for index in range(count)])
+
+
+def refused(actions: list[Any]) -> tuple[tuple[int, ...], Exception]:
+    (refuse,) = [action for action in actions if isinstance(action, Refuse)]
+    return refuse.replicas, refuse.error
+
+
+# --- meeting ---------------------------------------------------------------------------------
+
+
+def test_a_collective_is_merged_when_all_are_there_and_answered_to_all():
+    gang = gang_of(3)
+    assert gang.arrive(0, "merge_call") == []
+    assert gang.arrive(2, "merge_call") == []
+    assert [gang.waits(replica) for replica in range(3)] == [True, False, True]
+    assert gang.arrive(1, "merge_call") == [Merge(0)]
+    assert gang.merged(0) == [Answer(0)]
+    assert not any(gang.waits(replica) for replica in range(3))
+    assert gang.arrive(1, "all_reduce SUM") == []
+    assert gang.describe() == (
+        "replica 1 on /job:worker/task:1 in all_reduce SUM, and not yet "
+        "replica 0 on /job:worker/task:0, replica 2 on /job:worker/task:2"
+    )
+
+
+def test_a_gang_whose_replicas_have_all_returned_has_ended():
+    gang = gang_of(2)
+    assert gang.state is GangState.RUNNING
+    assert gang.finished(1) == []
+    assert gang.finished(0) == []
+    assert gang.state is GangState.ENDED
+    assert gang.error is None
+    assert repr(gang) == "<Gang of 2, ended>"
+    assert gang.cancel(ClosureCancelled("late")) == []
+    assert gang.error is None
+
+
+def test_a_replica_may_be_in_several_collectives_at_once():
+    gang = gang_of(2)
+    assert gang.arrive(0, "a") == []
+    assert gang.arrive(0, "b") == []
+    assert gang.arrive(1, "a") == [Merge(0)]
+    assert gang.describe().startswith("replica 0 on /job:worker/task:0 in b, and not yet")
+    assert gang.arrive(1, "b") == [Merge(1)]
+    assert gang.describe() == "a is being computed"
+    assert gang.merged(1) == [Answer(1)]
+    assert gang.waits(0)
+    assert gang.merged(0) == [Answer(0)]
+    assert not gang.waits(0)
+    assert gang.describe() == ""
+
+
+def test_the_only_replica_meets_itself():
+    gang = gang_of(1)
+    assert gang.arrive(0, "merge_call") == [Merge(0)]
+    assert gang.merged(0) == [Answer(0)]
+    gang.finished(0)
+    assert gang.state is GangState.ENDED
+
+
+def gang_refusal(gang: Gang, replica: int) -> Refuse:
+    assert gang.error is not None
+    return Refuse((replica,), gang.error)
+
+
+def test_a_replica_that_returns_without_awaiting_a_collective_has_given_it_up():
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    gang.arrive(1, "merge_call")
+    assert gang.merged(0) == [Answer(0)]
+    gang.arrive(1, "all_reduce SUM")
+    gang.arrive(0, "all_reduce SUM")
+    assert gang.finished(0) == [StopMerging(), gang_refusal(gang, 1)]
+    assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
+
+
+# --- not meeting -----------------------------------------------------------------------------
+
+
+def test_different_collectives_are_an_error_for_all():
+    gang = gang_of(3)
+    gang.arrive(0, "merge_call")
+    actions = gang.arrive(1, "all_reduce SUM")
+    replicas, error = refused(actions)
+    assert replicas == (0, 1)
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(
+        "different collectives: replica 0 on /job:worker/task:0 is in merge_call, "
+        "replica 1 on /job:worker/task:1 in all_reduce SUM\nhint: "
+    )
+    assert Stop((2,)) in actions
+    assert gang.error is error
+    assert gang.state is GangState.ENDING
+    assert refused(gang.arrive(2, "merge_call")) == ((2,), error)
+
+
+@pytest.mark.parametrize("returns_first", [True, False])
+def test_different_numbers_of_collectives_are_an_error_for_all(returns_first):
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    gang.arrive(1, "merge_call")
+    gang.merged(0)
+    if returns_first:
+        gang.finished(0)
+        actions = gang.arrive(1, "all_reduce SUM")
+    else:
+        gang.arrive(1, "all_reduce SUM")
+        actions = gang.finished(0)
+    replicas, error = refused(actions)
+    assert replicas == (1,)
+    assert isinstance(error, UsageError)
+    assert error.message == (
+        "different numbers of collectives: replica 0 on /job:worker/task:0 returned after 1, "
+        "replica 1 on /job:worker/task:1 is in its number 2, all_reduce SUM"
+    )
+    assert gang.failed(1, error) == []
+    assert gang.state is GangState.ENDED
+    assert gang.error is error
+
+
+def test_a_replica_that_fails_is_named_to_those_who_wait_and_the_others_are_stopped():
+    gang = gang_of(3)
+    gang.arrive(0, "merge_call")
+    boom = ValueError("boom")
+    actions = gang.failed(1, boom)
+    assert gang.error is boom
+    assert refused(actions)[0] == (0,)
+    assert str(refused(actions)[1]) == ("replica 1 on /job:worker/task:1 failed: ValueError: boom")
+    assert actions[-1] == Stop((2,))
+    gang.failed(0, refused(actions)[1])
+    assert gang.state is GangState.ENDING
+    gang.finished(2)
+    assert gang.state is GangState.ENDED
+    assert gang.error is boom
+
+
+@pytest.mark.parametrize(
+    ("error", "cls", "text"),
+    [
+        (
+            WorkerLost("/job:worker/task:1"),
+            WorkerLost,
+            "/job:worker/task:1 was lost with replica 1",
+        ),
+        (EndOfData("no more"), ClosureCancelled, "task:1 met the end of its data"),
+        (KeyError(), ClosureCancelled, "task:1 failed: KeyError"),
+    ],
+)
+def test_how_a_replica_ended_is_told(error, cls, text):
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    told = refused(gang.failed(1, error))[1]
+    assert type(told) is cls
+    assert text in str(told)
+    assert gang.error is error
+
+
+def test_what_is_merged_is_stopped_when_a_replica_is_lost_and_waited_for():
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    gang.arrive(1, "merge_call")
+    actions = gang.failed(1, WorkerLost("/job:worker/task:1"))
+    assert actions[0] == StopMerging()
+    assert refused(actions)[0] == (0,)
+    gang.failed(0, refused(actions)[1])
+    assert gang.state is GangState.ENDING
+    assert gang.merged(0) == []
+    assert gang.state is GangState.ENDED
+
+
+def test_a_replica_that_gives_up_ends_the_gang():
+    gang = gang_of(2)
+    gang.arrive(0, "all_reduce SUM")
+    actions = gang.gave_up(0)
+    assert "replica 0 on /job:worker/task:0 gave up all_reduce SUM" in str(gang.error)
+    assert Stop((1,)) in actions
+    assert gang.gave_up(0) == []
+    assert "gave up a collective" in str(_gave_up_unseen())
+
+
+def _gave_up_unseen() -> BaseException | None:
+    gang = gang_of(2)
+    gang.gave_up(0)
+    return gang.error
+
+
+def test_a_gang_can_be_cancelled_from_outside_once():
+    gang = gang_of(2)
+    gang.arrive(0, "merge_call")
+    error = ClosureCancelled("run was cancelled")
+    actions = gang.cancel(error)
+    assert refused(actions) == ((0,), error)
+    assert Stop((1,)) in actions
+    assert gang.cancel(ClosureCancelled("again")) == []
+    assert gang.error is error
+
+
+# --- what cannot happen ----------------------------------------------------------------------
+
+
+def test_a_replica_ends_once_and_then_comes_to_nothing():
+    gang = gang_of(2)
+    gang.finished(0)
+    for act in (
+        lambda: gang.finished(0),
+        lambda: gang.failed(0, ValueError()),
+        lambda: gang.arrive(0, "merge_call"),
+    ):
+        with pytest.raises(LocalProtocolError, match="replica 0 on /job:worker/task:0 cannot"):
+            act()
+    with pytest.raises(LocalProtocolError, match="not being merged"):
+        gang.merged(0)
+
+
+# --- its place in the queue ------------------------------------------------------------------
+
+
+class Cluster:
+    """A queue with workers; what it sends is noted."""
+
+    def __init__(self, *workers: str) -> None:
+        self.queue = ClosureQueue()
+        for worker in workers:
+            self.queue.worker_joined(worker)
+        self.sent: list[tuple[str, int]] = []
+        self.settled: list[Closure] = []
+        self.cancels: list[Cancel] = []
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Dispatch(worker, closures):
+                    self.sent += [(worker, closure.id) for closure in closures]
+                case Settle(closures):
+                    self.settled += closures
+                case Cancel():
+                    self.cancels.append(action)
+
+    def schedule(self, *dependencies: Closure) -> Closure:
+        closure = Closure(self.queue.next_id, dependencies=dependencies)
+        self.perform(self.queue.schedule(closure))
+        self.perform(self.queue.dispatch())
+        return closure
+
+    def finish(self, worker: str, closure_id: int) -> None:
+        self.perform(self.queue.finished(worker, [closure_id], 0.0))
+
+    def begin(self, *workers: str) -> list[Replica]:
+        first = self.queue.next_id
+        replicas = [Replica(first + i, name="fn") for i in range(len(workers))]
+        self.perform(self.queue.begin_gang(list(zip(workers, replicas, strict=True))))
+        return replicas
+
+
+def test_a_gang_waits_for_what_was_scheduled_before_it_and_nothing_overtakes_it():
+    cluster = Cluster("a", "b")
+    queue = cluster.queue
+    cluster.schedule()
+    barrier = queue.add_barrier()
+    assert not queue.may_begin(barrier)
+    later = cluster.schedule()
+    assert cluster.sent == [("a", 0)]
+    assert queue.statistics().waiting == 1
+    assert queue.num_queued == 0
+    cluster.finish("a", 0)
+    assert queue.may_begin(barrier)
+    replicas = cluster.begin("a", "b")
+    assert cluster.sent[1:] == [("a", 2), ("b", 3)]
+    assert [replica.worker for replica in replicas] == ["a", "b"]
+    assert queue.low_water() == 1
+    cluster.finish("b", 3)
+    assert cluster.sent[3:] == []
+    cluster.finish("a", 2)
+    assert queue.low_water() == 1
+    cluster.perform(queue.open_barrier(barrier))
+    assert later.state is State.HELD
+    assert cluster.sent[3:] == [("b", 1)]
+
+
+def test_gangs_have_their_places_among_closures_and_each_other():
+    cluster = Cluster("a")
+    queue = cluster.queue
+    first = queue.add_barrier()
+    between = cluster.schedule()
+    second = queue.add_barrier()
+    after = cluster.schedule()
+    assert queue.may_begin(first)
+    (replica,) = cluster.begin("a")
+    cluster.finish("a", replica.id)
+    cluster.perform(queue.open_barrier(first))
+    assert between.state is State.HELD
+    assert after.state is State.WAITING
+    assert not queue.may_begin(second)
+    cluster.finish("a", between.id)
+    assert queue.may_begin(second)
+    cluster.perform(queue.open_barrier(second))
+    assert after.state is State.HELD
+
+
+def test_what_waited_for_a_gang_that_will_never_be_waits_for_the_one_before():
+    cluster = Cluster("a")
+    queue = cluster.queue
+    first, second = queue.add_barrier(), queue.add_barrier()
+    after = cluster.schedule()
+    cluster.perform(queue.open_barrier(second))
+    assert after.state is State.WAITING
+    cluster.perform(queue.open_barrier(first))
+    assert after.state is State.HELD
+
+
+def test_a_closure_behind_a_gang_waits_for_its_inputs_too():
+    cluster = Cluster("a", "b")
+    queue = cluster.queue
+    source = cluster.schedule()
+    barrier = queue.add_barrier()
+    one, other = cluster.schedule(source), cluster.schedule()
+    needs = cluster.schedule(other)
+    cluster.finish("a", source.id)
+    assert one.state is State.WAITING
+    cluster.perform(queue.cancel(other.id))
+    assert other.state is State.CANCELLED
+    assert needs.state is State.FAILED
+    assert one.state is State.CANCELLED
+    assert not queue.may_begin(barrier), "an error is known"
+    cluster.perform(queue.open_barrier(barrier))
+    assert not cluster.sent[1:]
+
+
+def test_a_paused_queue_begins_no_gang():
+    cluster = Cluster("a")
+    barrier = cluster.queue.add_barrier()
+    cluster.queue.pause()
+    assert not cluster.queue.may_begin(barrier)
+    cluster.queue.resume()
+    assert cluster.queue.may_begin(barrier)
+
+
+@pytest.mark.parametrize("how", ["failed", "end of data", "cancelled", "lost", "lost when asked"])
+def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how):
+    cluster = Cluster("a", "b")
+    queue = cluster.queue
+    barrier = queue.add_barrier()
+    replicas = cluster.begin("a", "b")
+    error: Exception = ValueError("boom")
+    if how in ("cancelled", "lost when asked"):
+        cluster.perform(queue.cancel(replicas[0].id))
+        assert cluster.cancels == [Cancel("a", (replicas[0].id,))]
+    if how == "failed":
+        cluster.perform(queue.failed("a", replicas[0].id, error))
+    elif how == "end of data":
+        cluster.perform(queue.end_of_data("a", replicas[0].id, error))
+    elif how == "cancelled":
+        cluster.perform(queue.cancelled("a", replicas[0].id))
+    else:
+        cluster.perform(queue.worker_lost("a"))
+    assert cluster.settled == [replicas[0]]
+    assert replicas[0].is_final
+    if how.startswith("lost"):
+        assert isinstance(replicas[0].error, WorkerLost)
+    elif how == "cancelled":
+        assert isinstance(replicas[0].error, ClosureCancelled)
+    else:
+        assert replicas[0].error is error
+    assert replicas[1].state is State.HELD
+    assert not queue.has_failed
+    cluster.finish("b", replicas[1].id)
+    cluster.perform(queue.open_barrier(barrier))
+    assert queue.collect_error() is None
+    assert queue.num_queued == 0
+
+
+def test_an_error_that_ends_everything_stops_replicas_and_forbids_gangs():
+    cluster = Cluster("a")
+    queue = cluster.queue
+    queue.add_barrier()
+    (replica,) = cluster.begin("a")
+    assert queue.ending is None
+    cluster.perform(queue.fail(ValueError("a ps is gone")))
+    assert cluster.cancels == [Cancel("a", (replica.id,))]
+    assert queue.ending == "a ps is gone"
+    assert not queue.may_begin(queue.add_barrier())
+
+
+def test_a_replica_goes_to_an_idle_worker_with_an_identity_of_its_own():
+    cluster = Cluster("a")
+    with pytest.raises(LocalProtocolError, match="comes after"):
+        cluster.queue.begin_gang([("a", Replica(-1))])
+    with pytest.raises(LocalProtocolError, match="has not joined"):
+        cluster.queue.begin_gang([("z", Replica(5))])
+    cluster.schedule()
+    with pytest.raises(LocalProtocolError, match="not idle"):
+        cluster.queue.begin_gang([("a", Replica(cluster.queue.next_id))])
+
+
+def test_a_replica_is_not_given_back():
+    cluster = Cluster("a")
+    cluster.queue.add_barrier()
+    (replica,) = cluster.begin("a")
+    with pytest.raises(RemoteProtocolError, match="which it has to run"):
+        cluster.queue.given_back("a", [replica.id])
+    assert replica.state is State.HELD
+
+
+def test_who_waits_in_a_collective_is_not_reported_as_one_that_may_push():
+    cluster = Cluster("a", "b")
+    reports = ScheduleReports(["a", "b"], cluster.queue)
+    reports.worker_joined("a", 1)
+    reports.worker_joined("b", 1)
+    cluster.queue.add_barrier()
+    replicas = cluster.begin("a", "b")
+    cluster.schedule()
+    replicas[0].in_collective = True
+    state = reports.decide(0.0)
+    assert state is not None
+    assert not state.queued
+    assert state.in_flight == ((replicas[1].id, "b"),)
+
+
+# --- in every order --------------------------------------------------------------------------
+
+
+class GangMachine(RuleBasedStateMachine):
+    """Replicas that do what they like; whoever is left waiting waits for somebody who acts."""
+
+    @initialize(count=st.integers(1, 4))
+    def begin(self, count: int) -> None:
+        self.gang = gang_of(count)
+        self.waits: dict[int, int] = {}  # replica → the number that it waits in
+        self.number = [0] * count
+        self.merging: set[int] = set()
+        self.left = set(range(count))
+        self.failed = False
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Merge(number):
+                    assert len(self.waits) == len(self.number), "not all are there"
+                    self.merging.add(number)
+                case Answer(number):
+                    assert set(self.waits.values()) == {number}
+                    self.waits.clear()
+                case Refuse(replicas, error):
+                    assert error is not None
+                    for replica in replicas:
+                        del self.waits[replica]
+                case Stop(replicas):
+                    assert self.left.issuperset(replicas)
+                    assert not self.waits.keys() & set(replicas)
+        self.failed = self.failed or self.gang.error is not None
+
+    def active(self) -> list[int]:
+        return sorted(self.left - self.waits.keys())
+
+    @precondition(lambda self: self.active())
+    @rule(data=st.data(), what=st.sampled_from(["a", "a", "a", "b"]))
+    def come(self, data: st.DataObject, what: str) -> None:
+        replica = data.draw(st.sampled_from(self.active()))
+        self.waits[replica] = self.number[replica]
+        self.number[replica] += 1
+        self.perform(self.gang.arrive(replica, what))
+
+    @precondition(lambda self: self.active())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(self.active()))
+        self.left.discard(replica)
+        self.perform(self.gang.finished(replica))
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.left)))
+        self.left.discard(replica)
+        self.waits.pop(replica, None)
+        self.perform(self.gang.failed(replica, WorkerLost(f"/job:worker/task:{replica}")))
+        assert self.gang.error is not None
+
+    @precondition(lambda self: self.waits)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        replica = data.draw(st.sampled_from(sorted(self.waits)))
+        actions = self.gang.gave_up(replica)
+        self.perform(actions)
+        self.waits.pop(replica, None)
+
+    @precondition(lambda self: self.merging)
+    @rule()
+    def merge(self) -> None:
+        number = self.merging.pop()
+        self.perform(self.gang.merged(number))
+
+    @rule()
+    def cancel(self) -> None:
+        self.perform(self.gang.cancel(ClosureCancelled("run was cancelled")))
+
+    @invariant()
+    def nobody_waits_for_nobody(self) -> None:
+        if hasattr(self, "gang"):
+            assert not self.waits or self.merging or self.active(), "all that are left wait"
+            over = not self.left and not self.merging
+            assert (self.gang.state is GangState.ENDED) == over
+            assert all(self.gang.waits(replica) for replica in self.waits)
+            if self.failed:
+                assert not self.waits or not self.left
+
+
+TestGangMachine = GangMachine.TestCase
+TestGangMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -1,0 +1,159 @@
+"""Tasks of one cluster, each started as a user would: a command, TF_CONFIG, PSYNC_SECRET."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+SCRIPTS = Path(__file__).parents[1] / "processes" / "scripts"
+SERVE = ("-m", "psync", "serve")
+SECRET = "correct horse battery staple"
+
+
+def script(name: str, *args: str) -> tuple[str, ...]:
+    return (str(SCRIPTS / name), *args)
+
+
+def plain_environ(**more: str) -> dict[str, str]:
+    """The environment of the tests without what psync reads, and with ``more``."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PSYNC_", "TF_CONFIG"))}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+def free_addresses(count: int) -> list[str]:
+    with contextlib.ExitStack() as taken:
+        sockets = [
+            taken.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [f"127.0.0.1:{taken.getsockname()[1]}" for taken in sockets]
+
+
+@dataclass
+class Ended:
+    """What a process has left."""
+
+    code: int
+    out: str
+    err: str
+
+
+class ByHand:
+    """A cluster whose tasks are started one by one."""
+
+    def __init__(self, num_ps: int = 1, num_workers: int = 1) -> None:
+        chief, *others = free_addresses(1 + num_ps + num_workers)
+        self.cluster = {"chief": [chief], "ps": others[:num_ps], "worker": others[num_ps:]}
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def start(
+        self,
+        job: str,
+        index: int,
+        command: Sequence[str] = SERVE,
+        *,
+        secret: str | None = SECRET,
+        environ: Mapping[str, str] = {},
+        stderr: int | IO[str] = subprocess.PIPE,
+    ) -> subprocess.Popen[str]:
+        config = {"cluster": self.cluster, "task": {"type": job, "index": index}}
+        secrets = {} if secret is None else {"PSYNC_SECRET": secret}
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=plain_environ(**{"TF_CONFIG": json.dumps(config), **secrets, **environ}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        job: str,
+        index: int,
+        command: Sequence[str] = SERVE,
+        *,
+        secret: str | None = SECRET,
+        environ: Mapping[str, str] = {},
+    ) -> Ended:
+        """Start a task that ends by itself, and return what it has left."""
+        return ended(self.start(job, index, command, secret=secret, environ=environ))
+
+    def serve_all(self) -> list[subprocess.Popen[str]]:
+        """Start every ps and worker, with debug logs, and wait until they listen."""
+        tasks = [
+            self.start(job, index, (*SERVE, "--log-level", "debug"))
+            for job in ("ps", "worker")
+            for index in range(len(self.cluster[job]))
+        ]
+        for task in tasks:
+            wait_for_line(task, " serves at ")
+        return tasks
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def by_hand(num_ps: int = 1, num_workers: int = 1) -> Iterator[ByHand]:
+    cluster = ByHand(num_ps, num_workers)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    """Wait for the end of a process."""
+    out, err = process.communicate()
+    return Ended(process.returncode, out, err)
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str, stream: str = "stderr") -> str:
+    """Read until a line with ``text``."""
+    lines = []
+    for line in getattr(process, stream):
+        lines.append(line)
+        if text in line:
+            return line
+    raise AssertionError(f"no {text!r} in {lines}")
+
+
+def interrupt(process: subprocess.Popen[str]) -> Ended:
+    """Press Ctrl-C, as it were."""
+    process.send_signal(signal.SIGINT)
+    return ended(process)
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Process ids of a launcher's tasks by name, as in ``ps-0``."""
+    children = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        environ = Path(f"/proc/{child}/environ").read_text()
+        found = re.search(r'"task": \{"type": "(\w+)", "index": (\d)\}', environ)
+        assert found, environ
+        children[f"{found[1]}-{found[2]}"] = int(child)
+    return children
+
+
+def wait_until_gone(pids: dict[str, int]) -> None:
+    """Wait for the end of processes that are not our children."""
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError):
+            end = os.pidfd_open(pid)
+            select.select([end], [], [])
+            os.close(end)

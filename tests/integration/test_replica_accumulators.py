@@ -1,0 +1,222 @@
+"""Accumulators with backups: whichever ps dies, each gradient is taken once, or is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from ps_cluster import until
+from psync.chief.events import FailoverEvent
+from replica_cluster import ReplicaCluster, replicated
+
+SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces
+
+
+class Program:
+    """Closures give gradients, each with a one at a place of its own; the program takes them."""
+
+    def __init__(
+        self, coordinator: psync.ClusterCoordinator, size: int = SMALL, *, sparse: bool = False
+    ) -> None:
+        self.coordinator, self.size, self.sparse = coordinator, size, sparse
+        kind = psync.SparseConditionalAccumulator if sparse else psync.ConditionalAccumulator
+        with coordinator.strategy.scope():
+            self.held: Any = kind(np.float32, (size,), reduction_type="SUM", max_staleness=10**6)
+        self.results: list[Any] = []
+        self.total = np.zeros(size, np.float32)
+        self.taken = 0  # gradients
+
+    def schedule(self, count: int) -> None:
+        for _ in range(count):
+            args = (self.held, len(self.results), self.size, self.sparse)
+            self.results.append(self.coordinator.schedule(give, args=args))
+
+    async def take(self, num_required: int) -> None:
+        taken = await self.held.take_grad(num_required)
+        if self.sparse:
+            rows, values, _ = taken
+            self.total[rows] += values
+        else:
+            self.total += taken
+
+    async def round(self) -> None:
+        """Four gradients, of which three at least are taken."""
+        self.schedule(4)
+        await self.take(3)
+        await self.coordinator.join()
+
+    async def check(self) -> None:
+        """Each gradient that was accepted has been taken once, and no other one."""
+        await self.coordinator.join()
+        while await self.held.num_accumulated():
+            await self.take(1)
+        outcomes = await self.coordinator.fetch(self.results)
+        assert set(outcomes) <= {"accepted", "duplicate"}
+        expected = np.zeros(self.size, np.float32)
+        expected[: len(outcomes)] = 1
+        np.testing.assert_array_equal(self.total, expected)
+
+
+async def give(held: Any, place: int, size: int, sparse: bool) -> str:
+    if sparse:
+        result = await held.apply_grad([place], np.ones(1, np.float32))
+    else:
+        gradient = np.zeros(size, np.float32)
+        gradient[place] = 1
+        result = await held.apply_grad(gradient)
+    return str(result.outcome.value)
+
+
+async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+    await died.wait()
+    await cluster.bury(lost)
+
+
+each_kind = pytest.mark.parametrize(
+    ("size", "sparse"), [(SMALL, False), (LARGE, False), (SMALL, True)],
+    ids=["small", "large", "sparse"],
+)  # fmt: skip
+
+
+@each_kind
+async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: bool) -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator, size, sparse=sparse)
+        for _ in range(3):
+            await program.round()
+        await program.check()
+        backup = cluster.ps("ps-1")._host._backups[0]
+        await backup.settle()
+        same = [task.statistics()["accumulators"] for task in (cluster.ps("ps-0"), backup.task)]
+        assert same[0] == same[1]
+        assert same[0]["accumulators"] == 1
+
+
+@each_kind
+@pytest.mark.parametrize("count", [1, 3, 5, 10])
+@pytest.mark.parametrize("place", ["ps.backup.sending", "ps.backup.taken"])
+async def test_wherever_a_ps_dies_each_gradient_is_taken_once(
+    place: str, count: int, size: int, sparse: bool
+) -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator, size, sparse=sparse)
+        await program.round()
+        died = cluster.kill_at("ps-0", place, count)
+        burying = asyncio.create_task(buried(cluster, "ps-0", died))
+        while not died.is_set():
+            await program.round()
+        await program.round()
+        await burying
+        await program.check()
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+
+
+@each_kind
+async def test_backups_that_are_made_anew_have_all_of_it(size: int, sparse: bool) -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator, size, sparse=sparse)
+        for lost in ("ps-0", "ps-1", "ps-0"):
+            await program.round()
+            await coordinator.backed_up()
+            await cluster.kill(lost)
+            await program.round()
+            await cluster.revive(lost)
+        await coordinator.backed_up()
+        await program.check()
+
+
+async def test_a_take_that_waits_while_its_ps_dies_goes_on() -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        program.schedule(2)
+        await coordinator.join()
+        taking = asyncio.create_task(program.take(3))
+        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
+        await cluster.kill("ps-0")
+        program.schedule(1)
+        await taking
+        assert program.total.sum() == 3
+        await program.check()
+
+
+async def test_a_take_that_is_given_up_while_its_ps_dies_takes_nothing() -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        program.schedule(2)
+        await coordinator.join()
+        taking = asyncio.create_task(program.take(3))
+        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
+        cluster.cut_off("ps-0")
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        await cluster.bury("ps-0")
+        program.schedule(2)
+        await coordinator.join()
+        assert await program.held.num_accumulated() == 4
+        await program.check()
+
+
+@pytest.mark.parametrize("what", ["take", "gradient"])
+async def test_what_was_answered_just_before_a_death_is_not_undone(what: str) -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        program.schedule(3)
+        await coordinator.join()
+        if what == "take":
+            await program.take(2)
+        await cluster.kill("ps-0")
+        assert await program.held.num_accumulated() == (0 if what == "take" else 3)
+        await program.round()
+        await program.check()
+
+
+async def test_the_process_of_the_backup_may_die() -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        await program.round()
+        await cluster.kill("ps-1")
+        await program.round()
+        await cluster.revive("ps-1")
+        await coordinator.backed_up()
+        await cluster.kill("ps-0")
+        await program.round()
+        await program.check()
+
+
+async def collect(held: Any, num_required: int) -> np.ndarray:
+    taken: np.ndarray = await held.take_grad(num_required)
+    return taken
+
+
+async def test_a_take_that_waits_in_a_step_waits_anew_in_its_next_run() -> None:
+    async with replicated() as (cluster, coordinator):
+        program = Program(coordinator)
+        taken = coordinator.schedule(collect, args=(program.held, 2))
+        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
+        await cluster.kill("ps-0")
+        program.schedule(3)
+        await coordinator.join()
+        program.total += await taken.fetch()
+        assert program.total.sum() in (2, 3)
+        await program.check()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    "kind", ["DefineAccumulator", "ApplyGradient", "TakeGradient", "LogEntries", "BeginBackup"]
+)
+async def test_whichever_message_is_lost_each_gradient_is_taken_once(kind: str) -> None:
+    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
+        program = Program(coordinator)
+        for name in ("ps-0", "ps-1"):
+            for _ in range(3):
+                await program.round()
+            await cluster.kill(name)
+            await program.round()
+            await cluster.revive(name)
+            await coordinator.backed_up()
+        await program.check()

@@ -1,0 +1,635 @@
+"""The chief dies after fail-overs: the next one finds the ps tasks wherever they are served."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
+from chief_lives import life_of
+from image_store import keep_images
+from ps_cluster import heard, until
+from psync.chief.enquiry import CHIEF
+from psync.chief.events import FailoverEvent
+from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.net.endpoint import Endpoint
+from psync.net.process_state import fresh_process
+from psync.ps.succession import RANGE
+from psync.ps_task import PsTask
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
+from psync.wire.worker_messages import AttachWorker
+from replica_cluster import add, check, declared, run
+
+pytestmark = pytest.mark.virtual_time
+
+
+@pytest.fixture(autouse=True)
+def _own_process() -> Iterator[None]:
+    with fresh_process():
+        yield
+
+
+def incarnation(coordinator: psync.ClusterCoordinator) -> int:
+    return coordinator._running("incarnation").links.incarnation
+
+
+def served(cluster: ChiefsCluster, name: str) -> list[str]:
+    """Say which ps tasks a process serves, beside that of its own address."""
+    return sorted(task.task for task in cluster.ps(name)._host.serving)  # type: ignore[attr-defined]
+
+
+def own_store_is_empty(cluster: ChiefsCluster, name: str) -> bool:
+    return not cluster.ps(name).statistics()["store"]["shards"]
+
+
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+@pytest.mark.parametrize("backed_up", [True, False], ids=["backups", "no backups yet"])
+async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_up: bool) -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            assert not first.attached
+            variables = declared(first)
+            await run(first, 5, *variables)
+            await fail_over(cluster, lost)
+            await run(first, 4, *variables)
+            if backed_up:
+                await first.backed_up()
+        async with life(cluster) as second:
+            assert second.attached
+            variables = declared(second)
+            await check(variables, 9)
+            await run(second, 3, *variables)
+            await check(variables, 12)
+            await second.backed_up()
+            await cluster.kill("ps-1" if lost == "ps-0" else "ps-0")  # which served both
+            await run(second, 3, *variables)
+            await check(variables, 15)
+
+
+async def test_values_slots_steps_and_rates_are_those_of_one_undisturbed_life() -> None:
+    async def push(v: Any, optimizer: Any, scale: float) -> None:
+        gradient = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3) * np.float32(scale)
+        await optimizer.apply_gradients([(gradient, v)])
+
+    async def train(victims: tuple[str, ...]) -> list[Any]:
+        async with backing_one_another_up() as cluster:
+            result: list[Any] = []
+            for victim in (*victims, ""):
+                async with life(cluster) as coordinator:
+                    with coordinator.strategy.scope():
+                        if victim == victims[0]:  # so the next one has other numbers
+                            psync.Variable(np.ones(2, np.float32), name="more")
+                        v = psync.Variable(np.ones((2, 3), np.float32), name="v")
+                    adam = psync.optimizers.Adam(0.1)
+                    for step in range(1, 6):
+                        coordinator.schedule(push, args=(v, adam, float(step)))
+                        await coordinator.join()
+                    if victim not in ("", "none"):
+                        await fail_over(cluster, victim)
+                    result = [
+                        (await v.read()).tobytes(),
+                        (await adam.get_slot(v, "m").read()).tobytes(),
+                        await adam.iterations.read(),
+                    ]
+            return result
+
+    assert await train(("ps-0", "ps-1")) == await train(("none", "none"))
+
+
+async def test_all_ps_tasks_in_a_process_whose_own_one_was_started_again_and_is_empty() -> None:
+    """The process at the address of ps 0 has both, and neither where the chief knows it."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-0", "ps-1")
+            await run(first, 3, *variables)
+        assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
+        before = incarnation_of_hosted = max(
+            task.newest
+            for task in cluster.ps("ps-0")._host.serving  # type: ignore[attr-defined]
+        )
+        async with life(cluster) as second:
+            assert second.attached
+            assert incarnation(second) >= incarnation_of_hosted + RANGE > before
+            variables = declared(second)
+            await check(variables, 6)
+            await fail_over(cluster, "ps-0")
+            await run(second, 2, *variables)
+            await check(variables, 8)
+            assert served(cluster, "ps-1") == ["/job:ps/task:0", "/job:ps/task:1"]
+        async with life(cluster) as third:
+            await check(declared(third), 8)
+
+
+async def test_of_three_processes_each_serves_something_else_than_at_first() -> None:
+    async with backing_one_another_up(3) as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 2, *variables)
+            await fail_over(cluster, "ps-0", "ps-2", "ps-1")
+            await run(first, 2, *variables)
+        async with life(cluster) as second:
+            variables = declared(second)
+            await check(variables, 4)
+            await run(second, 2, *variables)
+            await fail_over(cluster, "ps-2", "ps-0")
+            await check(variables, 6)
+
+
+# Who dies when.
+
+
+async def test_the_chief_dies_before_it_has_told_a_backup_to_serve() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            with at(cluster, "ps-1", Promote, lambda: False) as reached:
+                await cluster.kill("ps-0")
+                await reached.wait()
+                silence(cluster, first)
+        await cluster.revive("ps-0")
+        for _ in range(2):
+            with pytest.raises(AttachError, match="nobody serves /job:ps/task:0"):
+                async with life(cluster):
+                    pass
+        async with life(cluster, attach=False) as second:
+            variables = declared(second)
+            await check(variables, 0)
+            await run(second, 2, *variables)
+        async with life(cluster) as third:
+            await check(declared(third), 2)
+
+
+async def test_the_chief_dies_when_a_backup_serves_and_it_has_not_heard_of_it() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            with at(cluster, "ps-1", Promote, lambda: silence(cluster, first)) as reached:
+                await cluster.kill("ps-0")
+                await reached.wait()
+        await cluster.revive("ps-0")
+        async with life(cluster) as second:
+            assert second.attached
+            variables = declared(second)
+            await check(variables, 3)
+            await run(second, 2, *variables)
+            await check(variables, 5)
+
+
+async def test_one_that_is_about_to_serve_is_waited_for() -> None:
+    """It has much to do before; a chief that asks meanwhile is not told that nobody serves."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            host = cluster.ps("ps-1")._host
+            serve, may_serve = host._serve, asyncio.Event()
+
+            async def late(*args: Any) -> Any:
+                await may_serve.wait()
+                return await serve(*args)
+
+            host._serve = late  # type: ignore[method-assign]
+            with at(cluster, "ps-1", Promote, lambda: None) as reached:
+                await cluster.kill("ps-0")
+                await reached.wait()
+        await cluster.revive("ps-0")
+        asked = heard(cluster.ps("ps-1"), AskServed)
+        attached = asyncio.Event()
+
+        async def attach() -> None:
+            async with life(cluster) as second:
+                attached.set()
+                await check(declared(second), 3)
+
+        attaching = asyncio.create_task(attach())
+        await until(lambda: asked)
+        await asyncio.sleep(1)
+        assert not attached.is_set()
+        may_serve.set()
+        await attaching
+
+
+async def test_the_chief_dies_while_a_copy_is_made() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await cluster.kill("ps-0")
+            await anext(first.events())
+            await cluster.revive("ps-0")
+            with at(cluster, "ps-0", LogEntries, lambda: False) as reached:
+                await reached.wait()
+                silence(cluster, first)
+        async with life(cluster) as second:
+            variables = declared(second)
+            await check(variables, 3)
+            await second.backed_up()
+            await cluster.kill("ps-1")
+            await run(second, 2, *variables)
+            await check(variables, 5)
+
+
+async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None:
+    async with backing_one_another_up(3) as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-0")
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-1")
+        with pytest.raises(AttachError, match="nobody serves /job:ps/task:1"):
+            async with life(cluster):
+                pass
+
+
+async def test_the_chief_dies_and_a_process_that_had_backups_only() -> None:
+    """Whether one of them has served in between nobody can know."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-0")
+            await first.backed_up()
+        await cluster.kill("ps-0")
+        await cluster.revive("ps-0")
+        with pytest.raises(
+            AttachError, match=r"task:0 may have been replaced(.|\n)*task:1 may have"
+        ):
+            async with life(cluster):
+                pass
+        async with life(cluster, attach=False) as second:
+            await check(declared(second), 0)
+
+
+async def test_the_chief_dies_again_before_all_is_adopted() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-1")
+        for _ in range(2):
+            async with life(cluster) as coordinator:
+                with coordinator.strategy.scope():
+                    small = psync.Variable(np.zeros((1,), np.int64), name="small")
+                assert (await small.read()).tolist() == [3]
+        async with life(cluster) as last:
+            await check(declared(last), 3)
+
+
+async def test_a_chief_that_dies_while_it_attaches_leaves_all_that_the_next_one_needs() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-0")
+            await first.backed_up()
+        for kind in (AskServed, AttachPs):
+            second = psync.ClusterCoordinator(cluster.replica_strategy(), attach=True)
+            task = cluster.ps("ps-1")
+            with at(cluster, "ps-1", kind, lambda: silence(cluster, second)) as reached:  # noqa: B023
+                starting = asyncio.create_task(second.start())
+                await reached.wait()
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+            if kind is AskServed:  # until it is attached anew it waits for its backup
+                assert task.statistics()["backup"]["state"] == "paired"
+        async with life(cluster) as third:
+            variables = declared(third)
+            await check(variables, 3)
+            await third.backed_up()
+            await fail_over(cluster, "ps-1")
+            await check(variables, 3)
+
+
+async def test_a_ps_that_dies_before_all_is_adopted_has_no_backup_yet() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+        async with life(cluster) as second:
+            variables = declared(second)
+            await check(variables, 3)
+            await cluster.kill("ps-0")
+            with pytest.raises(ParameterServerLost):
+                await check(variables, 3)
+
+
+# Who was replaced, and does not know it.
+
+
+async def cut_off_from_the_chief(cluster: ChiefsCluster, name: str, other: str) -> None:
+    """A ps is taken for dead, and lives; it and its backup's process do not notice."""
+    cluster.network.refuse(name)
+    for link in cluster.network.links(name):
+        if other not in str(link.ends):
+            link.cut()
+    assert isinstance(await anext(cluster.chief.events()), FailoverEvent)
+
+
+async def test_of_two_that_serve_one_ps_the_newer_one_goes_on_and_the_other_ends() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 2, *variables)
+            await cut_off_from_the_chief(cluster, "ps-0", "ps-1")
+            await run(first, 2, *variables)
+        cluster.network.admit("ps-0")
+        async with life(cluster) as second:
+            variables = declared(second)
+            await check(variables, 4)
+            assert own_store_is_empty(cluster, "ps-0")
+        async with life(cluster) as third:
+            await check(declared(third), 4)
+
+
+async def test_one_that_was_replaced_does_not_stand_in_for_a_newer_one_that_is_lost() -> None:
+    """ps 0 serves in process 1, and what was ps 0 knows only that it waits for its backup."""
+    async with backing_one_another_up(3) as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 2, *variables)
+            await cut_off_from_the_chief(cluster, "ps-0", "ps-1")
+            await run(first, 2, *variables)
+        cluster.network.admit("ps-0")
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-1")
+        with pytest.raises(AttachError, match=r"/job:ps/task:0 may have been replaced"):
+            async with life(cluster):
+                pass
+
+
+async def test_a_chief_that_lives_on_can_let_no_backup_serve_any_more() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 2, *variables)
+            async with life(cluster) as second:
+                promote = Promote(0, 99, incarnation(first), [])
+                inner = first._running("a test")
+                peer = await inner.links.endpoint.connect("worker-0:1", "/job:worker/task:0")
+                peer.close()
+                with pytest.raises(FencedError):
+                    await inner.links.endpoint.connect("ps-1:1", "/job:ps/task:1")
+                assert promote.coordinator < incarnation(second)
+                variables = declared(second)
+                await check(variables, 2)
+                await run(second, 2, *variables)
+                await check(variables, 4)
+                with pytest.raises(FencedError):
+                    await run(first, 1, *variables)
+
+
+async def test_a_copy_that_a_newer_chief_refuses_costs_no_values() -> None:
+    """A ps whose backup is refused since a newer chief is there has not been replaced."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-0")
+            link = first._running("a test").links.ps.links[1]
+            peer = await link.peer("control")
+            cluster.ps("ps-0")._host.fence(incarnation(first) + RANGE)
+            for epoch in (1000, 1001):
+                with pytest.raises(psync.PsyncError, match="serves a newer coordinator"):
+                    await peer.call(BackUp(epoch, "/job:ps/task:0", "ps-0:1", False))
+            await check(variables, 3)
+        async with life(cluster) as second:
+            await check(declared(second), 3)
+
+
+# Who is the coordinator.
+
+
+async def test_a_ps_0_that_serves_elsewhere_grants_nothing_and_its_number_counts() -> None:
+    """Process 0 was started again with a clock that is behind: all the same no number is lower."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0")
+            before = incarnation(first)
+            await cluster.stop("ps-0")
+            platform = cluster.platform(host="ps-0")
+            object.__setattr__(platform, "new_incarnation", lambda: 1)
+            task = cluster.tasks["ps-0"] = PsTask(platform, 0, "ps-0:1")
+            await task.start()
+            await first.backed_up()
+        async with life(cluster, attach=False) as second:
+            assert incarnation(second) >= before + RANGE
+
+
+async def test_a_worker_that_knows_better_is_heard_though_ps_0_serves_elsewhere() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0")
+            unheard_of = incarnation(first) + 5 * RANGE
+        endpoint = Endpoint(cluster.platform(), CHIEF, unheard_of, {})
+        control = await endpoint.connect("worker-0:1", "/job:worker/task:0")
+        await endpoint.connect("worker-0:1", "/job:worker/task:0", "bulk")
+        await control.call(
+            AttachWorker(0, 1, unheard_of, unheard_of, "o", "p", ["ps-0:1", "ps-1:1"], 15.0)
+        )
+        await endpoint.close()
+        async with life(cluster) as second:
+            variables = declared(second)
+            await run(second, 2, *variables)
+            await check(variables, 5)
+            assert incarnation(second) >= unheard_of + RANGE
+
+
+async def test_attaching_without_backups_is_refused_where_a_backup_serves() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0")
+        with pytest.raises(AttachError, match="ps/task:0 has been replaced by its backup") as told:
+            async with life_of(cluster.strategy(), attach=True):
+                pass
+        assert told.value.hint is not None
+        assert 'ps_recovery="replica"' in told.value.hint
+        async with life(cluster) as second:
+            await check(declared(second), 3)
+
+
+async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+        strategy = psync.ParameterServerStrategy(
+            cluster.strategy().cluster_resolver, psync.FixedShardsPartitioner(2)
+        )
+        async with life_of(strategy, attach=True) as second:
+            variables = declared(second)
+            await run(second, 2, *variables)
+            await check(variables, 5)
+            for name in ("ps-0", "ps-1"):
+                assert cluster.ps(name).describe()
+                assert not cluster.ps(name)._host.describe()
+
+
+# A program that begins anew.
+
+
+async def test_without_attaching_all_is_anew_and_nothing_of_before_is_left() -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0", "ps-1")
+        assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
+        async with life(cluster, attach=False) as second:
+            assert served(cluster, "ps-0") == []
+            variables = declared(second)
+            await check(variables, 0)
+            await run(second, 2, *variables)
+            await fail_over(cluster, "ps-1")
+            await run(second, 2, *variables)
+            await check(variables, 4)
+
+
+async def test_without_attaching_a_checkpoint_is_restored_wherever_ps_tasks_were_served(
+    tmp_path: Path,
+) -> None:
+    async with backing_one_another_up() as cluster:
+        async with life(cluster, attach=False) as first:
+            variables = declared(first)
+            await run(first, 3, *variables)
+            await fail_over(cluster, "ps-1")
+            manager = psync.CheckpointManager(
+                psync.Checkpoint(wide=variables[0], small=variables[1]), tmp_path, max_to_keep=2
+            )
+            await manager.save()
+            await run(first, 2, *variables)
+        async with life(cluster, attach=False) as second:
+            variables = declared(second)
+            manager = psync.CheckpointManager(
+                psync.Checkpoint(wide=variables[0], small=variables[1]), tmp_path, max_to_keep=2
+            )
+            assert await manager.restore_or_initialize() is not None
+            await check(variables, 3)
+            await run(second, 2, *variables)
+            await fail_over(cluster, "ps-0")
+            await check(variables, 5)
+
+
+async def test_a_program_that_goes_on_is_recovered_from_images_of_its_own(tmp_path: Path) -> None:
+    """All ps tasks served in one process, and that dies with no backup complete."""
+    async with backing_one_another_up() as cluster:
+        async with life(cluster) as first:
+            await run(first, 3, *declared(first))
+            await fail_over(cluster, "ps-0")
+        async with life(cluster) as second:
+            variables = declared(second)
+            await run(second, 1, *variables)
+            await second.backed_up()
+            await keep_images(second, tmp_path)
+            await run(second, 1, *variables)
+            await cluster.kill("ps-0")
+            await cluster.kill("ps-1")
+            await cluster.revive("ps-0")
+            await cluster.revive("ps-1")
+            await check(variables, 4)
+            await run(second, 1, *variables)
+            await check(variables, 5)
+        async with life(cluster) as third:
+            await check(declared(third), 5)
+
+
+# Whatever happens, in any order.
+
+
+class Counts:
+    """What the program knows of a counter: each of its elements is between these."""
+
+    def __init__(self) -> None:
+        self.answered = self.begun = 0
+
+    async def check(self, variables: tuple[Any, Any]) -> None:
+        wide, small = variables
+        values = [*(await wide.read()).ravel().tolist(), *(await small.read()).tolist()]
+        assert all(self.answered <= value <= self.begun for value in values), (
+            f"{self.answered} to {self.begun}: {values}"
+        )
+        # From now on it is known, and the same everywhere.
+        await wide.assign(np.full((2, 3), self.answered, np.float32))
+        await small.assign(np.full(1, self.answered, np.int64))
+        self.begun = self.answered
+
+    async def train(
+        self, coordinator: psync.ClusterCoordinator, variables: tuple[Any, Any], until: int
+    ) -> None:
+        """Schedule closures; return when so many are done, with the others under way."""
+        closures = [coordinator.schedule(add, args=variables) for _ in range(20)]
+        self.begun += len(closures)
+
+        async def note(closure: psync.RemoteValue) -> None:
+            await closure
+            self.answered += 1
+
+        notes = [asyncio.create_task(note(closure)) for closure in closures]
+        try:
+            for done in itertools.islice(asyncio.as_completed(notes), until):
+                await done
+        finally:
+            for each in notes:
+                each.cancel()
+            await asyncio.gather(*notes, return_exceptions=True)
+
+
+async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
+    """Wait until the chief has done what there was to do since a process died."""
+    replicas = coordinator._running("a test").recovery.replicas
+    assert replicas is not None
+    if int(victim[-1]) in replicas._home:
+        await anext(coordinator.events())
+    else:
+        await asyncio.sleep(2)  # it had backups only
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_whoever_dies_in_whatever_order_each_answered_update_is_there_once(seed: int) -> None:
+    """An error is only where a ps process and the chief die at one time."""
+    draw = random.Random(seed)
+    num_ps = draw.choice([2, 3])
+    async with backing_one_another_up(num_ps) as cluster:
+        counts, may_be_lost = Counts(), False
+        for _ in range(6):
+            victim = f"ps-{draw.randrange(num_ps)}"
+            try:
+                async with life(cluster) as coordinator:
+                    variables = declared(coordinator)
+                    if counts.begun and not coordinator.attached:  # all processes have died
+                        assert may_be_lost
+                        counts = Counts()
+                    await counts.check(variables)
+                    may_be_lost = False
+                    await counts.train(coordinator, variables, draw.randrange(21))
+                    what = draw.choice(["chief", "ps, chief", "ps, run, chief", "both"])
+                    if what != "chief":
+                        await coordinator.backed_up()
+                        await cluster.kill(victim)
+                        may_be_lost = what == "both"
+                    if what.startswith("ps"):
+                        await noticed(coordinator, victim)
+                        if "run" in what:
+                            await counts.train(coordinator, variables, draw.randrange(21))
+                    else:
+                        await asyncio.sleep(draw.choice([0, 0.29, 0.3, 0.31, 1]))
+                    silence(cluster, coordinator)
+                if what != "chief":
+                    await cluster.revive(victim)
+            except AttachError:
+                assert may_be_lost
+                async with life(cluster, attach=False):
+                    counts, may_be_lost = Counts(), False

@@ -1,0 +1,355 @@
+"""Synchronous steps with backups: whichever ps dies, a push counts once, everywhere or nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from image_store import keep_images
+from memory_cluster import event_of
+from psync.chief.events import FailoverEvent, RollbackEvent
+from replica_cluster import ReplicaCluster, replicated
+
+pytestmark = pytest.mark.virtual_time
+
+SMALL, LARGE = 64, 10_000  # columns: pushes come whole to ps 0, or in parts to every ps
+
+
+async def step(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
+    """Push one to a column, on both shards; return what became of it."""
+    await psync.pull(v)
+    gradient = np.zeros(v.shape, np.float32)
+    gradient[:, column] = 1
+    result = await optimizer.apply_gradients([(gradient, v)], global_step)
+    return str(result.outcome.value)
+
+
+class Training:
+    """A variable of which each closure changes a column of its own, by one."""
+
+    def __init__(
+        self, coordinator: psync.ClusterCoordinator, size: int, step_ps: int = 0, **options: Any
+    ) -> None:
+        self.coordinator = coordinator
+        self.size = size
+        with coordinator.strategy.scope():
+            self.v = psync.Variable(np.zeros((2, size), np.float32), name="v")
+            self.global_step = psync.get_or_create_global_step()  # on ps 0
+            if step_ps:
+                for name in ("on ps 0", "on ps 1"):  # in turn
+                    self.global_step = psync.Variable(np.zeros((), np.int64), name=name)
+        options = {"replicas_to_aggregate": 2, "reduction": "sum", **options}
+        self.optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), **options)
+        self.results: list[Any] = []
+
+    def schedule(self, count: int) -> None:
+        for _ in range(count):
+            column = len(self.results)
+            args = (self.v, self.optimizer, self.global_step, column)
+            self.results.append(self.coordinator.schedule(step, args=args))
+
+    async def check(self) -> None:
+        """All that was answered "accepted" is there once, on both shards; nothing else is."""
+        outcomes = await self.coordinator.fetch(self.results)
+        expected = np.zeros((2, self.size), np.float32)
+        for column, outcome in enumerate(outcomes):
+            assert outcome in ("accepted", "duplicate", "stale")
+            expected[:, column] = 0 if outcome == "stale" else -1
+        np.testing.assert_array_equal(await self.v.read(), expected)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_synchronous_steps_without_a_death_are_those_without_backups(size: int) -> None:
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(20)
+        await coordinator.join()
+        await training.check()
+        assert int(await training.global_step.read()) >= 10
+        for ps in ("ps-0", "ps-1"):
+            host = cluster.ps(ps)._host
+            await asyncio.gather(*(each.settle() for each in host._backups.values()))
+            (backup,) = host._backups.values()
+            assert backup.task._sync.steps() == cluster.ps(ps)._sync.steps()
+
+
+PLACES = [
+    ("ps-0", "ps.backup.sending"), ("ps-0", "ps.backup.taken"), ("ps-0", "ps0.step.decided"),
+    ("ps-0", "ps.step.applied"), ("ps-0", "ps0.step.applied"), ("ps-1", "ps.backup.sending"),
+    ("ps-1", "ps.backup.taken"), ("ps-1", "ps.step.applied"), ("ps-1", "ps.assign.applied"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "step_ps"), [(1, 0), (1, 1), (4, 1)])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize(("lost", "place"), PLACES)
+async def test_wherever_a_ps_dies_each_push_counts_once_and_everywhere(
+    lost: str, place: str, count: int, size: int, step_ps: int
+) -> None:
+    if place == "ps.assign.applied" and not step_ps:
+        return  # only a global step is assigned
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size, step_ps)
+        training.schedule(4)
+        await coordinator.join()
+        died = cluster.kill_at(lost, place, count)
+        burying = asyncio.create_task(buried(cluster, lost, died))
+        while not died.is_set():
+            training.schedule(4)
+            await coordinator.join()
+        training.schedule(4)
+        await coordinator.join()
+        await burying
+        await training.check()
+        steps = int(await training.global_step.read())
+        outcomes = await coordinator.fetch(training.results)
+        counted = sum(outcome != "stale" for outcome in outcomes)
+        assert counted / 2 <= steps <= counted
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_what_the_backup_has_not_heard_of_is_not_answered(size: int) -> None:
+    """One worker makes two pushes a step: the first one gets an initial token, without a step."""
+    async with replicated(num_workers=1) as (cluster, coordinator):
+        training = Training(coordinator, size, total_num_replicas=1)
+        training.schedule(2)
+        await coordinator.join()
+        cluster.network.partition("ps-0", "ps-1")
+        training.schedule(1)
+        await asyncio.sleep(0.1)
+        await cluster.kill("ps-0")
+        cluster.network.heal("ps-0", "ps-1")
+        await coordinator.join()
+        training.schedule(1)
+        await coordinator.join()
+        await training.check()
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+
+
+async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
+    """It would take the step for applied, and not know how to let the others apply it."""
+    async with replicated(3) as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        cluster.network.partition("ps-0", "ps-2")
+        for link in cluster.network.links("ps-0"):
+            if link.ends.are("ps-0", "ps-2"):
+                link.cut()
+        training.schedule(2)
+        await asyncio.sleep(0.1)
+        await cluster.kill("ps-1")  # it has the backup of ps 0
+        await cluster.revive("ps-1")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        backed_up = asyncio.create_task(coordinator.backed_up())
+        await asyncio.sleep(3)
+        assert cluster.ps("ps-0")._backup.statistics()["state"] != "paired"
+        cluster.network.heal("ps-0", "ps-2")
+        await backed_up
+        await cluster.kill("ps-0")
+        training.schedule(4)
+        await coordinator.join(timeout=60)
+        await training.check()
+
+
+async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+    await died.wait()
+    await cluster.bury(lost)
+
+
+async def test_join_ends_where_a_step_waits_for_the_log() -> None:
+    """Nobody else comes, so the step is closed; but the backup does not answer for a while."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL, replicas_to_aggregate=2, total_num_replicas=1)
+        training.schedule(1)
+        await coordinator.fetch(training.results)  # with an initial token: its step is not closed
+        cluster.network.partition("ps-0", "ps-1")
+        updating = asyncio.create_task(training.v.assign_add(np.zeros(training.v.shape)))
+        joining = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(0.1)
+        cluster.network.heal("ps-0", "ps-1")
+        await asyncio.gather(joining, updating)
+        await training.check()
+
+
+@pytest.mark.parametrize("step_ps", [0, 1])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_ps_0_looks_for_a_ps_that_it_cannot_reach_until_it_can(
+    size: int, step_ps: int
+) -> None:
+    """The coordinator and the workers can reach it, so nobody replaces it."""
+    async with replicated(3) as (cluster, coordinator):
+        training = Training(coordinator, size, step_ps)
+        training.schedule(4)
+        await coordinator.join()
+        cluster.network.partition("ps-0", "ps-2")
+        for link in cluster.network.links("ps-0"):
+            if link.ends.are("ps-0", "ps-2"):
+                link.cut()
+        training.schedule(4)
+        await asyncio.sleep(3)
+        cluster.network.heal("ps-0", "ps-2")
+        await coordinator.join(timeout=60)
+        await training.check()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_them(
+    size: int,
+) -> None:
+    """It is there again, empty, before anybody has looked."""
+    async with replicated(3) as (cluster, coordinator):
+        training = Training(coordinator, size)
+        for name in ("ps-1", "ps-0", "ps-1"):  # then all are served in the process of ps 2
+            await cluster.kill(name)
+            training.schedule(4)
+            await coordinator.join()
+            await cluster.revive(name)
+            await coordinator.backed_up()
+        training.schedule(4)
+        await coordinator.join()
+        cluster.network.partition("chief-0", "ps-2")  # so that it misses all three alike
+        await cluster.kill("ps-2")
+        await cluster.revive("ps-2")
+        training.schedule(4)
+        await asyncio.sleep(2)
+        cluster.network.heal("chief-0", "ps-2")
+        await coordinator.join(timeout=60)
+        await training.check()
+
+
+async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
+    await event_of("go on").wait()
+    return await step(v, optimizer, global_step, column)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
+async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> None:
+    """Ps 0 has asked the other one whether the push fits; its backup was asked nothing."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(1)
+        args = (training.v, training.optimizer, training.global_step, 1)
+        training.results.append(coordinator.schedule(step_later, args=args))
+        await asyncio.sleep(0.1)  # of virtual time: the first one counts, and waits
+        await cluster.kill(lost)
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        event_of("go on").set()
+        await coordinator.join(timeout=60)
+        assert await coordinator.fetch(training.results[1:]) == ["accepted"]
+        await training.check()
+        assert int(await training.global_step.read()) == 1
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size: int) -> None:
+    """It is the first one: ps 1, which has closed none yet, names none with the values.
+
+    When the backup of ps 0 has closed it everywhere, pushes of these values come. They are not of
+    the present step, though that is the first one that the backup decides: nobody has kept them.
+    """
+    async with replicated(3, num_workers=3) as (cluster, coordinator):
+        training = Training(coordinator, size, replicas_to_aggregate=2, total_num_replicas=3)
+        died = cluster.kill_at("ps-0", "ps.step.applied")  # in the log, and no other ps was told
+        training.schedule(12)
+        await died.wait()
+        cluster.network.partition("ps-1", "ps-2")  # so ps 1 waits for its backup
+        await cluster.bury("ps-0")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        await asyncio.sleep(1)  # closures run again, pull, and push
+        assert cluster.ps("ps-1")._sync.steps() == []
+        cluster.network.heal("ps-1", "ps-2")
+        await coordinator.join(timeout=60)
+        await training.check()
+        outcomes = await coordinator.fetch(training.results)
+        counted = len(outcomes) - outcomes.count("stale")
+        assert counted == 2 * int(await training.global_step.read())
+
+
+async def push_only(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
+    gradient = np.zeros(v.shape, np.float32)
+    gradient[:, column] = 1
+    result = await optimizer.apply_gradients([(gradient, v)], global_step)
+    return str(result.outcome.value)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_step_that_pulls_nothing_knows_no_step_in_a_new_session(size: int) -> None:
+    """Each death of a ps ends all sessions, and with them what workers had been told."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(4)
+        await coordinator.join()
+        await cluster.kill("ps-0")
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+        for column in range(4, 12):
+            args = (training.v, training.optimizer, training.global_step, column)
+            training.results.append(coordinator.schedule(push_only, args=args))
+        await coordinator.join(timeout=60)
+        outcomes = await coordinator.fetch(training.results)
+        assert {"stale", "accepted"} <= set(outcomes[4:])
+        await training.check()
+
+
+ABOUT_STEPS = (
+    "Contribute", "StagePush", "AskStep", "DescribeSet", "CloseStep", "RaiseStep", "LogEntries",
+    "AttachPs", "Promote", "BackUp", "ReportSchedule", "FinishSteps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("kind", ABOUT_STEPS)
+async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:
+    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
+        training = Training(coordinator, size, 1)
+        for name in ("ps-0", "ps-1", "ps-0"):
+            training.schedule(6)
+            await coordinator.join(timeout=100)
+            await cluster.kill(name)
+            training.schedule(6)
+            await coordinator.join(timeout=100)
+            await cluster.revive(name)
+            await coordinator.backed_up()
+        await training.check()
+        assert isinstance(await anext(coordinator.events()), FailoverEvent)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("step_ps", [0, 1])
+async def test_steps_go_on_after_a_double_death_and_a_checkpoint(
+    size: int, step_ps: int, tmp_path: Path
+) -> None:
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, size, step_ps)
+        events = coordinator.events()
+        training.schedule(4)
+        await coordinator.join()
+        await keep_images(coordinator, tmp_path)
+        await cluster.kill("ps-0")
+        training.schedule(4)
+        await coordinator.join()
+        assert isinstance(await anext(events), FailoverEvent)
+        kept = training.results[:4]
+        await cluster.kill("ps-1")
+        await cluster.revive("ps-0")
+        await cluster.revive("ps-1")
+        assert isinstance(event := await anext(events), RollbackEvent)
+        assert len(event.closures) == 4
+        await coordinator.backed_up()
+        training.results = kept  # the columns of those that are undone may be used again
+        for name in ("ps-1", "ps-0"):
+            training.schedule(4)
+            await coordinator.join(timeout=60)
+            await cluster.kill(name)
+            training.schedule(4)
+            await coordinator.join(timeout=60)
+            await cluster.revive(name)
+            await coordinator.backed_up()
+        await training.check()

@@ -1,0 +1,296 @@
+"""What waits for a backup, and for what a backup waits: given up meanwhile, it holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_replica_attach_steps import Training as StepsOfTwo
+from test_replica_steps import LARGE, SMALL, Training
+
+import psync
+from attach_cluster import backing_one_another_up, life, silence
+from ps_cluster import CHIEF, hold, pull, until
+from psync.net.peer import Handler
+from psync.net.process_state import fresh_process
+from psync.ps_task import PsTask
+from psync.testing import settle
+from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards, UnlockShards
+from psync.wire.messages import Done
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import BackUp
+from psync.wire.sync_messages import CloseStep
+from replica_cluster import ReplicaCluster, replicated
+from sync_cluster import GROUP, SyncCluster
+
+
+class Held:
+    """Messages of one kind to one ps, which are late."""
+
+    def __init__(self) -> None:
+        self.came = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+
+@contextlib.contextmanager
+def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
+    held = Held()
+    handlers = task._endpoint.handlers
+    handler = handlers[kind]
+
+    async def later(peer: Any, message: Any, body: Any) -> Any:
+        held.came.set()
+        await held.go_on.wait()
+        answer: Any = handler.run(peer, message, body)
+        return await answer if asyncio.iscoroutine(answer) or asyncio.isfuture(answer) else answer
+
+    handlers[kind] = Handler(later, handler.prepare)
+    try:
+        yield held
+    finally:
+        held.go_on.set()
+        handlers[kind] = handler
+
+
+def order_anew(coordinator: psync.ClusterCoordinator) -> None:
+    """Let all backups be made anew, as after a fail-over: what was being made is given up."""
+    replicas = coordinator._running("replicas").recovery.replicas
+    assert replicas is not None
+    replicas._pause()
+    for ps in range(len(replicas._links)):
+        replicas._note(ps, None, None)
+    replicas.resume()
+
+
+async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on() -> None:
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        ordered: list[int] = []
+        handlers = cluster.ps("ps-0")._endpoint.handlers
+        handler = handlers[BackUp]
+
+        def note(peer: Any, message: BackUp, body: Any) -> Any:
+            ordered.append(message.epoch)
+            return handler.run(peer, message, body)
+
+        handlers[BackUp] = Handler(note, handler.prepare)
+        with held_up(cluster.ps("ps-1"), CloseStep) as held:
+            training.schedule(4)
+            await held.came.wait()
+            for count in (1, 2):
+                order_anew(coordinator)
+                await until(lambda count=count: len(ordered) >= count)
+                await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await coordinator.join()
+            await coordinator.backed_up()
+        await training.check()
+
+
+async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
+    """Whoever holds the lock changes the shard before it gives it back."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(1, np.float32))
+        cluster.configure(needed=1)
+        holder, pusher = cluster.client("/job:worker/task:1"), cluster.replica(0)
+        members = [shard.key for shard in v.shards]
+        link = holder.links[1]
+        await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
+        pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
+        groups = cluster.ps[1]._sync._groups
+        await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
+        order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
+        copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
+        await until(lambda: cluster.ps[1].statistics()["backup"])
+        await settle()
+        async with asyncio.timeout(5):
+            await holder.assign(
+                holder.plan((v,)),
+                [np.ones(1, np.float32)],
+                op="add",
+                closure=1,
+                ordinal=0,
+                lock=1,
+            )
+            await link.call(lambda _: UnlockShards(1), locked=True)
+            await pushing
+            await copying
+        (value,) = await pull(cluster.chief, v)
+        assert value[0] == 0.5
+
+
+async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next() -> None:
+    """Of a set that it has named a later backup would never hear which shards it is."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(2 * LARGE, np.float32))
+        task = cluster.ps[1]
+
+        async def back_up(epoch: int) -> None:
+            order = BackUp(epoch, "/job:ps/task:0", "ps0:1", False)
+            await cluster.chief.links[1].call(lambda _: order)
+
+        replicas = [cluster.replica(0), cluster.replica(1)]
+        with held_up(task, CloseStep) as held:
+            pushes = [asyncio.create_task(each.push((v,), (1.0,))) for each in replicas]
+            await held.came.wait()
+            release = hold(task, v)
+            given_up = asyncio.create_task(back_up(1))
+            await until(lambda: task.statistics()["backup"].get("waiting") == 1)
+        await until(lambda: task.statistics()["backup"].get("waiting") == 2)
+        backed_up = asyncio.create_task(back_up(2))
+        await until(lambda: task.statistics()["backup"].get("waiting") == 3)
+        release()
+        await asyncio.gather(given_up, return_exceptions=True)
+        await backed_up
+        tokens = [each.token for each in await asyncio.gather(*pushes)]
+        await asyncio.gather(
+            *(each.push((v,), (1.0,), token) for each, token in zip(replicas, tokens, strict=True))
+        )
+        (backup,) = cluster.ps[0]._host._backups.values()
+        await backup.settle()
+        key = v.shards[0].key
+        assert backup.task._store.version(key) == task._store.version(key)
+
+
+@pytest.mark.parametrize("addresses", [["ps0:1"], ["ps0:1", "ps1:1", "ps2:1"]])
+async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[str]) -> None:
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([1])
+        v = await cluster.create("v", np.zeros(1, np.float32))
+        cluster.configure(needed=1)
+        await cluster.replica(0).push((v,), (1.0,))  # ps 0 is connected to the other one
+        chief = cluster.client(CHIEF, 200)
+        attach = AttachPs(200, 0, addresses, 15.0, keep=True)
+        assert isinstance((await chief.links[0].call(lambda _: attach)).message, Done)
+
+
+async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task._follower)
+        assert follower() is not None
+        await cluster.kill("ps-0")
+        training.schedule(4)
+        await coordinator.join()
+        await training.check()
+        gc.collect()
+        assert follower() is None
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("step_ps", [0, 1])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
+    size: int, step_ps: int
+) -> None:
+    with fresh_process():
+        async with backing_one_another_up() as cluster:
+            async with life(cluster) as first:
+                training = StepsOfTwo(first, size, step_ps)
+                training.schedule(6)
+                await first.join()
+                with held_up(cluster.ps("ps-1"), CloseStep) as held:
+                    training.schedule(40)
+                    await held.came.wait()
+                    silence(cluster, first)
+                    attaching = asyncio.create_task(attached(cluster, held))
+                    async with life(cluster) as second:
+                        await attaching
+                        training = StepsOfTwo(second, size, step_ps)
+                        assert await training.check() == 4
+
+
+async def attached(cluster: ReplicaCluster, held: Held) -> None:
+    """Let what was held up go on once ps 0 serves the next chief."""
+    ps_0 = cluster.ps("ps-0")
+    before = ps_0._coordinator
+    await until(lambda: ps_0._coordinator != before)
+    await settle()
+    held.go_on.set()
+
+
+async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> None:
+    """It is in what the image is completed with, and in the log."""
+    async with SyncCluster(2) as cluster:
+        cluster.places = iter([0, 0])
+        v = await cluster.create("v", np.zeros(2, np.float32))
+        large = await cluster.create("large", np.zeros(2 * LARGE, np.float32))
+        cluster.configure(needed=2)
+        await asyncio.gather(*(cluster.replica(index).push((v,), (1.0,)) for index in range(2)))
+        release = hold(cluster.ps[0], large)
+        order = BackUp(1, "/job:ps/task:1", "ps1:1", False)
+        copying = asyncio.create_task(cluster.chief.links[0].call(lambda _: order))
+        await until(lambda: cluster.ps[0].statistics()["backup"].get("waiting"))
+        pushing = asyncio.create_task(cluster.replica(2).push((v,), (1.0,), 1))
+        await until(lambda: cluster.group()["counted"])
+        release()
+        await copying
+        (backup,) = cluster.ps[1]._host._backups.values()
+        await backup.settle()
+        assert isinstance(backup.task, PsTask)
+        assert backup.task._follower is not None
+        assert len(backup.task._follower.steps.left()[GROUP]) == 1
+        pushing.cancel()
+        await asyncio.gather(pushing, return_exceptions=True)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("turns", [0, 5, 20, 60])  # of the loop, that steps are under way
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("lost", [("ps-0", "ps-2"), ("ps-1", "ps-3")])
+async def test_two_processes_die_at_once_and_steps_go_on(
+    lost: tuple[str, str], size: int, turns: int
+) -> None:
+    """Neither had the backup of the other. Nobody waits for what has ended with them."""
+    async with replicated(4) as (cluster, coordinator):
+        training = Training(coordinator, size)
+        training.schedule(6)
+        await coordinator.join()
+        training.schedule(30)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await asyncio.gather(*map(cluster.kill, lost))
+        await coordinator.join()
+        await training.check()
+        await asyncio.gather(*map(cluster.revive, lost))
+        await coordinator.backed_up()
+        await cluster.kill("ps-3" if "ps-2" in lost else "ps-2")
+        training.schedule(10)
+        await coordinator.join()
+        await training.check()
+
+
+async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
+    """Sent before a fail-over, over a connection that was lost, and served after it."""
+    async with replicated() as (cluster, coordinator):
+        training = Training(coordinator, SMALL)
+        training.schedule(4)
+        await coordinator.join()
+        links = coordinator._coordinator.links
+        before = links._ps_attachment(0)
+        await cluster.kill("ps-1")
+        training.schedule(4)
+        await coordinator.join()
+        ps_0 = cluster.ps("ps-0")
+        now = ps_0._closer._all_ps._addresses if ps_0._closer is not None else []
+        assert now != before.ps_addresses
+        chief = next(peer for peer in ps_0._endpoint.peers if peer.task == CHIEF)
+        await ps_0._attach(chief, before, [])
+        assert ps_0._closer is not None
+        assert ps_0._closer._all_ps._addresses == now
+        training.schedule(4)
+        await coordinator.join()
+        await training.check()

@@ -1,0 +1,518 @@
+"""Replicas: contexts, merge_call, collectives and merged updates, with numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from memory_cluster import coordinating
+from psync import ReduceOp, VariableAggregation, VariableSynchronization
+from psync.errors import GradientError, ReplicaValueError
+from psync.replicas.context import in_update_context
+
+
+async def replica_id() -> int:
+    return psync.get_replica_context().replica_id_in_sync_group
+
+
+# --- merge_call and regroup ------------------------------------------------------------------
+
+
+async def test_three_plus_replica_id_is_merged_to_the_sum_of_all():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        def merge_fn(distribution, three_plus_replica_id):
+            return sum(distribution.experimental_local_results(three_plus_replica_id))
+
+        async def fn(three):
+            context = psync.get_replica_context()
+            v = three + context.replica_id_in_sync_group
+            s = await context.merge_call(merge_fn, args=(v,))
+            return s + v
+
+        merged = await coordinator.strategy.run(fn, args=[3])
+        assert isinstance(merged, psync.PerReplica)
+        assert coordinator.strategy.experimental_local_results(merged) == (15, 16, 17)
+        assert await coordinator.strategy.reduce(ReduceOp.SUM, merged) == 48
+        assert list(await coordinator.strategy.experimental_run_v2(replica_id)) == [0, 1, 2]
+
+
+async def test_contexts_in_a_gang():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+
+        def in_merge(distribution, context_is_none):
+            return (
+                list(context_is_none.values),
+                psync.get_replica_context() is None,
+                psync.in_cross_replica_context(),
+                psync.get_strategy() is distribution,
+                type(distribution).__name__,
+                distribution.num_replicas_in_sync,
+            )
+
+        async def fn():
+            context = psync.get_replica_context()
+            assert psync.has_strategy()
+            assert not psync.in_cross_replica_context()
+            assert not in_update_context()
+            assert psync.get_strategy().num_replicas_in_sync == 2
+            merged = await context.merge_call(in_merge, (context is None,))
+            return context.num_replicas_in_sync, merged
+
+        with strategy.scope():
+            assert psync.get_replica_context() is None
+            found = await strategy.run(fn)
+        expected = (2, ([False, False], True, True, True, "ParameterServerStrategy", 2))
+        assert strategy.experimental_local_results(found) == (expected, expected)
+        assert strategy.num_replicas_in_sync == 1
+
+
+async def test_what_replicas_return_is_regrouped_item_by_item():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(1.0, name="v")
+
+        async def fn(own, everyones):
+            index = await replica_id()
+            return {"v": v, "list": [index, own], "none": None, "all": everyones}
+
+        found = await strategy.run(
+            fn, args=(psync.PerReplica(("a", "b")),), kwargs={"everyones": 7}
+        )
+        assert found["v"] is v
+        assert list(found["list"][0]) == [0, 1]
+        assert list(found["list"][1]) == ["a", "b"]
+        assert found["none"] is None
+        assert list(found["all"]) == [7, 7]
+
+
+async def test_structures_that_do_not_match_are_an_error():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def fn():
+            return [0] * await replica_id()
+
+        with pytest.raises(ReplicaValueError, match="do not agree on a structure"):
+            await coordinator.strategy.run(fn)
+
+
+async def test_a_merge_function_may_be_a_coroutine_and_use_variables():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2, np.float32), name="v")
+
+        async def merge_fn(distribution, value):
+            total = await distribution.reduce("SUM", value)
+            await v.assign_add(total)
+            return psync.PerReplica([f"to {i}" for i in range(distribution.num_replicas_in_sync)])
+
+        async def fn():
+            value = np.full(2, 1.0 + await replica_id(), np.float32)
+            told = await psync.get_replica_context().merge_call(merge_fn, (value,))
+            return told, await v.read()
+
+        found = await strategy.run(fn)
+        assert list(found[0]) == ["to 0", "to 1"]
+        assert [value.tolist() for value in found[1]] == [[3, 3], [3, 3]]
+
+
+async def test_what_a_merge_function_raises_is_raised_in_every_replica():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        def merge_fn(distribution):
+            raise KeyError("nothing there")
+
+        async def caught():
+            try:
+                await psync.get_replica_context().merge_call(merge_fn)
+            except KeyError as exc:
+                return str(exc), await psync.get_replica_context().all_reduce("sum", 1)
+
+        found = await coordinator.strategy.run(caught)
+        assert list(found[0]) == ["'nothing there'"] * 2
+        assert list(found[1]) == [2, 2]
+
+        async def not_caught():
+            await psync.get_replica_context().merge_call(merge_fn)
+
+        with pytest.raises(KeyError, match="nothing there"):
+            await coordinator.strategy.run(not_caught)
+
+
+async def test_different_numbers_of_merge_calls_are_an_error_and_not_a_hang():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        async def fn():
+            for _ in range(1 + await replica_id() % 2):
+                await psync.get_replica_context().merge_call(lambda distribution: None)
+
+        with pytest.raises(RuntimeError, match="different numbers of collectives"):
+            await coordinator.strategy.run(fn)
+
+
+async def test_different_collectives_are_an_error():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def fn():
+            op = "SUM" if await replica_id() else "MEAN"
+            await psync.get_replica_context().all_reduce(op, 1.0)
+
+        with pytest.raises(RuntimeError, match="different collectives: "):
+            await coordinator.strategy.run(fn)
+
+
+# --- all_reduce, all_gather ------------------------------------------------------------------
+
+
+async def test_all_reduce_sums_or_averages_nested_values():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        async def fn():
+            context = psync.get_replica_context()
+            mine = {"a": context.replica_id_in_sync_group, "b": [np.arange(3.0)]}
+            return await context.all_reduce("sum", mine), await context.all_reduce("MEAN", mine)
+
+        summed, mean = await coordinator.strategy.run(fn)
+        assert list(summed["a"]) == [3, 3, 3]
+        assert [value.tolist() for value in summed["b"][0]] == [[0, 3, 6]] * 3
+        assert list(mean["a"]) == [1, 1, 1]
+        assert [value.tolist() for value in mean["b"][0]] == [[0, 1, 2]] * 3
+
+
+async def test_all_reduce_of_rows_divides_by_the_number_of_replicas():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def fn():
+            context = psync.get_replica_context()
+            row = context.replica_id_in_sync_group
+            rows = psync.IndexedSlices(np.ones((2, 2)), np.array([row, 2]), (4, 2))
+            mean = await context.all_reduce("MEAN", rows)
+            return mean.indices.tolist(), mean.values[:, 0].tolist()
+
+        indices, values = await coordinator.strategy.run(fn)
+        assert [list(index) for index in indices] == [[0, 0], [1, 1], [2, 2]]
+        assert [list(value) for value in values] == [[0.5, 0.5], [0.5, 0.5], [1, 1]]
+
+
+async def test_all_gather_concatenates_in_the_order_of_the_replicas():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        async def fn():
+            context = psync.get_replica_context()
+            index = context.replica_id_in_sync_group
+            return await context.all_gather(np.full((index + 1, 2), index), axis=0)
+
+        gathered = await coordinator.strategy.run(fn)
+        assert all(value[:, 0].tolist() == [0, 1, 1, 2, 2, 2] for value in gathered)
+
+        async def ranks():
+            await psync.get_replica_context().all_gather(1.0, axis=0)
+
+        with pytest.raises(ReplicaValueError, match="rank 1"):
+            await coordinator.strategy.run(ranks)
+
+
+async def test_collectives_may_overlap():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        async def fn():
+            context = psync.get_replica_context()
+            return tuple(await asyncio.gather(*(context.all_reduce("sum", i) for i in range(20))))
+
+        found = await coordinator.strategy.run(fn)
+        assert [list(value) for value in found] == [[3 * i] * 3 for i in range(20)]
+
+
+async def test_a_plain_replica_waits_through_psync():
+    async with coordinating(num_workers=3) as (_, coordinator):
+
+        def fn(x):
+            context = psync.get_replica_context()
+            total = psync.wait(context.all_reduce("sum", x))
+            return total, psync.wait(context.merge_call(lambda distribution, value: 5, (x,)))
+
+        total, merged = await coordinator.strategy.run(fn, (psync.PerReplica((1, 2, 4)),))
+        assert list(total) == [7, 7, 7]
+        assert list(merged) == [5, 5, 5]
+
+
+async def test_large_values_are_reduced():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def fn(x):
+            total = await psync.get_replica_context().all_reduce("sum", x)
+            total += 1  # it is this replica's own
+            return float(total.sum())
+
+        array = np.ones((1 << 20,), np.float32)
+        assert list(await coordinator.strategy.run(fn, (array,))) == [3.0 * (1 << 20)] * 2
+
+
+# --- updates ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), [("SUM", 6.0), ("MEAN", 2.0), ("ONLY_FIRST_REPLICA", 1.0)]
+)
+async def test_assign_writes_once_what_the_aggregation_makes_of_all_values(aggregation, expected):
+    async with coordinating(num_ps=2, num_workers=3) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(10.0, name="v", aggregation=VariableAggregation[aggregation])
+
+        async def fn(method):
+            assert await getattr(v, method)(1.0 + await replica_id()) is v
+            return float(await v.read())
+
+        assert list(await strategy.run(fn, ("assign_add",))) == [10 + expected] * 3
+        assert list(await strategy.run(fn, ("assign_sub",))) == [10.0] * 3
+        assert list(await strategy.run(fn, ("assign",))) == [expected] * 3
+        assert float(await v.read()) == expected
+
+
+async def test_assign_of_the_sum_of_replica_id_plus_one():
+    async with coordinating(num_workers=4) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.int64(0), name="v", aggregation=VariableAggregation.SUM)
+
+        async def fn():
+            await v.assign(1 + await replica_id())
+
+        await coordinator.strategy.run(fn)
+        assert await v.read() == 4 * 5 // 2
+
+
+async def test_assign_without_an_aggregation_is_an_error():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(10.0, name="v", synchronization=VariableSynchronization.ON_WRITE)
+
+        async def fn():
+            await v.assign(1.0)
+
+        with pytest.raises(ValueError, match='assign to "v" in one of 2 replicas') as caught:
+            await strategy.run(fn)
+        assert isinstance(caught.value, ReplicaValueError)
+        assert "aggregation=psync.VariableAggregation.SUM" in caught.value.hint
+        assert await v.read() == 10
+
+        # A merge function is in cross-replica context, where it may write.
+        async def write(distribution, value):
+            await v.assign(value.values[1])
+
+        async def merged():
+            await psync.get_replica_context().merge_call(write, (1.0 + await replica_id(),))
+
+        await strategy.run(merged)
+        assert await v.read() == 2
+
+
+async def test_scatters_are_merged():
+    async with coordinating(num_ps=2, num_workers=3) as (_, coordinator):
+        with coordinator.strategy.scope():
+            table = psync.Variable(
+                np.zeros((4, 2), np.int64), name="table", aggregation=VariableAggregation.SUM
+            )
+
+        async def fn():
+            rows = np.array([await replica_id(), 3])
+            assert await table.scatter_add((rows, np.ones((2, 2), np.int64))) is table
+            return (await table.read())[:, 0].tolist()
+
+        found = await coordinator.strategy.run(fn)
+        assert [list(row) for row in found] == [[1] * 3, [1] * 3, [1] * 3, [3] * 3]
+
+        async def updates():
+            await table.scatter_update((np.array([0]), np.ones((1, 2), np.int64)))
+
+        with pytest.raises(NotImplementedError, match="aggregation SUM: expected ONLY_FIRST"):
+            await coordinator.strategy.run(updates)
+
+
+@pytest.mark.parametrize(
+    ("method", "aggregation", "expected"),
+    [
+        # Replica i has i + 2 for row i, and 2 for row 2.
+        ("scatter_mul", VariableAggregation.SUM, [12 * 2, 12 * 3, 12 * 2 * 2]),
+        ("scatter_div", VariableAggregation.SUM, [12 / 2, 12 / 3, 12 / 2 / 2]),
+        ("scatter_mul", VariableAggregation.MEAN, [12 * 2 / 2, 12 * 3 / 2, 12]),
+        ("scatter_div", VariableAggregation.MEAN, [12 / (2 / 2), 12 / (3 / 2), 12]),
+        ("scatter_mul", VariableAggregation.ONLY_FIRST_REPLICA, [12 * 2, 12, 12 * 2]),
+    ],
+)
+async def test_factors_of_all_replicas_are_multiplied_a_mean_divides_each(
+    method: str, aggregation: Any, expected: list[float]
+) -> None:
+    """``testScatterMul`` and ``testScatterDiv`` of TensorFlow's ``values_test.py``."""
+    async with coordinating(num_ps=2, num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.full(3, 12.0, np.float32), name="v", aggregation=aggregation)
+
+        async def fn() -> None:
+            replica = await replica_id()
+            await getattr(v, method)((np.array([replica, 2]), np.array([replica + 2.0, 2.0])))
+
+        await coordinator.strategy.run(fn)
+        assert (await v.read()).tolist() == expected
+
+
+async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.ones(2, int), name="v", aggregation=VariableAggregation.MEAN)
+
+        for method in ("scatter_add", "scatter_mul"):
+
+            async def fn(method: str) -> None:
+                await getattr(v, method)((np.array([0]), np.array([2])))
+
+            expected = f'{method} to "v", with aggregation MEAN: expected floating values'
+            with pytest.raises(GradientError, match=expected):
+                await coordinator.strategy.run(fn, args=(method,))
+
+
+async def test_one_replica_writes_without_an_aggregation():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(10.0, name="v")
+
+        async def fn():
+            await v.assign(1.0)
+            return psync.get_replica_context().num_replicas_in_sync
+
+        assert await coordinator.strategy.run(fn) == 1
+        assert await v.read() == 1
+
+
+async def test_a_variable_synchronized_on_read_has_a_copy_for_each_replica():
+    async with coordinating(num_workers=3) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            seen = psync.Variable(
+                0.0,
+                name="seen",
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.SUM,
+            )
+
+        async def total(distribution):
+            return float(await seen.read())
+
+        async def fn():
+            await seen.assign_add(1.0 + await replica_id())
+            own = float(await seen.read())
+            return own, await psync.get_replica_context().merge_call(total)
+
+        own, merged = await strategy.run(fn)
+        assert list(own) == [1, 2, 3]
+        assert list(merged) == [6, 6, 6]
+        with strategy.scope():
+            assert await seen.read() == 6
+
+
+async def test_gradients_are_summed_and_applied_once():
+    async with coordinating(num_ps=2, num_workers=3) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            w = psync.Variable(np.zeros(4, np.float32), name="w")
+            b = psync.Variable(np.zeros(1, np.float32), name="b")
+            table = psync.Variable(np.zeros((5, 2), np.float32), name="table")
+            step = psync.Variable(np.int64(0), name="step")
+        optimizer = psync.optimizers.SGD(0.5)
+
+        async def fn():
+            index = await replica_id()
+            rows = psync.IndexedSlices(np.ones((2, 2), np.float32), np.array([index, 4]), (5, 2))
+            pairs = zip([np.full(4, index + 1, np.float32), None, rows], (w, b, table), strict=True)
+            result = await optimizer.apply_gradients(pairs, step)
+            return result.outcome.value, result.step, float((await w.read())[0])
+
+        outcome, steps, seen = await strategy.run(fn)
+        assert list(outcome) == ["accepted"] * 3
+        assert list(steps) == [1, 1, 1]
+        assert list(seen) == [-3.0] * 3
+        assert (await w.read()).tolist() == [-3.0] * 4
+        assert (await b.read()).tolist() == [0]
+        assert (await table.read())[:, 0].tolist() == [-0.5, -0.5, -0.5, 0, -1.5]
+        assert await step.read() == 1
+
+
+async def test_gradients_for_different_variables_are_an_error():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(0.0, name="v")
+            w = psync.Variable(0.0, name="w")
+        optimizer = psync.optimizers.SGD(0.5)
+
+        async def fn():
+            variables = (v, w) if await replica_id() else (w,)
+            await optimizer.apply_gradients([(np.float32(1), each) for each in variables])
+
+        with pytest.raises(GradientError, match='replica 0 has gradients for "w", replica 1 for'):
+            await coordinator.strategy.run(fn)
+        assert await w.read() == 0
+
+
+async def test_training_with_replicas_equals_one_process():
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=12).astype(np.float32)
+
+    def gradient(weights: Any, rows: slice) -> Any:
+        return (x[rows].T @ (x[rows] @ weights - y[rows]) / len(x)).astype(np.float32)
+
+    expected = np.zeros(3, np.float32)
+    for _ in range(5):
+        expected -= np.float32(0.5) * gradient(expected, slice(None))
+
+    async with coordinating(num_workers=3) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(3, np.float32), name="w")
+        optimizer = psync.optimizers.SGD(0.5)
+
+        async def fn(rows):
+            await optimizer.apply_gradients([(gradient(await w.read(), rows), w)])
+
+        shares = psync.PerReplica([slice(0, 4), slice(4, 8), slice(8, 12)])
+        for _ in range(5):
+            await coordinator.strategy.run(fn, (shares,))
+        np.testing.assert_allclose(await w.read(), expected, rtol=1e-5)
+
+
+# --- in a closure ----------------------------------------------------------------------------
+
+
+async def test_in_a_scheduled_step_there_is_one_replica_and_run_is_local():
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(0.0, name="v")
+
+        async def write(distribution, value):
+            await v.assign_add(value)
+            return distribution.experimental_local_results(value)
+
+        async def step():
+            context = psync.get_replica_context()
+            assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
+
+            async def fn(x):
+                return await psync.get_replica_context().merge_call(write, (x,))
+
+            first = await psync.get_strategy().run(fn, (2.0,))
+            return first, await context.all_reduce("MEAN", 3.0)
+
+        def plain():
+            return psync.wait(psync.get_replica_context().merge_call(write, (1.0,)))
+
+        with strategy.scope():
+            values = [coordinator.schedule(step), coordinator.schedule(plain)]
+        assert await coordinator.fetch(values) == [((2.0,), 3.0), (1.0,)]
+        assert await v.read() == 3

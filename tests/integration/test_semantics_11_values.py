@@ -1,0 +1,288 @@
+"""TensorFlow's reductions and updates of values of replicas, rule by rule, with numbers.
+
+What is tested here in numbers stands in full where it belongs: ``test_distributed_values``,
+``test_replica_sums``, ``test_extended``, ``test_strategy_extended``, and for what replicas do
+themselves ``test_semantics_11_replicas``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from memory_cluster import coordinating
+from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
+from psync.errors import ReplicaValueError, UsageError
+from psync.numerics.replica_values import reduce_distributed, regroup, select
+from psync.replicas.context import cross_replica, get_replica_context, in_update_context
+
+CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
+ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)
+ROWS_2 = np.array([[10.0], [20.0]], np.float32)
+
+
+def make() -> tuple[psync.ParameterServerStrategy, Any]:
+    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(CLUSTER), task_type="chief", task_id=0)
+    strategy = psync.ParameterServerStrategy(resolver)
+    with strategy.scope():
+        return strategy, psync.Variable(np.zeros(2), name="v")
+
+
+# --- reduce --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, "sum", "Sum", "SUM"])
+async def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
+    strategy, v = make()
+    assert await strategy.reduce(op, PerReplica([1.0, 2.0])) == 3.0
+    assert (await strategy.extended.reduce_to(op, PerReplica([1.0, 2.0]), v)).value == 3.0
+
+
+@pytest.mark.parametrize("op", [psync.VariableAggregation.SUM, "none", None, 0])
+async def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
+    strategy, v = make()
+    with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
+        await strategy.reduce(op, PerReplica([1.0, 2.0]))
+    with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
+        await strategy.extended.batch_reduce_to(op, [(PerReplica([1.0, 2.0]), v)])
+
+
+async def test_a_destination_is_a_variable_a_value_or_a_device_and_no_list() -> None:
+    strategy, v = make()
+    value = PerReplica([1.0, 2.0])
+    for destinations in (v, np.zeros(2), "/job:ps/replica:0/task:1/device:CPU:0"):
+        assert (await strategy.extended.reduce_to("sum", value, destinations)).value == 3.0
+    for missing in ([v], (v,), None):
+        with pytest.raises(ReplicaValueError, match="destination"):
+            await strategy.extended.reduce_to("sum", value, missing)
+        with pytest.raises(ReplicaValueError, match="destination"):
+            await strategy.extended.broadcast_to(3, missing)
+
+
+async def test_a_batch_of_reductions_is_answered_in_order() -> None:
+    strategy, v = make()
+    pairs = [(PerReplica([float(n), 1.0]), v) for n in range(4)]
+    results = await strategy.extended.batch_reduce_to(ReduceOp.MEAN, pairs)
+    assert [float(np.asarray(result)) for result in results] == [0.5, 1.0, 1.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "replicas", "expected"),
+    [
+        ("sum", 0, 2, 0),
+        ("mean", 0, 2, 0),
+        ("mean", 5.0, 2, 5.0),
+        ("sum", 5.0, 1, 5.0),
+        ("mean", Mirrored([5.0, 5.0]), 2, 5.0),
+    ],
+)
+def test_a_value_that_is_not_per_replica_is_what_all_have(
+    op: str, value: Any, replicas: int, expected: float
+) -> None:
+    assert reduce_distributed(op, value, replicas) == expected
+
+
+async def test_the_sum_of_a_value_that_is_not_per_replica_is_an_error() -> None:
+    strategy, v = make()
+    with cross_replica(strategy, num_replicas=2):
+        with pytest.raises(ValueError, match="SUM over 2 replicas"):
+            await strategy.reduce("sum", 5.0)
+        with pytest.raises(ValueError, match="SUM over 2 replicas"):
+            await strategy.extended.reduce_to("sum", np.ones(2), v)
+
+
+async def test_numbers_are_broadcast_as_they_are() -> None:
+    strategy, v = make()
+    assert await strategy.extended.broadcast_to(3, v) == 3
+    value = await strategy.extended.broadcast_to(np.ones(2), v)
+    assert (type(value), np.asarray(value).tolist()) == (Mirrored, [1.0, 1.0])
+
+
+async def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> None:
+    strategy, v = make()
+    first = IndexedSlices(np.array([[2.0], [4.0]]), [0, 3])
+    second = IndexedSlices(np.array([[6.0]]), [3])
+    total = await strategy.reduce("sum", PerReplica([first, second]))
+    assert (total.indices.tolist(), total.values.tolist()) == ([0, 3], [[2.0], [10.0]])
+    mean = (await strategy.extended.reduce_to("mean", PerReplica([first, second]), v)).value
+    assert (mean.indices.tolist(), mean.values.tolist()) == ([0, 3], [[1.0], [5.0]])
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "expected"),
+    [
+        ("sum", 0, [40.0]),  # 10 of the one, 30 of the other
+        ("mean", 0, [40.0 / 6]),  # of 6 rows: not the mean of 2.5 and 15
+        ("mean", [0, 1], 40.0 / 6),
+        ("sum", [0, 1], 40.0),
+    ],
+)
+async def test_an_axis_is_reduced_within_each_replica_and_then_across(
+    op: str, axis: Any, expected: Any
+) -> None:
+    strategy, _ = make()
+    result = await strategy.reduce(op, PerReplica([ROWS_4, ROWS_2]), axis=axis)
+    assert np.asarray(result).tolist() == pytest.approx(expected)
+
+
+async def test_without_an_axis_it_is_across_replicas_only() -> None:
+    strategy, _ = make()
+    assert (await strategy.reduce("sum", PerReplica([ROWS_2, ROWS_2]), axis=None)).tolist() == [
+        [20.0],
+        [40.0],
+    ]
+
+
+@pytest.mark.parametrize("axis", [2, -3, "0", 1.0, [0, None], [0, 0]])
+async def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
+    strategy, _ = make()
+    with pytest.raises(ReplicaValueError, match="axis"):
+        await strategy.reduce("sum", PerReplica([ROWS_4, ROWS_4]), axis=axis)
+
+
+async def test_gather_puts_values_one_behind_the_other() -> None:
+    strategy, _ = make()
+    gathered = await strategy.gather(PerReplica([ROWS_4, ROWS_2]), axis=0)
+    assert gathered.tolist() == [[1], [2], [3], [4], [10], [20]]
+    for value, axis in (([ROWS_4, ROWS_2], 1), ([1.0, 2.0], 0), ([ROWS_4, ROWS_4], 2)):
+        with pytest.raises(ReplicaValueError, match=r"gather|axis"):
+            await strategy.gather(PerReplica(value), axis=axis)
+    rows = IndexedSlices(np.ones((1, 1)), [0])
+    with pytest.raises(ReplicaValueError, match="gather of IndexedSlices is not possible"):
+        await strategy.gather(PerReplica([rows, rows]), axis=0)
+
+
+async def test_in_a_replica_reductions_say_to_merge() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+
+        async def replica() -> str:
+            extended = psync.get_strategy().extended
+            with pytest.raises(UsageError) as caught:
+                await extended.reduce_to("sum", 1.0, "/job:ps/task:0")
+            return str(caught.value)
+
+        for text in (await strategy.run(replica)).values:
+            assert "reduce_to in replica context" in text
+            assert "merge_call" in text
+
+
+async def test_what_replicas_returned_is_reduced_and_gathered() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+
+        async def replica(rows: Any) -> dict[str, Any]:
+            return {"loss": float(rows.sum()), "rows": rows}
+
+        result = await strategy.run(replica, args=(PerReplica([ROWS_4, ROWS_2]),))
+        assert await strategy.reduce("mean", result["loss"]) == 20.0
+        assert (await strategy.reduce("mean", result["rows"], axis=0)).tolist() == pytest.approx(
+            [40 / 6]
+        )
+        assert (await strategy.gather(result["rows"], axis=0)).shape == (6, 1)
+        assert [each["loss"] for each in strategy.experimental_local_results(result)] == [10, 30]
+
+
+# --- update and non-slot -------------------------------------------------------------------------
+
+
+async def test_steps_2_to_4_of_the_standard_pattern_update_a_variable_once() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(np.zeros(2), name="v")
+
+        async def add(variable: Any, total: Any) -> bool:
+            await variable.assign_add(total)
+            return in_update_context() and get_replica_context() is None
+
+        async def merge(merged: Any, gradient: Any, variable: Any) -> bool:
+            total = await merged.extended.reduce_to(ReduceOp.SUM, gradient, variable)
+            return await merged.extended.update(variable, add, args=(total,))
+
+        async def replica() -> bool:
+            context = psync.get_replica_context()
+            gradient = np.full(2, context.replica_id_in_sync_group + 1.0)
+            return await context.merge_call(merge, args=(gradient, v))
+
+        assert list(await strategy.run(replica)) == [True, True]
+        assert (await v.read()).tolist() == [3.0, 3.0]
+        coordinator.schedule(replica)  # one replica merges with itself
+        await coordinator.join()
+        assert (await v.read()).tolist() == [4.0, 4.0]
+
+
+async def test_an_update_from_replicas_happens_once() -> None:
+    async with coordinating(num_workers=2) as (_, coordinator):
+        strategy = coordinator.strategy
+        with strategy.scope():
+            v = psync.Variable(0.0)
+
+        async def add(variable: Any, total: Any, copy_of: Any) -> bool:
+            await variable.assign_add(total)
+            return copy_of is variable
+
+        async def replica() -> Any:
+            context = psync.get_replica_context()
+            total = await context.all_reduce("sum", context.replica_id_in_sync_group + 1.0)
+            extended = psync.get_strategy().extended
+            return await extended.update(v, add, args=(Mirrored([total]), v))
+
+        assert list(await strategy.run(replica)) == [True, True]
+        assert await v.read() == 3.0
+
+
+async def test_an_update_is_of_a_variable_with_one_value() -> None:
+    strategy, v = make()
+    extended = strategy.extended
+    assert await extended.update(v, lambda var, n: (var is v, n), args=(PerReplica([7]),)) == (
+        True,
+        7,
+    )
+    assert await extended.update(v, lambda var: 7, group=False) == (7,)
+    with pytest.raises(ValueError, match="update: expected a variable, got float"):
+        await extended.update(3.0, print)
+    with pytest.raises(ValueError, match="an argument has the values of 2 replicas"):
+        await extended.update(v, print, args=(PerReplica([1, 2]),))
+
+
+async def test_what_an_optimizer_keeps_once_is_where_the_smallest_name_is() -> None:
+    strategy, v = make()
+    with strategy.scope():
+        a = psync.Variable(0.0, name="a")
+    assert (v.device, a.device) == strategy.extended.parameter_devices
+    device = strategy.extended.non_slot_devices([v, a])
+    assert device == a.device
+    with strategy.scope(), strategy.extended.colocate_vars_with(device):
+        beta = psync.Variable(0.9, name="beta")
+    assert beta.device == a.device
+    assert await strategy.extended.update_non_slot(device, lambda: "done") == "done"
+
+
+@pytest.mark.parametrize(
+    ("job", "index", "leads"), [("chief", 0, True), ("worker", 0, False), ("worker", 1, False)]
+)
+def test_who_saves_and_initializes_is_the_chief(job: str, index: int, leads: bool) -> None:
+    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(CLUSTER), task_type=job, task_id=index)
+    extended = psync.ParameterServerStrategy(resolver).extended
+    assert extended.should_checkpoint is leads
+    assert extended.experimental_should_init is leads
+    assert extended.should_save_summary is leads
+
+
+# --- regroup -------------------------------------------------------------------------------------
+
+
+def test_what_replicas_return_is_regrouped() -> None:
+    """The example of TensorFlow's documentation: (x, a, v0) and (x, b, v1)."""
+    x, v = object(), make()[1]
+    grouped = regroup([(x, "a", v), (x, "b", v)])
+    assert grouped[0] is x
+    assert grouped[1].values == ("a", "b")
+    assert grouped[2] is v
+    assert [select(n, grouped) for n in range(2)] == [(x, "a", v), (x, "b", v)]
+    with pytest.raises(ReplicaValueError, match="do not agree on a structure"):
+        regroup([(x, "a"), (x, "b", v)])

@@ -1,0 +1,231 @@
+"""Processes of a cluster: what they are given, and how the group ends. All are real."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process_tools import SECRET, Screen, group, script
+from psync.errors import BusyError, ClosedError, ConfigurationError
+from psync.launch.processes import ProcessGroup, RestartPolicy
+from psync.launch.task_process import TaskProcess
+
+pytestmark = pytest.mark.processes
+
+# --- decisions ---------------------------------------------------------------------------------
+
+
+def test_restarts_are_allowed_up_to_the_limit_within_the_window() -> None:
+    policy = RestartPolicy(2, window_s=60.0)
+    assert [policy.allow(now) for now in (0.0, 1.0, 2.0, 59.9)] == [True, True, False, False]
+
+
+def test_a_restart_is_forgotten_when_it_has_left_the_window() -> None:
+    policy = RestartPolicy(2, window_s=60.0)
+    asked = (0.0, 1.0, 60.0, 60.5, 61.0, 62.0)
+    assert [policy.allow(now) for now in asked] == [True, True, True, False, True, False]
+
+
+def test_a_limit_of_zero_allows_no_restart() -> None:
+    assert not RestartPolicy(0).allow(0.0)
+
+
+# --- what a task is given ----------------------------------------------------------------------
+
+
+async def report_of(group: ProcessGroup, screen: Screen, job: str, index: int) -> dict[str, Any]:
+    task = group.start_task(job, index, script("report.py", "an argument"))
+    assert await task.wait() == 0
+    report: dict[str, Any] = json.loads(await screen.wait_for(f"[{job}-{index}] "))
+    return report
+
+
+async def test_a_task_is_told_its_cluster_and_its_place_in_it() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        report = await report_of(processes, screen, "worker", 1)
+    config = json.loads(report["environ"]["TF_CONFIG"])
+    assert config == {"cluster": processes.cluster, "task": {"type": "worker", "index": 1}}
+    assert {job: len(addresses) for job, addresses in config["cluster"].items()} == {
+        "chief": 1,
+        "ps": 1,
+        "worker": 2,
+    }
+    addresses = [*itertools.chain(*config["cluster"].values())]
+    assert len(set(addresses)) == 4
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert report["argv"] == ["an argument"]
+    assert report["environ"]["PSYNC_LAUNCHED"] == "1"
+    assert report["environ"]["PYTHONUNBUFFERED"] == "1"
+
+
+async def test_a_task_inherits_its_listening_socket_and_the_lifeline_and_no_other_file() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        report = await report_of(processes, screen, "worker", 0)
+    files = {int(fd): target for fd, target in report["files"].items()}
+    listen_fd = int(report["environ"]["PSYNC_LISTEN_FD"])
+    lifeline_fd = int(report["environ"]["PSYNC_LIFELINE_FD"])
+    assert set(files) == {0, 1, 2, listen_fd, lifeline_fd}
+    assert files[0] == "/dev/null"
+    assert files[listen_fd].startswith("socket:")
+    assert files[lifeline_fd].startswith("pipe:")
+
+
+async def test_a_task_leads_a_session_of_its_own() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        report = await report_of(processes, screen, "ps", 0)
+    assert report["pid"] == report["group"] == report["session"] != os.getsid(0)
+
+
+async def test_the_secret_is_in_the_environment_of_tasks_and_on_no_command_line() -> None:
+    screen = Screen()
+    async with group(screen, secret=SECRET) as processes:
+        task = processes.start_task("worker", 0, script("sleeper.py"))
+        await screen.wait_for("[worker-0] ready ")
+        assert SECRET.encode() in Path(f"/proc/{task.pid}/environ").read_bytes()
+        assert SECRET.encode() not in Path(f"/proc/{task.pid}/cmdline").read_bytes()
+    assert "PSYNC_SECRET" not in os.environ
+
+
+async def test_tasks_compute_in_one_thread_unless_the_user_has_said_otherwise() -> None:
+    screen = Screen()
+    async with group(screen, environ={"MKL_NUM_THREADS": "4", "HOME": "/"}) as processes:
+        environ = (await report_of(processes, screen, "ps", 0))["environ"]
+    assert environ["OMP_NUM_THREADS"] == environ["OPENBLAS_NUM_THREADS"] == "1"
+    assert environ["MKL_NUM_THREADS"] == "4"
+    assert environ["HOME"] == "/"
+
+
+async def test_a_task_can_be_given_further_variables() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        command = script("report.py")
+        await processes.start_task("ps", 0, command, env={"MORE": "yes"}).wait()
+    report = json.loads(await screen.wait_for("[ps-0] "))
+    assert report["environ"]["MORE"] == "yes"
+
+
+async def test_peers_can_connect_before_a_task_is_up_and_after_it_was_started_again() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        host, port = processes.cluster["worker"][0].split(":")
+        for _ in range(2):
+            with socket.create_connection((host, int(port)), timeout=10):
+                report = await report_of(processes, screen, "worker", 0)
+                assert json.loads(report["environ"]["TF_CONFIG"])["cluster"] == processes.cluster
+
+
+# --- the group ---------------------------------------------------------------------------------
+
+
+async def start_sleepers(processes: ProcessGroup, screen: Screen, *kind: str) -> list[TaskProcess]:
+    tasks = [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
+    started = [processes.start_task(*task, script("sleeper.py", *kind)) for task in tasks]
+    for task in started:
+        await screen.wait_for(f"[{task.name}] ready ")
+    return started
+
+
+async def test_leaving_the_group_stops_all_tasks_the_chief_first() -> None:
+    ended: list[str] = []
+    screen = Screen()
+    async with group(screen) as processes:
+        tasks = await start_sleepers(processes, screen)
+
+        async def watch(task: TaskProcess) -> None:
+            assert await task.wait() == -signal.SIGTERM
+            ended.append(task.name)
+
+        watchers = [asyncio.create_task(watch(task)) for task in tasks]
+    await asyncio.gather(*watchers)
+    assert ended[0] == "chief-0"
+    assert sorted(ended) == ["chief-0", "ps-0", "worker-0", "worker-1"]
+
+
+async def test_killing_the_group_leaves_nobody_time() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        tasks = await start_sleepers(processes, screen, "stubborn")
+        processes.kill()
+        assert [await task.wait() for task in tasks] == [-signal.SIGKILL] * 4
+
+
+async def test_stopping_the_group_kills_at_once_when_it_is_cancelled() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        tasks = await start_sleepers(processes, screen, "stubborn")
+        stop = asyncio.create_task(processes.stop(grace_s=3600))
+        await asyncio.sleep(0)
+        stop.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stop
+        assert [await task.wait() for task in tasks] == [-signal.SIGKILL] * 4
+
+
+async def test_a_task_that_has_ended_can_be_started_again() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        first = await report_of(processes, screen, "worker", 0)
+        screen.lines.clear()
+        second = await report_of(processes, screen, "worker", 0)
+    assert first["pid"] != second["pid"]
+    assert first["environ"]["PSYNC_LISTEN_FD"] == second["environ"]["PSYNC_LISTEN_FD"]
+
+
+async def test_an_address_that_was_abandoned_refuses_connections() -> None:
+    async with group() as processes:
+        host, port = processes.cluster["ps"][0].split(":")
+        socket.create_connection((host, int(port))).close()
+        processes.abandon("ps", 0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        with pytest.raises(ConfigurationError, match="expected a task of the cluster"):
+            processes.start_task("ps", 0)
+
+
+async def test_a_task_that_runs_cannot_be_started_again() -> None:
+    async with group() as processes:
+        task = processes.start_task("ps", 0, script("sleeper.py"))
+        with pytest.raises(BusyError) as caught:
+            processes.start_task("ps", 0, script("sleeper.py"))
+        assert str(caught.value) == f"cannot start ps-0: it is running as process {task.pid}"
+
+
+async def test_a_task_that_the_cluster_does_not_have_cannot_be_started() -> None:
+    async with group() as processes:
+        with pytest.raises(ConfigurationError) as caught:
+            processes.start_task("worker", 2, script("sleeper.py"))
+    assert str(caught.value) == (
+        "expected a task of the cluster (1 chief, 1 ps, 2 worker), got worker-2"
+    )
+
+
+async def test_nothing_can_be_started_once_the_group_is_stopped() -> None:
+    async with group() as processes:
+        await processes.stop()
+        with pytest.raises(ClosedError) as caught:
+            processes.start_task("worker", 1)
+    assert str(caught.value) == "cannot start worker-1: the process group is being stopped"
+
+
+async def test_a_program_that_does_not_exist_is_an_error_and_can_be_corrected() -> None:
+    screen = Screen()
+    async with group(screen) as processes:
+        with pytest.raises(FileNotFoundError):
+            processes.start_task("worker", 0, ["/nonexistent/program"])
+        assert await report_of(processes, screen, "worker", 0)
+
+
+def test_a_group_that_cannot_be_made_leaves_no_socket_open() -> None:
+    with pytest.raises(TypeError):
+        ProcessGroup({"chief": 1, "worker": None})  # type: ignore[dict-item]

@@ -1,0 +1,92 @@
+"""Files of certificates: who can read them, and what is there when something goes wrong."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from psync.errors import ConfigurationError
+from psync.net import certificates
+from psync.net.certificates import Certificates, mint, own_hosts, temporary, write
+from psync.net.tls_config import load_tls
+
+CONTENTS = Certificates(b"the authority", b"the certificate", b"the key")
+
+
+def test_only_the_owner_reads_the_key(tmp_path: Path) -> None:
+    ca, cert, key = write(CONTENTS, tmp_path / "new" / "certs")
+    assert [path.name for path in (ca, cert, key)] == ["ca.pem", "cert.pem", "key.pem"]
+    assert [path.read_bytes() for path in (ca, cert, key)] == [
+        CONTENTS.ca,
+        CONTENTS.cert,
+        CONTENTS.key,
+    ]
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("there", ["ca.pem", "cert.pem", "key.pem"])
+def test_nothing_is_overwritten_and_nothing_is_left(there: str, tmp_path: Path) -> None:
+    (tmp_path / there).write_text("dear to somebody")
+    with pytest.raises(ConfigurationError) as caught:
+        write(CONTENTS, tmp_path)
+    assert caught.value.message == f"{tmp_path / there}: cannot be written: file exists"
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "dear to somebody"
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be written: not a directory"):
+        write(CONTENTS, tmp_path / "file" / "certs")
+
+
+def test_certificates_are_valid_from_a_little_before_now_for_so_many_days() -> None:
+    now = datetime.datetime(2030, 1, 1, 12, tzinfo=datetime.UTC)
+    made = mint(["ps0"], 7, now)
+    for pem in (made.ca, made.cert):
+        certificate = x509.load_pem_x509_certificate(pem)
+        assert certificate.not_valid_before_utc == now - datetime.timedelta(hours=1)
+        assert certificate.not_valid_after_utc == now + datetime.timedelta(days=7)
+
+
+def test_the_key_of_the_authority_is_nowhere() -> None:
+    made = mint(["ps0"], 1)
+    assert made.key.count(b"BEGIN PRIVATE KEY") == 1
+    assert b"PRIVATE" not in made.ca + made.cert
+
+
+def test_this_machine_is_known_by_its_name_and_its_loopback_addresses() -> None:
+    assert own_hosts()[:3] == ["localhost", "127.0.0.1", "::1"]
+    assert socket.gethostname() in own_hosts()
+
+
+def test_temporary_certificates_work_and_go() -> None:
+    with temporary(days=1) as variables:
+        key = Path(variables["PSYNC_TLS_KEY_FILE"])
+        assert stat.S_IMODE(key.stat().st_mode) == 0o600
+        assert stat.S_IMODE(key.parent.stat().st_mode) == 0o700
+        assert load_tls(variables) is not None
+    assert not key.parent.exists()
+
+
+def test_without_the_package_that_makes_them_its_name_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "psync.net.signing")
+    with pytest.raises(ConfigurationError) as caught:
+        mint(["ps0"], 1)
+    assert "package cryptography, which is not installed" in caught.value.message
+    assert caught.value.hint == "pip install 'psync[tls]'; TLS itself does not need it"
+
+
+def test_a_host_without_a_name_is_still_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates.socket, "gethostname", lambda: "localhost")
+    assert own_hosts() == ["localhost", "127.0.0.1", "::1"]

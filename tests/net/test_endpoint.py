@@ -1,0 +1,1094 @@
+"""Endpoints: who gets in, who is waited for, what is said about it, and what is left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from endpoints import (
+    PLACES,
+    PS,
+    SECRET,
+    WORKER,
+    Handlers,
+    connected,
+    done,
+    new_endpoint,
+    places,
+)
+from psync.errors import (
+    AuthenticationError,
+    ClosedError,
+    ConfigurationError,
+    ConnectFailed,
+    ConnectionLost,
+    FencedError,
+    RemoteProtocolError,
+)
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.secret import Secret
+from psync.net.transport import SocketNetwork
+from psync.testing import MemoryNetwork, settle
+from psync.wire.limits import Limits
+from psync.wire.messages import AskStatistics, Done, Hello, Refused
+from psync.wire.ps_messages import Pull, Pulled
+
+OTHER_SECRET = Secret(b"the secret of another cluster")
+SERVED: Handlers = {AskStatistics: Handler(done)}
+
+
+class Stranger(asyncio.BufferedProtocol):
+    """Something that is not psync: says what it is told to, and keeps what it hears."""
+
+    def __init__(self, words: bytes = b"") -> None:
+        self.words = words
+        self.heard = b""
+        self.room = bytearray(4096)
+        self.gone = asyncio.Event()
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        if self.words:
+            self.transport.write(self.words)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.heard += bytes(self.room[:nbytes])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+
+
+def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("psync")]
+
+
+# --- listening -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_tasks_find_each_other(place: str, tmp_path: Path) -> None:
+    network, address = places(tmp_path)[place]()
+    async with connected(network, SERVED, address=address, lane="bulk") as pair:
+        assert (pair.peer.task, pair.peer.incarnation, pair.peer.lane) == (PS, 1, "bulk")
+        assert (pair.back.task, pair.back.incarnation, pair.back.lane) == (WORKER, 2, "bulk")
+        assert pair.client.peers == [pair.peer]
+        assert pair.server.peers == [pair.back]
+        assert (await pair.peer.call(AskStatistics())).message == Done()
+
+
+@pytest.mark.parametrize("secret", [SECRET, None])
+async def test_a_cluster_may_run_without_a_secret(secret: Secret | None) -> None:
+    network = MemoryNetwork()
+    ps = new_endpoint(network, PS, SERVED, secret=secret)
+    worker = new_endpoint(network, WORKER, secret=secret)
+    await ps.listen("ps0:1")
+    peer = await worker.connect("ps0:1", PS)
+    assert (await peer.call(AskStatistics())).message == Done()
+    await worker.close()
+    await ps.close()
+
+
+async def test_an_address_in_use_is_told_with_a_remedy() -> None:
+    endpoint = new_endpoint(SocketNetwork())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigurationError) as caught:
+            await endpoint.listen(address)
+    assert caught.value.message == f"{PS} cannot listen on {address}: address already in use"
+    assert caught.value.hint == (
+        "does another process listen there, a task of an earlier run perhaps? "
+        "is it an address of this machine?"
+    )
+    await endpoint.close()
+
+
+async def test_an_address_of_another_machine_is_told() -> None:
+    endpoint = new_endpoint(SocketNetwork())
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192.0.2.1:2222: cannot"):
+        await endpoint.listen("192.0.2.1:2222")
+    await endpoint.close()
+
+
+async def test_a_living_unix_socket_is_told(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/ps0"
+    async with connected(SocketNetwork(), address=address) as pair:
+        other = new_endpoint(SocketNetwork(), "/job:ps/task:1")
+        with pytest.raises(ConfigurationError) as caught:
+            await other.listen(address)
+        assert caught.value.message == (
+            f"/job:ps/task:1 cannot listen on {address}: address already in use"
+        )
+        await other.close()
+        await pair.peer.ping()
+    assert not (tmp_path / "ps0").exists()
+
+
+# --- connecting, once ------------------------------------------------------------------------
+
+
+class NamedLater(MemoryNetwork):
+    """Knows no name before its time."""
+
+    def __init__(self, known_at: float) -> None:
+        super().__init__()
+        self.known_at = known_at
+
+    async def listen(self, address: str, factory: Any) -> Any:
+        if asyncio.get_running_loop().time() < self.known_at:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return await super().listen(address, factory)
+
+
+@pytest.mark.virtual_time
+async def test_the_name_at_which_a_task_listens_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A pod of Kubernetes has none in the DNS yet when it begins."""
+    now = asyncio.get_running_loop().time()
+    ps = new_endpoint(NamedLater(now + 20))
+    listener = await ps.listen("train-ps-0.train:8470")
+    assert listener.address == "train-ps-0.train:8470"
+    assert 20 <= asyncio.get_running_loop().time() - now <= 25
+    assert texts(caplog) == [
+        f"{PS} cannot listen on train-ps-0.train:8470 yet, and tries again for 60 s: the name "
+        "cannot be resolved (Name or service not known)"
+    ]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_name_that_nobody_knows_is_an_error_after_a_minute() -> None:
+    ps = new_endpoint(NamedLater(math.inf))
+    with pytest.raises(ConfigurationError, match="cannot listen on tpyo:1: the name cannot be re"):
+        async with asyncio.timeout(70):
+            await ps.listen("tpyo:1")
+    await ps.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("127.0.0.1:1", f"{PS} at 127.0.0.1:1: connection refused"),
+        ("unix:/nowhere/ps0", f"{PS} at unix:/nowhere/ps0: no such file or directory"),
+    ],
+)
+async def test_nobody_there(address: str, told: str) -> None:
+    worker = new_endpoint(SocketNetwork(), WORKER)
+    with pytest.raises(ConnectFailed) as caught:
+        await worker.connect(address, PS)
+    assert caught.value.message == told
+    assert not worker._peers
+    await worker.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("far", [False, True], ids=["silent", "unreachable"])
+async def test_somebody_who_does_not_answer(far: bool) -> None:
+    network = MemoryNetwork()
+    listener = await network.listen("ps0:1", Stranger)
+    if far:
+        network.partition("ps0:1")
+    worker = new_endpoint(network, WORKER)
+    loop = asyncio.get_running_loop()
+    with pytest.raises(ConnectFailed) as caught:
+        await worker.connect("ps0:1", PS)
+    assert caught.value.message == f"{PS} at ps0:1: no answer within 5 s"
+    assert loop.time() == 5.0
+    assert not worker._peers
+    listener.close()
+    await worker.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_somebody_who_is_not_psync(place: str, tmp_path: Path) -> None:
+    network, address = places(tmp_path)[place]()
+    strangers: list[Stranger] = []
+
+    def greet() -> Stranger:
+        strangers.append(Stranger(b"220 mail.example.org ESMTP ready, what can I do?\r\n"))
+        return strangers[-1]
+
+    listener = await network.listen(address, greet)
+    worker = new_endpoint(network, WORKER)
+    with pytest.raises(RemoteProtocolError) as caught:
+        await worker.connect_retrying(listener.address, PS)
+    assert caught.value.message == (
+        "expected a psync frame, which starts with b'PSYN', got b'220 '"
+    )
+    listener.close()
+    await listener.wait_closed()
+    await worker.close()
+    await strangers[0].gone.wait()
+
+
+@pytest.mark.virtual_time
+async def test_somebody_who_hangs_up() -> None:
+    class HangsUp(Stranger):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transport.close()
+
+    network = MemoryNetwork()
+    listener = await network.listen("ps0:1", HangsUp)
+    worker = new_endpoint(network, WORKER)
+    with pytest.raises(ConnectFailed) as caught:
+        await worker.connect("ps0:1", PS)
+    assert caught.value.message in (
+        f"{PS} at ps0:1: the connection was closed",
+        f"{PS} at ps0:1: connection reset by peer",
+    )
+    listener.close()
+    await worker.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (SECRET, OTHER_SECRET, f"{PS} does not hold the same secret as this task"),
+        (SECRET, None, f"this task has a secret, {PS} has none"),
+        (None, SECRET, f"the peer refused the connection: {PS} has a secret, the peer has none"),
+    ],
+)
+async def test_another_secret_is_no_reason_to_wait(
+    place: str,
+    ours: Secret | None,
+    theirs: Secret | None,
+    told: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "psync")
+    network, address = places(tmp_path)[place]()
+    ps = new_endpoint(network, PS, SERVED, secret=theirs)
+    worker = new_endpoint(network, WORKER, secret=ours)
+    listener = await ps.listen(address)
+    with pytest.raises(AuthenticationError) as caught:
+        await worker.connect_retrying(listener.address, PS)
+    assert caught.value.message == told
+    assert caught.value.hint is not None
+    assert "PSYNC_SECRET" in caught.value.hint
+    if theirs is OTHER_SECRET:  # nobody can tell it from one that has died half-way
+        await ps._wait_closed()
+        (text,) = texts(caplog)
+        assert text.startswith(f"{PS}: {WORKER} (")
+        assert text.endswith(") left before its handshake was over")
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_another_task_than_expected_is_no_reason_to_wait() -> None:
+    network = MemoryNetwork()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    with pytest.raises(RemoteProtocolError) as caught:
+        await worker.connect_retrying("ps0:1", "/job:ps/task:1")
+    assert caught.value.message == f"expected /job:ps/task:1 at this address, {PS} answered"
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_connection_that_was_begun_under_an_earlier_incarnation_does_not_open() -> None:
+    network = MemoryNetwork()
+
+    def admit(hello: Hello) -> Refused | None:
+        worker.incarnation = 5  # it learns that while it waits for the answer
+        return None
+
+    ps = new_endpoint(network, PS, SERVED, admit=admit)
+    worker = new_endpoint(network, WORKER, incarnation=4)
+    await ps.listen("ps0:1")
+    with pytest.raises(ConnectFailed, match="begun under incarnation 4, which is 5 by now"):
+        await worker.connect("ps0:1", PS)
+    assert worker.peers == []
+    peer = await worker.connect("ps0:1", PS)
+    await settle()
+    assert [back.incarnation for back in ps.peers] == [5]
+    assert (await peer.call(AskStatistics())).message == Done()
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_fenced_incarnation_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def admit(hello: Hello) -> Refused | None:
+        if hello.incarnation < 5:
+            return Refused("fenced", f"incarnation {hello.incarnation} was replaced")
+        return None
+
+    network = MemoryNetwork()
+    ps = new_endpoint(network, admit=admit)
+    worker = new_endpoint(network, WORKER, incarnation=4)
+    await ps.listen("ps0:1")
+    with pytest.raises(FencedError) as caught:
+        await worker.connect_retrying("ps0:1", PS)
+    assert caught.value.message == f"{PS} refused the connection: incarnation 4 was replaced"
+    await settle()
+    assert texts(caplog) == [f"{PS} refused {WORKER} (client#0): incarnation 4 was replaced"]
+    worker.incarnation = 5
+    assert (await worker.connect("ps0:1", PS)).is_open
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(4))
+async def test_connecting_can_be_cancelled_at_any_point(seed: int) -> None:
+    for delay in [step / 100 for step in range(25)]:
+        network = MemoryNetwork(seed, latency=(0.01, 0.05))
+        ps, worker = new_endpoint(network, PS, SERVED), new_endpoint(network, WORKER)
+        await ps.listen("ps0:1")
+        connecting = asyncio.create_task(worker.connect("ps0:1", PS))
+        await asyncio.sleep(delay)
+        was_done = connecting.done()
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        assert connecting.cancelled() is not was_done
+        await asyncio.sleep(1)
+        assert len(worker.peers) == len(ps.peers) == len(ps._peers) == was_done
+        peer = await worker.connect("ps0:1", PS)
+        assert (await peer.call(AskStatistics())).message == Done()
+        await worker.close()
+        await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_connecting_cancelled_when_it_has_just_succeeded_leaves_nothing_open() -> None:
+    network = MemoryNetwork()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    connecting = asyncio.create_task(worker.connect("ps0:1", PS))
+    while not worker.peers:  # noqa: ASYNC110  # the very turn is what matters
+        await asyncio.sleep(0)
+    assert not connecting.done()
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    await settle()
+    assert not worker._peers
+    assert not ps._peers
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_real_connecting_can_be_cancelled_in_any_turn(place: str, tmp_path: Path) -> None:
+    network, address = places(tmp_path)[place]()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    listener = await ps.listen(address)
+    for turns in range(15):
+        connecting = asyncio.create_task(worker.connect(listener.address, PS))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+    await worker.close()
+    await ps.close()
+    assert not ps._peers
+
+
+# --- connecting, until it works --------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_task_that_comes_up_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    network = MemoryNetwork()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    connecting = asyncio.create_task(worker.connect_retrying("ps0:1", PS))
+    await asyncio.sleep(60)
+    await ps.listen("ps0:1")
+    peer = await connecting
+    assert peer.is_open
+    said = texts(caplog)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * len(said)
+    assert 3 <= len(said) <= 5, "less and less often"
+    assert said[0] == (
+        f"{WORKER} has been waiting for a connection for 5 s: {PS} at ps0:1: connection refused"
+    )
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_waiting_ends_with_the_last_reason() -> None:
+    worker = new_endpoint(MemoryNetwork(), WORKER)
+    loop = asyncio.get_running_loop()
+    with pytest.raises(ConnectFailed) as caught:
+        await worker.connect_retrying("ps0:1", PS, timeout_s=15)
+    assert loop.time() == pytest.approx(15)
+    assert caught.value.message == (f"no connection within 15 s: {PS} at ps0:1: connection refused")
+    assert caught.value.hint == f"is {PS} running, and is this its address?"
+    assert isinstance(caught.value.__cause__, ConnectFailed)
+    await worker.close()
+
+
+@pytest.mark.virtual_time
+async def test_waiting_ends_at_any_time_of_the_clock() -> None:
+    """What is left of the time may be less than the clock can count."""
+    worker = new_endpoint(MemoryNetwork(), WORKER)
+    for _ in range(100):
+        await asyncio.sleep(0.1)
+        with pytest.raises(ConnectFailed):
+            await worker.connect_retrying("ps0:1", PS, timeout_s=2)
+    await worker.close()
+
+
+@pytest.mark.virtual_time
+async def test_no_time_is_one_attempt() -> None:
+    network = MemoryNetwork()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    with pytest.raises(ConnectFailed, match="no connection within 0 s: "):
+        await worker.connect_retrying("ps0:1", PS, timeout_s=0)
+    await ps.listen("ps0:1")
+    assert (await worker.connect_retrying("ps0:1", PS, timeout_s=0)).is_open
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_waiting_can_be_cancelled() -> None:
+    worker = new_endpoint(MemoryNetwork(), WORKER)
+    connecting = asyncio.create_task(worker.connect_retrying("ps0:1", PS))
+    await asyncio.sleep(3)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
+    assert not worker._peers
+    await worker.close()
+
+
+# --- strangers, and too many of them ---------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_stranger_that_says_nothing_is_left_after_five_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork()
+    ps = new_endpoint(network)
+    await ps.listen("ps0:1")
+    stranger = Stranger()
+    await network.connect("ps0:1", lambda: stranger)
+    await asyncio.sleep(4.9)
+    assert not stranger.gone.is_set()
+    assert len(ps._unproven) == 1
+    await asyncio.sleep(0.2)
+    assert stranger.gone.is_set()
+    assert not ps._unproven
+    assert not ps._peers
+    assert stranger.heard == b"", "it has said nothing, so it is told nothing"
+    assert texts(caplog) == [
+        f"{PS} lost a stranger (client#0): the handshake was not over within 5 s"
+    ]
+    await ps.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.1\r\nHost: ps0\r\n\r\n" * 5, bytes(range(256)) * 9]
+)
+async def test_garbage_costs_one_clear_line_and_nothing_else(
+    place: str, words: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    network, address = places(tmp_path)[place]()
+    async with connected(network, SERVED, address=address) as pair:
+        stranger = Stranger(words)
+        await network.connect(pair.server._listeners[0].address, lambda: stranger)
+        await stranger.gone.wait()
+        assert (await pair.peer.call(AskStatistics())).message == Done(), "the task lives on"
+    (line,) = texts(caplog)
+    assert line.startswith(f"{PS} lost a stranger (")
+    assert line.endswith(
+        f": expected a psync frame, which starts with b'PSYN', got {words[:4]!r} "
+        "(something that is not psync is talking to this port)"
+    )
+    assert "\n" not in line
+
+
+@pytest.mark.virtual_time
+async def test_only_so_many_strangers_at_once_and_the_oldest_makes_room(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    network = MemoryNetwork()
+    ps = new_endpoint(network, limits=Limits(handshakes=2))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    strangers = [Stranger() for _ in range(3)]
+    for stranger in strangers:
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+    await settle()
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, False, False]
+    assert caplog.records[0].levelno == logging.INFO, "it may be a member, which comes again"
+    assert texts(caplog) == [
+        f"{PS} refused a stranger (client#0): its place was needed for a newer connection"
+    ]
+    start = asyncio.get_running_loop().time()
+    assert (await worker.connect("ps0:1", PS)).is_open
+    assert asyncio.get_running_loop().time() == start
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, True, False]
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_members_that_come_all_at_once_find_places_one_after_the_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork(1, latency=(0.001, 0.005))
+    ps = new_endpoint(network, limits=Limits(handshakes=4))
+    await ps.listen("ps0:1")
+    workers = [new_endpoint(network, f"/job:worker/task:{n}") for n in range(40)]
+    peers = await asyncio.gather(*(w.connect_retrying("ps0:1", PS) for w in workers))
+    assert all(peer.is_open for peer in peers)
+    assert texts(caplog) == [], "nothing is wrong"
+    with pytest.raises(ConnectFailed) as caught:
+        await asyncio.gather(*(w.connect("ps0:1", PS, "bulk") for w in workers))
+    assert caught.value.message == (
+        f"{PS} at ps0:1: the peer refused the connection: its place was needed for a newer "
+        "connection"
+    )
+    for worker in workers:
+        await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_lines_about_strangers_are_limited_and_the_rest_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork()  # as on a loopback address, whose failures are not limited
+    ps = new_endpoint(network)
+    await ps.listen("ps0:1")
+    for _ in range(100):
+        stranger = Stranger(b"x" * 32)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await stranger.gone.wait()
+    assert len(texts(caplog)) == 20
+    await asyncio.sleep(60)
+    assert texts(caplog)[20:] == [
+        f"{PS}: 80 more lines about strangers in the last minute were left out"
+    ]
+    for _ in range(30):
+        stranger = Stranger(b"x" * 32)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await stranger.gone.wait()
+    assert len(texts(caplog)) == 41
+    await ps.close()
+    assert texts(caplog)[41:] == [
+        f"{PS}: 10 more lines about strangers in the last minute were left out"
+    ], "what is left out shows at the end, too"
+
+
+@pytest.mark.virtual_time
+async def test_only_so_many_connections() -> None:
+    network = MemoryNetwork()
+    ps = new_endpoint(network, limits=Limits(connections=3))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    peers = [await worker.connect("ps0:1", PS) for _ in range(3)]
+    with pytest.raises(ConnectFailed) as caught:
+        await worker.connect("ps0:1", PS)
+    assert caught.value.message == (
+        f"{PS} at ps0:1: the peer refused the connection: it has 3 connections"
+    )
+    peers[0].close()
+    assert (await worker.connect_retrying("ps0:1", PS)).is_open
+    assert ps.statistics()["connections"] == 3
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_a_real_client_is_told_that_there_is_no_room(place: str, tmp_path: Path) -> None:
+    network, address = places(tmp_path)[place]()
+    ps = new_endpoint(network, limits=Limits(connections=1))
+    worker = new_endpoint(network, WORKER)
+    listener = await ps.listen(address)
+    await worker.connect(listener.address, PS)
+    with pytest.raises(ConnectFailed, match="refused the connection: it has 1 connections"):
+        await worker.connect(listener.address, PS)
+    await worker.close()
+    await ps.close()
+
+
+# --- addresses from which too many fail -----------------------------------------------------------
+
+
+class FromElsewhere:
+    """A network in memory on which each connection comes from the address named last."""
+
+    def __init__(self) -> None:
+        self.below = MemoryNetwork()
+        self.source = "192.0.2.1"
+
+    async def connect(self, address: str, factory: Any) -> Any:
+        return await self.below.connect(address, factory)
+
+    async def listen(self, address: str, factory: Any) -> Any:
+        def accept() -> asyncio.BufferedProtocol:
+            protocol: Any = factory()
+            made, source = protocol.connection_made, self.source
+
+            def connection_made(transport: Any) -> None:
+                transport._extra["peername"] = (source, 4711)
+                made(transport)
+
+            protocol.connection_made = connection_made
+            return protocol  # type: ignore[no-any-return]
+
+        return await self.below.listen(address, accept)
+
+
+async def fail(network: FromElsewhere, count: int, words: bytes = b"x" * 32) -> list[bytes]:
+    """Let strangers say something; return what they hear."""
+    heard = []
+    for _ in range(count):
+        stranger = Stranger(words)
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await settle()
+        if not words:
+            stranger.transport.close()
+        await stranger.gone.wait()
+        heard.append(stranger.heard)
+    return heard
+
+
+@pytest.mark.virtual_time
+async def test_an_address_from_which_too_many_fail_is_not_heard_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = FromElsewhere()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    heard = await fail(network, 30)
+    assert [words != b"" for words in heard] == [True] * 10 + [False] * 20
+    told = texts(caplog)
+    assert len(told) == 11  # not one for each
+    assert told[-1] == (
+        f"{PS}: 10 handshakes with 192.0.2.1 have failed; most connections from there are closed "
+        "at once, until that ends"
+    )
+    assert not ps._peers
+    with pytest.raises(ConnectFailed, match=r"connection reset|was closed"):
+        await worker.connect("ps0:1", PS)
+    network.source = "192.0.2.2"  # others are heard
+    assert (await worker.connect("ps0:1", PS)).is_open
+    network.source = "192.0.2.1"  # and it is, too, six seconds later
+    before = asyncio.get_running_loop().time()
+    assert (await worker.connect_retrying("ps0:1", PS)).is_open
+    assert 5 <= asyncio.get_running_loop().time() - before <= 12
+    # Who proves himself there clears the account.
+    assert [words != b"" for words in await fail(network, 12)] == [True] * 10 + [False] * 2
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("secret", [OTHER_SECRET, None], ids=["another", "none"])
+async def test_a_task_with_another_secret_counts_as_failed(secret: Secret | None) -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=3))
+    worker = new_endpoint(network, WORKER, secret=secret)
+    await ps.listen("ps0:1")
+    for _ in range(3):
+        with pytest.raises(AuthenticationError):
+            await worker.connect("ps0:1", PS)
+        await settle()
+    with pytest.raises(ConnectFailed):
+        await worker.connect("ps0:1", PS)
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_stranger_who_is_slow_counts_as_failed() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=1, handshake_seconds=2))
+    await ps.listen("ps0:1")
+    start = asyncio.get_running_loop().time()
+    await network.connect("ps0:1", Stranger)
+    while ps._peers:
+        await asyncio.wait([asyncio.ensure_future(peer.wait_closed()) for peer in ps._peers])
+    assert asyncio.get_running_loop().time() - start == 2.0
+    assert await fail(network, 1) == [b""]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_peer_that_says_nothing_and_leaves_counts_as_failed() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshake_failures=2))
+    await ps.listen("ps0:1")
+    await fail(network, 2, words=b"")
+    assert await fail(network, 1) == [b""]
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("why", ["full", "early", "fenced"])
+async def test_peers_that_are_refused_for_another_reason_do_not_count(why: str) -> None:
+    """Whoever holds the secret is no stranger, even if he must come again later."""
+
+    def admit(hello: Hello) -> Refused | None:
+        return Refused(why, "not now") if hello.incarnation == 1 and why != "full" else None
+
+    network = FromElsewhere()
+    limits = Limits(handshake_failures=1, connections=1)
+    ps = new_endpoint(network, limits=limits, admit=admit)
+    worker = new_endpoint(network, WORKER, incarnation=1)
+    await ps.listen("ps0:1")
+    if why == "full":
+        peer = await worker.connect("ps0:1", PS)
+    for _ in range(5):
+        with pytest.raises((ConnectFailed, FencedError), match=r"not now|it has 1 connections"):
+            await worker.connect("ps0:1", PS)
+        await settle()
+    if why == "full":
+        peer.close()
+        await settle()
+    worker.incarnation = 2
+    assert (await worker.connect("ps0:1", PS)).is_open
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("hosts", [2, 6, 40], ids=lambda hosts: f"{hosts} addresses")
+async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int) -> None:
+    """They come again as soon as they are dropped, and hold every place they can have."""
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    loop = asyncio.get_running_loop()
+    for minute in range(3):
+        for number in range(80):
+            network.source = f"198.51.100.{number % hosts}"
+            stranger = Stranger()
+            await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await settle()
+        network.source = "192.0.2.2"
+        start = loop.time()
+        peer = await worker.connect("ps0:1", PS)
+        assert loop.time() == start
+        assert len(ps._unproven) <= 8
+        peer.close()
+        await asyncio.sleep(60 * minute + 60 - loop.time())
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_members_that_come_all_at_once_take_places_and_not_the_hearing_from_each_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
+    await ps.listen("ps0:1")
+    workers = [new_endpoint(network, f"/job:worker/task:{index}") for index in range(40)]
+    peers = await asyncio.gather(*[worker.connect_retrying("ps0:1", PS) for worker in workers])
+    assert asyncio.get_running_loop().time() < 5
+    assert all(peer.is_open for peer in peers)
+    assert not [text for text in texts(caplog) if "have failed" in text]
+    for endpoint in (*workers, ps):
+        await endpoint.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_flood_of_strangers_leaves_places_to_addresses_that_have_proved_themselves() -> (
+    None
+):
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=8))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    network.source = "192.0.2.2"
+    (await worker.connect("ps0:1", PS)).close()
+    slow = Stranger()  # of the worker's host
+    await network.connect("ps0:1", lambda: slow)
+    for number in range(200):
+        network.source = f"198.51.100.{number}"
+        await network.connect("ps0:1", Stranger)
+    await settle()
+    assert not slow.gone.is_set()
+    await worker.close()
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_this_machine_is_never_refused() -> None:
+    network = FromElsewhere()
+    network.source = "127.0.0.1"
+    ps = new_endpoint(network, limits=Limits(handshake_failures=1))
+    await ps.listen("ps0:1")
+    assert all(await fail(network, 30))
+    await ps.close()
+
+
+@pytest.mark.virtual_time
+async def test_slow_strangers_of_one_address_keep_nobody_else_out() -> None:
+    network = FromElsewhere()
+    ps = new_endpoint(network, limits=Limits(handshakes=4))
+    worker = new_endpoint(network, WORKER)
+    await ps.listen("ps0:1")
+    strangers = [Stranger() for _ in range(4)]
+    for stranger in strangers:
+        await network.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+    await settle()
+    network.source = "192.0.2.2"
+    start = asyncio.get_running_loop().time()
+    assert (await worker.connect("ps0:1", PS)).is_open
+    assert asyncio.get_running_loop().time() == start
+    # Strangers have three of the four places; so the second makes room for the worker.
+    assert [stranger.gone.is_set() for stranger in strangers] == [True, True, False, False]
+    await worker.close()
+    await ps.close()
+
+
+# --- closing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_closing_fails_the_calls_and_cancels_the_handlers() -> None:
+    ended: list[str] = []
+
+    async def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            await asyncio.sleep(3)
+            ended.append("handler")
+        raise AssertionError
+
+    async with connected(server={AskStatistics: Handler(handle)}) as pair:
+        call = asyncio.create_task(pair.peer.call(AskStatistics()))
+        await settle()
+        await pair.server.close()
+        assert ended == ["handler"], "it is waited for"
+        await asyncio.wait([call])
+        error = call.exception()
+        assert isinstance(error, ConnectionLost)
+        assert error.message == f"the connection to {PS} was closed"
+
+
+@pytest.mark.virtual_time
+async def test_a_handler_may_close_its_own_endpoint() -> None:
+    closed = asyncio.Event()
+
+    async def handle(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        await pair.server.close()
+        closed.set()
+        return Reply(Done())
+
+    async with connected(server={AskStatistics: Handler(handle)}) as pair:
+        with pytest.raises(ConnectionLost):
+            await pair.peer.call(AskStatistics())
+        await closed.wait()
+        await settle()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("reads", [True, False])
+async def test_closing_lets_a_peer_read_what_was_said_but_not_for_ever(reads: bool) -> None:
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [bytes(1 << 20)])
+
+    network = MemoryNetwork(chunk=(65_536, 65_536))
+    loop = asyncio.get_running_loop()
+    async with connected(network, {Pull: Handler(values)}) as pair:
+        (link,) = network.links()
+        link.to_client.stall()
+        call = asyncio.create_task(pair.peer.call(Pull(0, None, -1, "")))
+        await settle()
+        closing = asyncio.create_task(pair.server.close())
+        await settle()
+        assert not closing.done()
+        if reads:
+            link.to_client.flow()
+        start = loop.time()
+        await closing
+        assert loop.time() - start == (0.0 if reads else 1.0)
+        link.to_client.flow()
+        await asyncio.wait([call])
+        if reads:
+            assert len(call.result().segments[0]) == 1 << 20
+        else:
+            assert isinstance(call.exception(), ConnectionLost)
+
+
+@pytest.mark.virtual_time
+async def test_a_closed_endpoint_does_nothing_more() -> None:
+    endpoint = new_endpoint(MemoryNetwork())
+    await endpoint.listen("ps0:1")
+    await endpoint.close()
+    await endpoint.close()
+    for attempt in (
+        endpoint.listen("ps0:2"),
+        endpoint.connect("ps0:1", PS),
+        endpoint.connect_retrying("ps0:1", PS),
+    ):
+        with pytest.raises(ClosedError) as caught:
+            await attempt  # type: ignore[misc]
+        assert caught.value.message == f"{PS} has closed its connections and makes no new ones"
+
+
+@pytest.mark.virtual_time
+async def test_closing_ends_a_wait_for_another_task() -> None:
+    worker = new_endpoint(MemoryNetwork(), WORKER)
+    connecting = asyncio.create_task(worker.connect_retrying("ps0:1", PS))
+    await asyncio.sleep(10)
+    await worker.close()
+    await asyncio.wait([connecting])
+    assert isinstance(connecting.exception(), ClosedError)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(5))
+async def test_either_side_may_close_in_the_middle_of_a_handshake(seed: int) -> None:
+    for delay in [step / 100 for step in range(0, 25, 2)]:
+        for side in (0, 1):
+            network = MemoryNetwork(seed, latency=(0.01, 0.05))
+            ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+            await ps.listen("ps0:1")
+            connecting = asyncio.create_task(worker.connect("ps0:1", PS))
+            await asyncio.sleep(delay)
+            await (ps, worker)[side].close()
+            await asyncio.wait([connecting])
+            assert isinstance(connecting.exception(), ConnectFailed | ClosedError | None)
+            await worker.close()
+            await ps.close()
+            await asyncio.sleep(1)
+            assert not network.links()
+            assert not ps._peers
+            assert not worker._peers
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_a_connection_that_arrives_while_we_close_is_left(place: str, tmp_path: Path) -> None:
+    if sys.version_info < (3, 13) and "uvloop" not in type(asyncio.get_running_loop()).__module__:
+        pytest.skip("the stock loop forgets what it accepts while its server closes")
+    for turns in range(8):
+        network, address = places(tmp_path)[place]()
+        ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+        listener = await ps.listen(address)
+        connecting = asyncio.create_task(worker.connect(listener.address, PS))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await ps.close()
+        await asyncio.wait([connecting])
+        assert isinstance(connecting.exception(), ConnectFailed | None)
+        await worker.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_connection_accepted_after_the_close_is_aborted() -> None:
+    endpoint = new_endpoint(MemoryNetwork())
+    await endpoint.listen("ps0:1")
+    await endpoint.close()
+    protocol = endpoint._accept()
+    told: list[str] = []
+
+    class Late(asyncio.Transport):
+        def abort(self) -> None:
+            told.append("abort")
+
+    protocol.connection_made(Late())
+    assert told == ["abort"]
+    protocol.connection_lost(None)
+    assert not endpoint._peers
+
+
+# --- bookkeeping -----------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_statistics_count_what_open_connections_have_carried() -> None:
+    async with connected(server=SERVED) as pair:
+        await pair.peer.call(AskStatistics())
+        here, there = pair.client.statistics(), pair.server.statistics()
+        assert here["connections"] == there["connections"] == 1
+        assert here["bytes_sent"] == there["bytes_received"] > 200
+        assert here["bytes_received"] == there["bytes_sent"] > 100
+        pair.peer.close()
+        await pair.peer.wait_closed()
+        assert pair.client.statistics() == {
+            "connections": 0, "bytes_sent": 0, "bytes_received": 0,
+        }  # fmt: skip
+
+
+@pytest.mark.virtual_time
+async def test_an_open_connection_that_breaks_is_logged_by_who_found_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with connected() as pair:
+        pair.peer.abort(ConnectionLost("it did not answer pings for 10 s"))
+        await pair.peer.wait_closed()
+        await pair.back.wait_closed()
+    assert texts(caplog) == [f"{WORKER} lost {PS} (ps0:1): it did not answer pings for 10 s"]
+
+
+@pytest.mark.virtual_time
+async def test_a_listener_for_peers_that_fails_costs_that_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = MemoryNetwork()
+    ps, worker = new_endpoint(network), new_endpoint(network, WORKER)
+
+    def fail(peer: Peer) -> None:
+        raise ZeroDivisionError("oops")
+
+    ps.on_peer.append(fail)
+    await ps.listen("ps0:1")
+    with contextlib.suppress(ConnectFailed):  # or it opens, and is closed in the same turn
+        peer = await worker.connect("ps0:1", PS)
+        await peer.wait_closed()
+    assert texts(caplog) == [f"a message of {WORKER} failed"]
+    assert caplog.records[0].exc_info is not None
+    await worker.close()
+    await ps.close()
+
+
+@pytest.fixture
+async def three_tasks() -> AsyncIterator[list[Peer]]:
+    """One ps and two workers: the peers that the ps has."""
+    network = MemoryNetwork()
+    endpoints = [new_endpoint(network, PS, SERVED)]
+    endpoints += [new_endpoint(network, f"/job:worker/task:{n}", SERVED) for n in range(2)]
+    await endpoints[0].listen("ps0:1")
+    accepted: list[Peer] = []
+    endpoints[0].on_peer.append(accepted.append)
+    for endpoint in endpoints[1:]:
+        for lane in ("control", "bulk"):
+            await endpoint.connect("ps0:1", PS, lane)
+    yield accepted
+    for endpoint in endpoints:
+        await endpoint.close()
+
+
+@pytest.mark.virtual_time
+async def test_every_accepted_connection_is_announced_when_it_is_proven(
+    three_tasks: list[Peer],
+) -> None:
+    assert [(peer.task, peer.lane) for peer in three_tasks] == [
+        ("/job:worker/task:0", "control"),
+        ("/job:worker/task:0", "bulk"),
+        ("/job:worker/task:1", "control"),
+        ("/job:worker/task:1", "bulk"),
+    ]
+    for peer in three_tasks:
+        assert (await peer.call(AskStatistics())).message == Done()

@@ -1,0 +1,185 @@
+"""What a task's platform takes from environment variables, and what it says if they are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+import psync
+from psync.errors import ConfigurationError
+from psync.net.environment import platform_of, watchdog_timeout
+from psync.net.platform import Platform
+from psync.net.tls import TlsNetwork
+from psync.testing import MemoryNetwork
+from psync.wire.limits import Limits
+from tls_files import authority, variables_of
+
+SECRET = "correct horse battery staple"
+LOCAL = "127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("PSYNC_"):
+            monkeypatch.delenv(name)
+
+
+def resolver() -> psync.SimpleClusterResolver:
+    return psync.SimpleClusterResolver(psync.ClusterSpec({"ps": [LOCAL]}))
+
+
+def test_the_secret_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_SECRET", SECRET)
+    platform = platform_of(resolver(), LOCAL)
+    assert platform.secret is not None
+    assert platform.secret.value == SECRET.encode()
+    assert platform.limits == Limits()
+
+
+def test_without_a_secret_nothing_runs() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        platform_of(resolver(), LOCAL)
+    assert caught.value.message == (
+        f"no secret is set, and every user of this machine could run code on this task ({LOCAL})"
+    )
+    assert caught.value.hint is not None
+    assert "PSYNC_SECRET_FILE" in caught.value.hint
+
+
+@pytest.mark.parametrize("way", ["argument", "variable"])
+def test_running_without_a_secret_is_said_to_be_what_it_is(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    if way == "variable":
+        monkeypatch.setenv("PSYNC_INSECURE", "1")
+    platform = platform_of(resolver(), "192.0.2.1:9", insecure=way == "argument", warn=said.append)
+    assert platform.secret is None
+    assert said == [
+        "running without a secret: everybody who can reach it can run code on this task "
+        "(192.0.2.1:9)"
+    ]
+
+
+def test_a_resolver_may_bring_its_platform() -> None:
+    own = Platform(MemoryNetwork())
+    mine = resolver()
+    mine.platform = own  # type: ignore[attr-defined]
+    assert platform_of(mine, LOCAL) is own
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1e6", "", "many", "١"])
+def test_a_limit_that_is_no_number_above_0_is_an_error(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_LIMIT_CONNECTIONS", text)
+    expected = f"PSYNC_LIMIT_CONNECTIONS: expected a number above 0, got {text!r}"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+        platform_of(resolver(), LOCAL, insecure=True)
+
+
+def test_limits_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_LIMIT_CONNECTIONS", "7")
+    limits = platform_of(resolver(), LOCAL, insecure=True).limits
+    assert limits.connections == 7
+    assert limits.handshakes == Limits().handshakes
+
+
+def test_every_limit_is_described_with_its_default() -> None:
+    described = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for field in dataclasses.fields(Limits):
+        row = rf"^\| `PSYNC_LIMIT_{field.name.upper()}` \| {field.default}\b"
+        assert re.search(row, described, re.MULTILINE), field.name
+
+
+def test_failpoints_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PSYNC_FAILPOINTS", "ps.push.applied=error")
+    failpoints = platform_of(resolver(), LOCAL, insecure=True).failpoints
+    assert failpoints.hits == {"ps.push.applied": 0}
+
+
+def test_certificates_are_the_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, path in variables_of(tmp_path / "certs", authority()).items():
+        monkeypatch.setenv(name, path)
+    assert isinstance(platform_of(resolver(), LOCAL, insecure=True).network, TlsNetwork)
+    monkeypatch.setenv("PSYNC_TLS_KEY_FILE", "/nowhere/key.pem")
+    with pytest.raises(ConfigurationError, match=r"PSYNC_TLS_KEY_FILE \(/nowhere/key.pem\)"):
+        platform_of(resolver(), LOCAL, insecure=True)
+
+
+def test_certificates_do_not_take_the_secrets_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, path in variables_of(tmp_path / "certs", authority()).items():
+        monkeypatch.setenv(name, path)
+    with pytest.raises(ConfigurationError, match="no secret is set"):
+        platform_of(resolver(), LOCAL)
+
+
+# --- the socket of a launcher ------------------------------------------------------------------
+
+
+async def test_a_task_that_listens_gets_the_launchers_socket_and_owns_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    number = listening.detach()
+    os.set_inheritable(number, True)
+    monkeypatch.setenv("PSYNC_LISTEN_FD", str(number))
+    platform_of(resolver(), address, insecure=True)  # does not listen: leaves it alone
+    network = platform_of(resolver(), address, insecure=True, listens=True).network
+    assert not os.get_inheritable(number)
+    assert "PSYNC_LISTEN_FD" not in os.environ
+
+    def refuse() -> asyncio.BufferedProtocol:
+        raise AssertionError
+
+    listener = await network.listen(address, refuse)
+    listener.close()
+    await listener.wait_closed()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+@pytest.mark.parametrize("number", ["none", "999"])
+def test_a_number_that_is_no_socket_is_an_error(
+    number: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PSYNC_LISTEN_FD", number)
+    expected = f"PSYNC_LISTEN_FD: expected an open socket's number, got '{number}'"
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
+        platform_of(resolver(), LOCAL, insecure=True, listens=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, None),
+        ({"PSYNC_WATCHDOG_TIMEOUT": "90"}, 90.0),
+        ({"PSYNC_WATCHDOG_TIMEOUT": "0"}, None),
+        ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "1.5"}, 1.5),
+        ({"TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "-1"}, None),
+        (
+            {"PSYNC_WATCHDOG_TIMEOUT": "0", "TF_CLUSTER_COORDINATOR_WATCH_DOG_TIMEOUT": "9"},
+            None,
+        ),
+    ],
+)
+def test_the_watchdogs_timeout_is_the_environments(
+    environ: dict[str, str], seconds: float | None
+) -> None:
+    assert watchdog_timeout(environ) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "1,5"])
+def test_a_timeout_that_is_no_number_names_its_variable(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="PSYNC_WATCHDOG_TIMEOUT: expected seconds"):
+        watchdog_timeout({"PSYNC_WATCHDOG_TIMEOUT": text})

@@ -1,0 +1,131 @@
+"""Requests and answers while they are under way: what is given once, what is given up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from endpoints import connected
+from psync.errors import ConnectionLost, GradientError
+from psync.net.peer import Handler, Peer
+from psync.net.serving import Later, Received, Reply, Then, fail
+from psync.testing import settle
+from psync.wire.messages import AskStatistics, Done, Statistics
+
+REPLY = Reply(Done())
+
+
+def later() -> tuple[Later, list[Later]]:
+    given_up: list[Later] = []
+    return Later(given_up.append), given_up
+
+
+class TestLater:
+    def test_an_answer_is_delivered_once_whenever_it_is_given(self) -> None:
+        for before in (True, False):
+            waiter, given_up = later()
+            got: list[Any] = []
+            if before:
+                waiter.give(REPLY)
+            waiter.deliver_to(got.append)
+            waiter.give(REPLY)
+            waiter.give(REPLY)
+            waiter.give_up()
+            assert got == [REPLY]
+            assert given_up == []
+
+    def test_who_gives_up_is_told_of_once_and_gets_no_answer(self) -> None:
+        waiter, given_up = later()
+        got: list[Any] = []
+        waiter.deliver_to(got.append)
+        waiter.give_up()
+        waiter.give_up()
+        waiter.give(REPLY)
+        assert given_up == [waiter]
+        assert got == []
+
+
+def test_what_stands_in_a_futures_place_hands_on_at_once() -> None:
+    got: list[Any] = []
+    then, received = Then(got.append), Received(Done(), [])
+    assert not then.done()
+    then.set_result(received)
+    assert then.done()
+    fail(then, GradientError("too late"))
+    assert got == [received]
+    error = GradientError("no")
+    fail(Then(got.append), error)
+    assert got[1:] == [error]
+
+
+class Waiting:
+    """A handler that answers when it is told to."""
+
+    def __init__(self, *, slowly: bool = False) -> None:
+        self.waiters: list[Later] = []
+        self.given_up: list[Later] = []
+        self._slowly = slowly
+
+    def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Any:
+        waiter = Later(self.given_up.append)
+        self.waiters.append(waiter)
+        return self._later(waiter) if self._slowly else waiter
+
+    async def _later(self, waiter: Later) -> Later:
+        return waiter
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("slowly", [False, True])
+class TestOverAConnection:
+    async def test_the_answer_comes_when_it_is_given(self, slowly: bool) -> None:
+        handler = Waiting(slowly=slowly)
+        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+            got: list[Any] = []
+            for _ in range(2):
+                pair.peer.ask(AskStatistics(), (), got.append)
+            await settle()
+            assert got == []
+            handler.waiters[1].give(Reply(Statistics({"n": 1})))
+            handler.waiters[0].give(GradientError("no"))
+            await settle()
+            assert got[0] == Received(Statistics({"n": 1}), [])
+            assert isinstance(got[1], GradientError)
+            assert handler.given_up == []
+
+    async def test_the_answer_leaves_as_soon_as_it_is_given(self, slowly: bool) -> None:
+        handler = Waiting(slowly=slowly)
+        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+            got: list[Any] = []
+            pair.peer.ask(AskStatistics(), (), got.append)
+            await settle()
+            connection = pair.back.connection
+            before = connection.bytes_sent
+            handler.waiters[0].give(Reply(Statistics({"n": 1})))
+            assert connection.bytes_sent > before
+            await settle()
+            assert len(got) == 1
+
+    async def test_it_is_given_up_with_the_connection(self, slowly: bool) -> None:
+        handler = Waiting(slowly=slowly)
+        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+            got: list[Any] = []
+            pair.peer.ask(AskStatistics(), (), got.append)
+            await settle()
+            pair.peer.abort()
+            await settle()
+            assert handler.given_up == handler.waiters
+            assert [type(outcome) for outcome in got] == [ConnectionLost]
+            handler.waiters[0].give(REPLY)
+            with pytest.raises(ConnectionLost):
+                pair.peer.ask(AskStatistics(), (), got.append)
+
+    async def test_it_is_given_up_when_the_caller_does(self, slowly: bool) -> None:
+        handler = Waiting(slowly=slowly)
+        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+            deadline = pair.peer._loop.time() + 1
+            with pytest.raises(TimeoutError):
+                await pair.peer.call(AskStatistics(), deadline=deadline)
+            await settle()
+            assert handler.given_up == handler.waiters

@@ -1,0 +1,609 @@
+"""Requests and replies: both ways, large and small, and whatever can go wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from endpoints import (
+    PLACES,
+    PS,
+    WORKER,
+    Gate,
+    Handlers,
+    connected,
+    done,
+    pattern,
+    places,
+    push,
+    raising,
+)
+from psync.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    GradientError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
+from psync.net.peer import Handler, Peer, Reply
+from psync.testing import MemoryNetwork, settle
+from psync.wire.codec import Message, encode
+from psync.wire.frames import Kind, Segment, encode_frame
+from psync.wire.limits import Limits
+from psync.wire.messages import AskStatistics, Done, Hello, Statistics
+from psync.wire.ps_messages import FinalBelow, Pull, Pulled, Push, Pushed
+from psync.wire.tensors import to_bytes_view
+from psync.wire.worker_messages import FetchFunction, Function
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+
+def pull(set_id: int = 0) -> Pull:
+    return Pull(set_id, None, -1, "")
+
+
+def views_of(array: np.ndarray) -> Callable[[Message, tuple[int, ...]], list[memoryview]]:
+    return lambda message, lengths: [to_bytes_view(array)]
+
+
+# --- requests and replies --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_both_sides_ask_and_answer_on_one_connection(place: str, tmp_path: Path) -> None:
+    def name(peer: Peer, message: FetchFunction, segments: list[memoryview]) -> Reply:
+        return Reply(Function(f"{peer.task} asked for {message.key!r}"))
+
+    network, address = places(tmp_path)[place]()
+    handlers: Handlers = {FetchFunction: Handler(name)}
+    async with connected(network, handlers, handlers, address=address) as pair:
+        there = await pair.peer.call(FetchFunction(b"f"))
+        back = await pair.back.call(FetchFunction(b"g"))
+        assert there.message == Function(f"{WORKER} asked for b'f'")
+        assert back.message == Function(f"{PS} asked for b'g'")
+        assert there.segments == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", [[], [0], [5], [0, 3, 0], [70 * KIB], [70 * KIB, 0, 1], [MIB, 9]])
+async def test_bodies_of_every_size_arrive_whole(
+    place: str, sizes: list[int], tmp_path: Path
+) -> None:
+    """They are echoed: a request's body comes back as the body of its reply."""
+
+    def echo(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+        return Reply(Pushed("accepted", message.sequence), segments)
+
+    network, address = places(tmp_path)[place]()
+    async with connected(network, {Push: Handler(echo)}, address=address) as pair:
+        for sequence in (1, 2):
+            sent = [pattern(size, seed=index) for index, size in enumerate(sizes)]
+            got = await pair.peer.call(push(sequence), [to_bytes_view(part) for part in sent])
+            assert got.message == Pushed("accepted", sequence)
+            assert [bytes(segment) for segment in got.segments] == [part.tobytes() for part in sent]
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(3))
+async def test_many_calls_at_once_each_get_their_own_reply(seed: int) -> None:
+    async def slow(message: Push, segments: list[memoryview]) -> Reply:
+        await asyncio.sleep(message.sequence % 7 / 10)
+        return Reply(Pushed("accepted", message.sequence), segments)
+
+    def handle(peer: Peer, message: Push, segments: list[memoryview]) -> Reply | Awaitable[Reply]:
+        if message.sequence % 3 == 0:
+            return slow(message, segments)
+        return Reply(Pushed("accepted", message.sequence), segments)
+
+    async def ask(peer: Peer, sequence: int) -> None:
+        body = pattern(sequence * 997 % 150_000, seed=sequence)
+        got = await peer.call(push(sequence), [to_bytes_view(body)])
+        assert got.message == Pushed("accepted", sequence)
+        assert bytes(got.segments[0]) == body.tobytes()
+
+    handlers: Handlers = {Push: Handler(handle)}
+    network = MemoryNetwork(seed, latency=(0.0, 0.01))
+    async with connected(network, handlers, handlers) as pair, asyncio.TaskGroup() as group:
+        for sequence in range(1, 60):
+            group.create_task(ask(pair.peer, sequence))
+            group.create_task(ask(pair.back, sequence))
+
+
+@pytest.mark.virtual_time
+async def test_one_message_is_dealt_with_before_the_next_one_is_looked_at() -> None:
+    """All are read at once, but no body is placed before the one before it was used."""
+    order: list[str] = []
+
+    def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
+        order.append(f"prepare {message.sequence}")
+        return [memoryview(bytearray(length)) for length in lengths]
+
+    def run(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
+        order.append(f"run {message.sequence} {bytes(segments[0])!r}")
+        return Reply(Done())
+
+    network = MemoryNetwork(chunk=(65_536, 65_536))
+    async with connected(network, {Push: Handler(run, prepare)}) as pair:
+        await asyncio.gather(
+            pair.peer.call(push(1), [b"a"]),
+            pair.peer.call(push(2), [b"b"]),
+            pair.peer.call(push(3), [b"c"]),
+        )
+    assert order == [
+        "prepare 1", "run 1 b'a'", "prepare 2", "run 2 b'b'", "prepare 3", "run 3 b'c'",
+    ]  # fmt: skip
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_request_is_written_at_once_if_no_other_is_to_share_its_turn(at_once: bool) -> None:
+    async with connected(server={AskStatistics: Handler(done)}) as pair:
+        before = pair.peer.connection.bytes_sent
+        call = asyncio.create_task(pair.peer.call(AskStatistics(), at_once=at_once))
+        await asyncio.sleep(0)
+        assert (pair.peer.connection.bytes_sent > before) is at_once
+        assert (await call).message == Done()
+
+
+@pytest.mark.virtual_time
+async def test_a_request_above_the_limits_is_not_sent() -> None:
+    limits = Limits(header_bytes=2000, segment_bytes=100)
+    async with connected(server={Push: Handler(done)}, limits=limits) as pair:
+        before = pair.peer.connection.bytes_sent
+        for send in (pair.peer.call, pair.peer.notify):
+            with pytest.raises(LocalProtocolError) as caught:
+                await send(push(), [bytes(101)])  # type: ignore[func-returns-value,misc]
+            assert caught.value.message == "segment of 101 bytes, at most 100 are allowed"
+            assert caught.value.__notes__ == [f"while sending Push to {PS}"]
+        with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
+            await pair.peer.call(FetchFunction(bytes(3000)))
+        assert pair.peer.connection.bytes_sent == before
+        assert pair.peer._calls == {}
+        assert (await pair.peer.call(push(), [bytes(100)])).message == Done()
+
+
+# --- bodies that go where the caller wants them ----------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_a_large_reply_is_read_straight_into_the_callers_array(
+    place: str, tmp_path: Path
+) -> None:
+    source = np.arange(8 << 20, dtype=np.uint64)  # 64 MiB
+
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        whole = to_bytes_view(source)
+        return Reply(Pulled([]), [[whole[at : at + MIB] for at in range(0, len(whole), MIB)]])
+
+    network, address = places(tmp_path)[place]()
+    async with connected(network, {Pull: Handler(values)}, address=address, lane="bulk") as pair:
+        destination = np.zeros_like(source)
+        wire = pair.peer.connection.wire
+        get_buffer, straight = wire.get_buffer, 0
+
+        def watch() -> memoryview:
+            nonlocal straight
+            room = get_buffer()
+            straight += np.shares_memory(np.frombuffer(room, np.uint8), destination)
+            return room
+
+        wire.get_buffer = watch  # type: ignore[method-assign]
+        got = await pair.peer.call(pull(), into=views_of(destination))
+        assert got.message == Pulled([])
+        assert got.segments == []
+        assert straight > 10
+        np.testing.assert_array_equal(destination, source)
+
+
+@pytest.mark.virtual_time
+async def test_memory_for_a_reply_may_have_other_borders_than_its_segments() -> None:
+    asked: list[tuple[Message, tuple[int, ...]]] = []
+    destination = np.zeros(10, np.uint8)
+
+    def into(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+        asked.append((message, lengths))
+        return [to_bytes_view(destination[:7]), to_bytes_view(destination[7:])]
+
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [b"0123", b"", b"456789"])
+
+    async with connected(server={Pull: Handler(values)}) as pair:
+        await pair.peer.call(pull(), into=into)
+    assert asked == [(Pulled([]), (4, 0, 6))]
+    assert destination.tobytes() == b"0123456789"
+
+
+@pytest.mark.virtual_time
+async def test_an_error_in_placing_a_reply_fails_that_call_alone() -> None:
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [bytes(100 * KIB)])
+
+    def broken(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
+        raise GradientError("no room for this")
+
+    async with connected(server={Pull: Handler(values)}) as pair:
+        with pytest.raises(GradientError, match="no room for this"):
+            await pair.peer.call(pull(), into=broken)
+        with pytest.raises(LocalProtocolError) as caught:
+            await pair.peer.call(pull(), into=views_of(np.zeros(99, np.uint8)))
+        assert caught.value.message == "99 bytes of memory were given for a body of 102400"
+        assert len((await pair.peer.call(pull())).segments[0]) == 100 * KIB
+
+
+@pytest.mark.virtual_time
+async def test_large_segments_are_recycled_once_nobody_sees_them() -> None:
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [bytes(100 * KIB)])
+
+    async with connected(server={Pull: Handler(values)}) as pair:
+        first = await pair.peer.call(pull())
+        second = await pair.peer.call(pull())
+        assert pair.client.pool.statistics().hits == 0, "the first one is still in use"
+        del first, second
+        await pair.peer.call(pull())
+        assert pair.client.pool.statistics().hits == 1
+
+
+# --- giving up -------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_call_that_is_cancelled_midway_is_not_written_to_any_more() -> None:
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [to_bytes_view(np.full(MIB, 7, np.uint8))])
+
+    network = MemoryNetwork(chunk=(10_000, 20_000))
+    async with connected(network, {Pull: Handler(values), AskStatistics: Handler(done)}) as pair:
+        (link,) = network.links()
+        half = asyncio.Event()
+
+        def trace(_: object, direction: str, nbytes: int) -> None:
+            if link.to_client.delivered_bytes > MIB // 2 and not half.is_set():
+                link.to_client.stall()
+                half.set()
+
+        network.trace_deliveries(trace)
+        destination = np.zeros(MIB, np.uint8)
+        call = asyncio.create_task(pair.peer.call(pull(), into=views_of(destination)))
+        await half.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        assert call.cancelled()
+        arrived = np.count_nonzero(destination)
+        assert 0 < arrived < MIB
+        link.to_client.flow()
+        await pair.peer.call(AskStatistics())  # behind the rest of the body
+        assert np.count_nonzero(destination) == arrived
+        again = np.zeros(MIB, np.uint8)
+        await pair.peer.call(pull(), into=views_of(again))
+        assert np.all(again == 7)
+
+
+@pytest.mark.virtual_time
+async def test_the_peer_is_told_that_a_call_was_given_up() -> None:
+    gate = Gate()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        call = asyncio.create_task(pair.peer.call(AskStatistics()))
+        await settle()
+        assert gate.begun == 1
+        call.cancel()
+        await settle()
+        assert gate.cancelled == 1
+        assert pair.back._server._serving == {}
+        assert pair.peer._calls == {}
+
+
+@pytest.mark.virtual_time
+async def test_a_deadline_ends_a_call_and_not_the_connection() -> None:
+    gate = Gate()
+    loop = asyncio.get_running_loop()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        start = loop.time()
+        with pytest.raises(DeadlineExceeded) as caught:
+            await pair.peer.call(AskStatistics(), deadline=start + 2.5)
+        assert loop.time() == start + 2.5
+        assert caught.value.message == f"{PS} did not answer AskStatistics in time"
+        assert isinstance(caught.value, TimeoutError)
+        await settle()
+        assert gate.cancelled == 1
+        gate.open.set()
+        await pair.peer.call(AskStatistics(), deadline=loop.time() + 1)
+        await asyncio.sleep(10)  # the timer of a call that was answered is gone
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(10))
+async def test_an_answer_that_comes_at_the_very_deadline_is_one_or_the_other(seed: int) -> None:
+    async with connected(
+        MemoryNetwork(seed, latency=(0.5, 0.5)),
+        {AskStatistics: Handler(done), Pull: raising(GradientError("no"))},
+    ) as pair:
+        loop = asyncio.get_running_loop()
+        for message in (AskStatistics(), pull()):
+            with contextlib.suppress(DeadlineExceeded, GradientError):
+                await pair.peer.call(message, deadline=loop.time() + 1.0)
+            assert pair.peer._calls == {}
+        await pair.peer.ping()
+
+
+@pytest.mark.virtual_time
+async def test_a_reply_to_a_call_that_was_given_up_is_ignored() -> None:
+    """It had been sent already when the cancellation arrived."""
+
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        return Reply(Pulled([]), [bytes(message.set_id)])
+
+    network = MemoryNetwork()
+    async with connected(network, {Pull: Handler(values)}) as pair:
+        (link,) = network.links()
+        for size in (0, 10, 200 * KIB):
+            link.to_client.stall()
+            call = asyncio.create_task(pair.peer.call(pull(size)))
+            await settle()
+            call.cancel()
+            await settle()
+            link.to_client.flow()
+            await settle()
+        assert len((await pair.peer.call(pull(5))).segments[0]) == 5
+
+
+@pytest.mark.virtual_time
+async def test_a_call_cancelled_and_lost_in_the_same_turn_is_quiet() -> None:
+    gate = Gate()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        call = asyncio.create_task(pair.peer.call(AskStatistics()))
+        ping = asyncio.create_task(pair.peer.ping())
+        await settle()
+        pair.peer.closed(None)
+        call.cancel()
+        ping.cancel()
+        await asyncio.wait([call, ping])
+
+
+# --- the connection goes ---------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("after", [0, 10, 40, 60 * KIB])
+async def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(after: int) -> None:
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        (link,) = network.links()
+        link.to_client.cut_after(after)
+        return Reply(Pulled([]), [bytes(200 * KIB)])
+
+    network = MemoryNetwork()
+    async with connected(network, {Pull: Handler(values)}) as pair:
+        with pytest.raises(ConnectionLost) as caught:
+            await pair.peer.call(pull(), into=views_of(np.zeros(200 * KIB, np.uint8)))
+        assert caught.value.message.startswith(f"the connection to {PS} was lost: ")
+        assert isinstance(caught.value.__cause__, ConnectionResetError)
+        assert pair.peer.is_closed
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+async def test_an_end_in_the_middle_of_a_message_is_told_apart(place: str, tmp_path: Path) -> None:
+    """The peer's process ends in order, with half of a message said."""
+
+    def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        half = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])[0]
+        peer.connection._transport.write(half)
+        peer.connection._transport.close()
+        return Reply(Pulled([]))
+
+    network, address = places(tmp_path)[place]()
+    async with connected(network, {Pull: Handler(values)}, address=address) as pair:
+        with pytest.raises(ConnectionLost) as caught:
+            await pair.peer.call(pull())
+        assert caught.value.message == (
+            f"the connection to {PS} was lost: "
+            "the peer closed the connection in the middle of a message"
+        )
+
+
+@pytest.mark.virtual_time
+async def test_every_open_call_and_ping_fails_with_the_connection() -> None:
+    gate = Gate()
+    network = MemoryNetwork()
+    async with connected(network, {AskStatistics: Handler(gate)}) as pair:
+        waiting = [asyncio.create_task(pair.peer.call(AskStatistics())) for _ in range(3)]
+        network.links()[0].to_client.stall()
+        waiting.append(asyncio.create_task(pair.peer.ping()))  # type: ignore[arg-type]
+        await settle()
+        told: list[Peer] = []
+        pair.peer.on_closed.append(told.append)
+        pair.peer.abort(ConnectionLost("it was silent for 15 s"))
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, ConnectionLost)
+            assert result.message == f"the connection to {PS} was lost: it was silent for 15 s"
+        assert told == [pair.peer]
+        for attempt in (pair.peer.call(AskStatistics()), pair.peer.ping()):
+            with pytest.raises(ConnectionLost, match="was lost: it was silent for 15 s"):
+                await attempt  # type: ignore[misc]
+        pair.peer.notify(FinalBelow(1))  # lost without a word
+        gate.open.set()
+
+
+@pytest.mark.virtual_time
+async def test_a_call_on_a_connection_that_we_closed_says_so() -> None:
+    async with connected() as pair:
+        pair.peer.close()
+        with pytest.raises(ConnectionLost) as caught:
+            await pair.peer.call(AskStatistics())
+        assert caught.value.message == f"the connection to {PS} was closed"
+        await pair.peer.wait_closed()
+        with pytest.raises(ConnectionLost, match=f"the connection to {PS} was closed"):
+            await pair.peer.ping()
+
+
+@pytest.mark.virtual_time
+async def test_a_handler_goes_on_when_its_caller_is_gone() -> None:
+    gate = Gate()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        call = asyncio.create_task(pair.peer.call(AskStatistics()))
+        await settle()
+        pair.peer.abort()
+        await asyncio.wait([call])
+        assert isinstance(call.exception(), ConnectionLost)
+        await settle()
+        assert pair.back.is_closed
+        gate.open.set()
+        await settle()
+        assert gate.cancelled == 0
+
+
+@pytest.mark.virtual_time
+async def test_repr_tells_how_a_connection_stands() -> None:
+    gate = Gate()
+    async with connected(server={AskStatistics: Handler(gate)}, lane="bulk") as pair:
+        assert repr(pair.peer) == f"<Peer {PS} bulk open, 0 calls>"
+        assert repr(pair.back) == f"<Peer {WORKER} bulk open, 0 calls>"
+        call = asyncio.create_task(pair.peer.call(AskStatistics()))
+        await asyncio.sleep(0)
+        assert repr(pair.peer) == f"<Peer {PS} bulk open, 1 calls>"
+        gate.open.set()
+        await call
+        pair.peer.close()
+        await pair.peer.wait_closed()
+        assert repr(pair.peer) == f"<Peer {PS} bulk closed, 0 calls>"
+
+
+# --- pings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_pings_are_answered_both_ways(place: str, tmp_path: Path) -> None:
+    network, address = places(tmp_path)[place]()
+    async with connected(network, address=address) as pair:
+        await pair.peer.ping()
+        await asyncio.gather(pair.peer.ping(), pair.peer.ping(), pair.back.ping())
+
+
+@pytest.mark.virtual_time
+async def test_a_ping_given_up_does_not_take_the_answer_of_the_next_one() -> None:
+    network = MemoryNetwork(latency=(0.6, 0.6))
+    loop = asyncio.get_running_loop()
+    async with connected(network) as pair:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await pair.peer.ping()
+        start = loop.time()
+        await pair.peer.ping()
+        assert loop.time() - start == pytest.approx(1.2)
+
+
+@pytest.mark.virtual_time
+async def test_a_peer_that_is_stopped_does_not_answer() -> None:
+    network = MemoryNetwork()
+    async with connected(network) as pair:
+        (link,) = network.links()
+        link.to_server.stall()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await pair.peer.ping()
+        link.to_server.flow()
+        await pair.peer.ping()
+
+
+# --- what a peer must not do -----------------------------------------------------------------
+
+
+def raw(
+    kind: Kind, request_id: int, message: Message | bytes, segments: Sequence[Segment] = ()
+) -> Callable[[Peer], None]:
+    header = message if isinstance(message, bytes) else encode(message)
+    return lambda peer: peer.connection.send(encode_frame(kind, request_id, header, segments))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("misbehave", "told"),
+    [
+        (raw(Kind.REQUEST, 1, Statistics({})), "this task does not serve Statistics"),
+        (raw(Kind.NOTIFY, 0, Statistics({})), "this task does not serve Statistics"),
+        (raw(Kind.REQUEST, 1, Done(), [bytes(MIB)]), "this task does not serve Done"),
+        (raw(Kind.REQUEST, 0, AskStatistics()), "request id 0 cannot be used"),
+        (raw(Kind.NOTIFY, 7, AskStatistics()), "request id 7 cannot be used"),
+        (raw(Kind.REQUEST, 1, b"\xc1"), "header is not valid msgpack: FormatError"),
+        (raw(Kind.REQUEST, 1, b"\xc1", [b"x"]), "header is not valid msgpack: FormatError"),
+        (raw(Kind.PING, 0, b"", [b"x"]), "got a frame PING with a body"),
+        (raw(Kind.ERROR, 1, Done(), [b"x"]), "got a frame ERROR with a body"),
+        (
+            raw(Kind.HELLO, 0, Hello(1, 1, PS, 1, "bulk", bytes(32), True)),
+            "got a frame HELLO after the handshake",
+        ),
+    ],
+)
+async def test_a_peer_that_breaks_the_protocol_is_dropped(
+    misbehave: Callable[[Peer], None], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(server={AskStatistics: Handler(done)}) as pair:
+        misbehave(pair.peer)
+        await pair.back.wait_closed()
+        assert isinstance(pair.back.error, RemoteProtocolError)
+        assert pair.back.error.message == told
+        await pair.peer.wait_closed()
+        other = await pair.client.connect("ps0:1", PS)
+        assert (await other.call(AskStatistics())).message == Done(), "the task lives on"
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+    assert caplog.records[0].message.endswith(f": {told}")
+
+
+@pytest.mark.virtual_time
+async def test_a_request_id_is_not_used_twice_at_once() -> None:
+    gate = Gate()
+    async with connected(server={AskStatistics: Handler(gate)}) as pair:
+        raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
+        raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
+        await pair.back.wait_closed()
+        assert isinstance(pair.back.error, RemoteProtocolError)
+        assert pair.back.error.message == "request id 5 cannot be used"
+        gate.open.set()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("kind", "header", "segments", "told"),
+    [
+        (Kind.REPLY, b"\xc1", [], "header is not valid msgpack: FormatError"),
+        (Kind.REPLY, b"\xc1", [b"x"], "header is not valid msgpack: FormatError"),
+        (Kind.ERROR, b"\xc1", [], "header is not valid msgpack: FormatError"),
+        (Kind.ERROR, encode(Done()), [], "got Done in a frame ERROR"),
+    ],
+)
+async def test_a_call_whose_answer_is_nonsense_fails(
+    kind: Kind, header: bytes, segments: list[bytes], told: str
+) -> None:
+    def nonsense(peer: Peer, message: Any, _: list[memoryview]) -> Awaitable[Reply]:
+        peer.connection.send(encode_frame(kind, 1, header, segments))
+        return asyncio.get_running_loop().create_future()
+
+    async with connected(server={AskStatistics: Handler(nonsense)}) as pair:
+        with pytest.raises(ConnectionLost) as caught:
+            await pair.peer.call(AskStatistics(), into=lambda *_: [memoryview(bytearray(1))])
+        assert caught.value.message == f"the connection to {PS} was lost: {told}"
+        assert isinstance(caught.value.__cause__, RemoteProtocolError)
+
+
+@pytest.mark.virtual_time
+async def test_answers_that_nobody_waits_for_are_ignored() -> None:
+    async with connected(server={AskStatistics: Handler(done)}) as pair:
+        for misbehave in (
+            raw(Kind.REPLY, 99, Done()),
+            raw(Kind.REPLY, 99, Pulled([]), [bytes(200 * KIB)]),
+            raw(Kind.ERROR, 99, Done()),
+            raw(Kind.CANCEL, 99, b""),
+            raw(Kind.PONG, 0, b""),
+        ):
+            misbehave(pair.back)
+            misbehave(pair.peer)
+        await pair.peer.ping()
+        assert (await pair.peer.call(AskStatistics())).message == Done()

@@ -1,0 +1,468 @@
+"""One connection with TLS: every byte arrives, nothing is held for longer than it has to be."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from endpoints import Handlers, connected, pattern
+from psync.errors import AuthenticationError, ConnectionLost, PsyncError
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel, TlsNetwork
+from psync.net.tls_config import Tls
+from psync.net.transport import Network, SocketNetwork
+from psync.testing import MemoryNetwork, settle
+from psync.wire.ps_messages import Pull, Pulled
+from tls_files import authority, tls_of
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    return tls_of(tmp_path_factory.mktemp("tls") / "certs", authority())
+
+
+class Above(asyncio.BufferedProtocol):
+    """A protocol that keeps what it hears, and is told."""
+
+    def __init__(self, words: bytes = b"", room: int = 1000) -> None:
+        self.words = words
+        self.heard = bytearray()
+        self.room = bytearray(room)
+        self.told: list[object] = []
+        self.gone = asyncio.Event()
+        self.transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.told.append("made")
+        self.transport = transport
+        self.transport.write(self.words)
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self.room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.heard += self.room[:nbytes]
+
+    def eof_received(self) -> bool:
+        self.told.append("end")
+        return False
+
+    def pause_writing(self) -> None:
+        self.told.append("pause")
+
+    def resume_writing(self) -> None:
+        self.told.append("resume")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.told.append(exc)
+        self.gone.set()
+
+
+class Ends:
+    """A client and a server on a network in memory."""
+
+    def __init__(self, below: MemoryNetwork, client: Above, server: Above, listener: Any) -> None:
+        self.below, self.client, self.server, self.listener = below, client, server, listener
+
+    async def close(self) -> None:
+        for above in (self.client, self.server):
+            above.transport.close()
+        for above in (self.client, self.server):
+            await above.gone.wait()
+        self.listener.close()
+        self.below.check()
+
+
+async def joined(tls: Tls, below: MemoryNetwork | None = None, words: bytes = b"") -> Ends:
+    below = MemoryNetwork() if below is None else below
+    network, server = TlsNetwork(below, tls), Above()
+    listener = await network.listen("ps0:1", lambda: server)
+    _, client = await network.connect("ps0:1", lambda: Above(words))
+    assert isinstance(client, Above)
+    await settle()
+    return Ends(below, client, server, listener)
+
+
+# --- bytes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("chunk", [(1, 3), (1, 70_000)], ids=["bytewise", "in pieces"])
+async def test_what_is_written_arrives_in_order_however_it_is_cut(
+    seed: int, chunk: tuple[int, int], tls: Tls
+) -> None:
+    rng = random.Random(seed)
+    below = MemoryNetwork(seed, latency=(0.0, 0.01), chunk=chunk)
+    words = b"said before TLS was up"
+    ends = await joined(tls, below, words)
+    largest = 20 if chunk[1] == 3 else 600_000
+    for sender, receiver in ((ends.client, ends.server), (ends.server, ends.client)):
+        parts = [pattern(rng.randrange(largest), seed).tobytes() for _ in range(20)]
+        for first, last in ((0, 1), (1, 4), (4, 11), (11, 20)):
+            sender.transport.writelines([memoryview(part) for part in parts[first:last]])
+            await asyncio.sleep(rng.random() / 100)
+        await asyncio.sleep(60)  # seconds that cost nothing
+        assert bytes(receiver.heard) == sender.words + b"".join(parts)
+    await ends.close()
+
+
+@pytest.mark.parametrize("place", ["tcp", "unix", "memory"])
+async def test_tensors_go_through_both_ways(place: str, tls: Tls, tmp_path: Path) -> None:
+    """Far more than any buffer on the way holds."""
+    sent = pattern(9 * MIB + 5)
+    got: list[int] = []
+
+    def echo(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
+        got.extend(map(len, segments))
+        return Reply(Pulled([]), [memoryview(sent), b"small", *segments])
+
+    handlers: Handlers = {Pull: Handler(echo)}
+    below: Network = MemoryNetwork() if place == "memory" else SocketNetwork()
+    address = {"tcp": "127.0.0.1:0", "unix": f"unix:{tmp_path}/ps0", "memory": "ps0:1"}[place]
+    async with connected(TlsNetwork(below, tls), handlers, address=address) as pair:
+        for _ in range(2):
+            calls = [
+                pair.peer.call(Pull(0, None, -1, ""), [memoryview(sent), b"x" * 100])
+                for _ in range(2)
+            ]
+            for answer in await asyncio.gather(*calls):
+                first, small, second, third = answer.segments
+                assert first == second == memoryview(sent)
+                assert (small, third) == (b"small", b"x" * 100)
+    assert got == [len(sent), 100] * 4
+    if isinstance(below, MemoryNetwork):
+        below.check()
+
+
+@pytest.mark.virtual_time
+async def test_nothing_of_it_can_be_read_on_the_way(tls: Tls) -> None:
+    ends = await joined(tls, words=b"a secret word")
+    seen = b""
+    write = ends.client.transport._below.write
+
+    def spy(data: bytes) -> None:
+        nonlocal seen
+        seen += data
+        write(data)
+
+    ends.client.transport._below.write = spy
+    ends.client.transport.write(b"another secret word")
+    await settle()
+    assert bytes(ends.server.heard) == b"a secret wordanother secret word"
+    assert len(seen) > 19
+    assert b"secret" not in seen
+    await ends.close()
+
+
+# --- room ------------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told(tls: Tls) -> None:
+    ends = await joined(tls)
+    client, server = ends.client.transport, ends.server
+    client.set_write_buffer_limits(high=4 * MIB)
+    server.transport.pause_reading()
+    assert not server.transport.is_reading()
+    piece = bytes(MIB)
+    for _ in range(3):
+        client.write(piece)
+    assert ends.client.told == ["made"]
+    for _ in range(4):
+        client.write(piece)
+    await settle()
+    assert ends.client.told == ["made", "pause"]
+    unsent = client.get_write_buffer_size()
+    assert 4 * MIB < unsent <= 7 * MIB + 64 * KIB
+    # What is encrypted is not more than fits below.
+    assert client._below.get_write_buffer_size() <= BELOW_HIGH_BYTES + 2 * PIECE_BYTES
+    assert not server.heard
+    server.transport.resume_reading()
+    await asyncio.sleep(1)
+    assert ends.client.told == ["made", "pause", "resume"]
+    assert server.heard == bytes(7 * MIB)
+    assert client.get_write_buffer_size() == 0
+    await ends.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls) -> None:
+    ends = await joined(tls)
+    sent: list[int] = []
+    ends.client.transport._below.write = lambda data: sent.append(len(data))  # has room for all
+    ends.client.transport.write(bytes(20 * MIB))
+    left = []
+    while size := ends.client.transport.get_write_buffer_size():
+        left.append(size // MIB)
+        await asyncio.sleep(0)
+    assert left == [16, 12, 8, 4]
+    assert 20 * MIB < sum(sent) < 20.1 * MIB
+    ends.client.transport.abort()
+    await ends.server.gone.wait()
+    await ends.client.gone.wait()
+    ends.listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_what_came_before_a_pause_is_there_after_it(tls: Tls) -> None:
+    """All of it has arrived in one piece, and is decrypted already or lies with TLS."""
+    ends = await joined(tls, MemoryNetwork(chunk=(MIB, MIB)))
+    server = ends.server
+
+    def pause_at_once(nbytes: int) -> None:
+        server.heard += server.room[:nbytes]
+        server.transport.pause_reading()
+
+    server.buffer_updated = pause_at_once  # type: ignore[method-assign]
+    ends.client.transport.write(b"x" * 3500)
+    seen = []
+    for _ in range(4):
+        await settle()
+        seen.append(len(server.heard))
+        server.transport.resume_reading()
+    assert seen == [1000, 2000, 3000, 3500]
+    await ends.close()
+
+
+@pytest.mark.virtual_time
+async def test_memory_that_waits_is_not_copied(tls: Tls) -> None:
+    ends = await joined(tls)
+    ends.server.transport.pause_reading()
+    large = bytearray(32 * MIB)
+    ends.client.transport.write(memoryview(large))
+    await settle()
+    with pytest.raises(BufferError):  # somebody still looks at it
+        large.append(1)
+    ends.server.transport.resume_reading()
+    await asyncio.sleep(1)
+    assert len(ends.server.heard) == len(large)
+    large.append(1)
+    await ends.close()
+
+
+# --- the end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_close_sends_everything_first(tls: Tls) -> None:
+    ends = await joined(tls)
+    ends.client.transport.write(bytes(20 * MIB))
+    ends.client.transport.close()
+    assert ends.client.transport.is_closing()
+    ends.client.transport.write(b"too late")
+    ends.client.transport.close()
+    await ends.server.gone.wait()
+    await ends.client.gone.wait()
+    assert ends.server.heard == bytes(20 * MIB)
+    assert ends.server.told == ["made", "end", None]
+    assert ends.client.told[-1] is None
+    ends.listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_abort_sends_nothing_more(tls: Tls) -> None:
+    ends = await joined(tls)
+    ends.server.transport.pause_reading()
+    ends.client.transport.write(bytes(20 * MIB))
+    ends.client.transport.abort()
+    await ends.client.gone.wait()
+    ends.server.transport.resume_reading()
+    await ends.server.gone.wait()
+    assert len(ends.server.heard) < 2 * MIB
+    ends.listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_close_before_tls_is_up_says_nothing(tls: Tls) -> None:
+    below = MemoryNetwork()
+    network = TlsNetwork(below, tls)
+    listener = await below.listen("ps0:1", Above)
+    client = Above(b"words")
+    await network.connect("ps0:1", lambda: client)
+    client.transport.close()
+    await client.gone.wait()
+    assert client.told == ["made", None]
+    listener.close()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("at", [0, 5, 20, 100, -1])
+async def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls) -> None:
+    ends = await joined(tls)
+    update = ends.server.transport.buffer_updated
+
+    def tampered(nbytes: int) -> None:
+        ends.server.transport._room[at if at >= 0 else nbytes - 1] ^= 1
+        update(nbytes)
+
+    ends.server.transport.buffer_updated = tampered
+    ends.client.transport.write(bytes(200))
+    await ends.server.gone.wait()
+    error = ends.server.told[-1]
+    assert isinstance(error, ConnectionLost)
+    assert error.message.startswith("TLS with the peer broke: ")
+    assert not ends.server.heard
+    await ends.client.gone.wait()
+    ends.listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_peer_that_goes_on_talking_after_it_was_refused_is_left(tls: Tls) -> None:
+    below = MemoryNetwork()
+    server = Above()
+    listener = await TlsNetwork(below, tls).listen("ps0:1", lambda: server)
+    stranger = Above(b"GET / HTTP/1.1\r\n\r\n")
+    await below.connect("ps0:1", lambda: stranger)
+    await settle()
+    loop = asyncio.get_running_loop()
+    refused = loop.time()
+    assert b"uses TLS" in stranger.heard
+    while not server.gone.is_set():
+        stranger.transport.write(b"more" * 1000)
+        await asyncio.sleep(0.1)
+    assert LINGER_S <= loop.time() - refused <= LINGER_S + 0.2
+    assert server.heard == b""
+    assert isinstance(server.told[-1], AuthenticationError)
+    await stranger.gone.wait()
+    listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_who_leaves_in_the_middle_of_the_handshake_is_told_of_and_a_probe_is_not(
+    tls: Tls,
+) -> None:
+    for words in (b"", b"\x16\x03\x01"):
+        below, server = MemoryNetwork(), Above()
+        listener = await TlsNetwork(below, tls).listen("ps0:1", lambda server=server: server)  # type: ignore[misc]
+        stranger = Above(words)
+        await below.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
+        await settle()
+        stranger.transport.close()
+        await server.gone.wait()
+        if words:
+            assert isinstance(server.told[-1], ConnectionLost)
+            assert server.told[-1].message == ("the peer left in the middle of the TLS handshake")
+        else:
+            assert server.told == ["made", None]
+        listener.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_protocol_that_does_not_want_the_connection_costs_no_computation(tls: Tls) -> None:
+    class Unwilling(Above):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self.transport.abort()
+
+    for side in ("client", "server"):
+        below = MemoryNetwork()
+        network = TlsNetwork(below, tls)
+        above = {"client": Above(), "server": Above(), side: Unwilling()}
+        listener = await network.listen("ps0:1", lambda above=above: above["server"])  # type: ignore[misc]
+        channel, _ = await network.connect("ps0:1", lambda above=above: above["client"])  # type: ignore[misc]
+        assert isinstance(channel, TlsChannel)
+        await above["client"].gone.wait()
+        await above["server"].gone.wait()
+        with pytest.raises(ValueError, match="handshake not done"):
+            channel.get_extra_info("ssl_object").getpeercert()
+        listener.close()
+
+
+class Below(asyncio.Transport):
+    """A transport that takes everything, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = b""
+        self.ended = False
+
+    def write(self, data: Any) -> None:
+        self.said += data
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def resume_reading(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return self.ended
+
+    def abort(self) -> None:
+        self.ended = True
+
+    close = abort
+
+
+@pytest.fixture(scope="module")
+def greeting() -> bytes:
+    """The first words of a client."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client = context.wrap_bio(incoming, outgoing, server_hostname="ps0")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_whatever_a_stranger_says_ends_in_a_clear_error(
+    accepts: bool, tls: Tls, greeting: bytes
+) -> None:
+    """Random bytes, and good first words with some of them changed."""
+    rng = random.Random(7)
+
+    async def talk() -> None:
+        above, below = Above(b"words"), Below()
+        assert tls.server is not None
+        channel = (
+            TlsChannel(above, tls.server)
+            if accepts
+            else TlsChannel(above, tls.client, server_name="ps0")
+        )
+        channel.connection_made(below)
+        words = bytearray(greeting if rng.random() < 0.7 else rng.randbytes(rng.randrange(1, 300)))
+        for _ in range(rng.randrange(4)):
+            words[rng.randrange(len(words))] = rng.randrange(256)
+        words += rng.randbytes(rng.randrange(100)) * rng.randrange(3)
+        while words and not below.ended:
+            room = channel.get_buffer(-1)
+            nbytes = min(len(words), rng.randrange(1, 400))
+            room[:nbytes] = words[:nbytes]
+            del words[:nbytes]
+            channel.buffer_updated(nbytes)
+        channel.eof_received()
+        channel.connection_lost(None)
+        made, last = above.told
+        assert made == "made"
+        assert isinstance(last, PsyncError)
+        assert last.message.isprintable()
+        assert not above.heard
+        assert len(channel.get_buffer(-1)) <= 64 * KIB
+
+    async def talk_often() -> None:
+        for _ in range(300):
+            await talk()
+
+    asyncio.run(talk_often())
+
+
+def test_records_begin_as_the_standard_says() -> None:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client = context.wrap_bio(incoming, outgoing, server_hostname="ps0")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    assert outgoing.read()[:2] == b"\x16\x03"

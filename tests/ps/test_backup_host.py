@@ -1,0 +1,156 @@
+"""Backups in the process of another ps: who may feed them, and who makes them serve."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from backups import W, alone, back_up, create, promote, say, take_over
+from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
+from psync.errors import FencedError, PsyncError, UsageError
+from psync.net.peer import Handler, Reply
+from psync.ps.backup_host import AsIfFrom
+from psync.ps_task import PsTask
+from psync.wire.codec import encode
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence, Push
+from psync.wire.recovery_messages import (
+    BeginBackup,
+    FillBackup,
+    LogEntries,
+    LogTaken,
+    Promote,
+)
+
+
+async def test_a_backup_that_serves_answers_repetitions_as_the_lost_one_did() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        worker = cluster.client()
+        one = np.ones(6, np.float32)
+        (answer,) = await assign(worker, w, one, "add", closure=3)
+        assert answer.outcome == "accepted"
+        await take_over(cluster)
+        again = cluster.client("/job:worker/task:1")
+        again.links[0].address = cluster.chief.links[0].address
+        (answer,) = await assign(again, w, one, "add", closure=3)
+        assert answer.outcome == "duplicate"
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 1)
+
+
+async def test_a_fence_holds_there_too() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        worker = cluster.client(incarnation=1000)
+        assert await say(cluster, 0, Fence("/job:worker/task:0", 2000)) == Done()
+        await take_over(cluster)
+        worker.links[0].address = cluster.chief.links[0].address
+        with pytest.raises(FencedError):
+            await push(worker, (w,), (1.0,))
+
+
+async def test_to_promote_again_changes_nothing() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        assert await promote(cluster) == await promote(cluster)
+
+
+async def test_a_newer_order_replaces_even_one_that_serves_and_an_older_word_none() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        first = await promote(cluster, 5)
+        await back_up(cluster, 6)  # the coordinator has not heard that it serves
+        with pytest.raises(FencedError, match="there is a newer backup"):
+            await promote(cluster, 5)
+        assert await promote(cluster, 7) != first
+
+
+async def test_it_is_the_coordinator_s_and_the_ps_s_own() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        with pytest.raises(UsageError, match="has no backup of /job:ps/task:0"):
+            await promote(cluster)
+        await back_up(cluster)
+        link = cluster.chief.links[1]
+        for message in (
+            FillBackup(0, 1, 0, 0),
+            LogEntries(0, 1, 1, []),
+            BeginBackup(0, 5, 100, [], 1.0, 0, 1, 100),
+        ):
+            with pytest.raises(UsageError, match="is not /job:ps/task:0"):
+                await link.call(lambda _, message=message: message, [b"x"])
+        other = cluster.client("/job:worker/task:0")
+        with pytest.raises(FencedError):
+            await other.links[1].call(lambda _: Promote(0, 5, 100, []))
+
+
+async def test_a_newer_coordinator_ends_the_backups_of_the_one_before() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        newer = cluster.client(CHIEF, 1 << 40)
+        await cluster.attach(newer, 1 << 40)
+        with pytest.raises(UsageError, match="has no backup"):
+            await newer.links[1].call(lambda _: Promote(0, 5, 100, []))
+        await asyncio.sleep(0)
+
+
+async def test_entries_are_taken_in_the_turn_in_which_they_come() -> None:
+    """Else those of the next message might be there first, where tasks have no order."""
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        host = cluster.ps[1]._host
+        taken = host._backups[0].taken
+        sender = AsIfFrom("/job:ps/task:0", 100, {})
+        entry = ("/job:chief/task:0", 100, encode(Fence("/job:worker/task:0", 5)), 0)
+        for number in range(taken + 1, taken + 4):
+            message = LogEntries(0, 1, number, [entry])
+            answer = host.handlers()[LogEntries].run(sender, message, [])  # type: ignore[arg-type]
+            assert answer.message == LogTaken(number)  # type: ignore[union-attr]
+        await host._backups[0].settle()
+
+
+async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        task = cluster.ps[1]._host._backups[0].task
+        assert isinstance(task, PsTask)
+
+        def no_memory(*_: object) -> Reply:
+            raise MemoryError
+
+        task._endpoint.handlers[Push] = Handler(no_memory)
+        worker = cluster.client()
+        await push(worker, (w,), (1.0,))
+        await cluster.ps[1]._host._backups[0].settle()
+        pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
+        await back_up(cluster, lost=True)  # the one that is backed up says so as well
+        assert not pushing.done()
+        await alone(cluster)
+        await pushing
+        with pytest.raises(PsyncError, match="is damaged"):
+            await promote(cluster)
+
+
+async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        begun = heard(cluster.ps[1], BeginBackup)
+        await back_up(cluster)
+        await push(cluster.client(), (w,), (1.0,))
+        sender = AsIfFrom("/job:ps/task:0", 101, {})
+        host = cluster.ps[1]._host
+        handler = host.handlers()[BeginBackup]
+        assert handler.run(sender, begun[0], [memoryview(b"?")]) == Reply(Done())  # type: ignore[arg-type]
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W - np.float32(0.5))

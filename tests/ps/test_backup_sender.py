@@ -1,0 +1,125 @@
+"""What a ps sends to its backup arrives once, in order, whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from backups import W, back_up, create, say, take_over
+from ps_cluster import PsCluster, assign, heard, pull, until
+from psync.errors import DeadlineExceeded
+from psync.ps_task import PsTask
+from psync.wire.ps_messages import Fence
+from psync.wire.recovery_messages import BeginBackup, FillBackup
+
+
+async def test_over_connections_that_break_each_entry_is_done_once() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        worker = cluster.client()
+        for _ in range(10):
+            adding = [
+                asyncio.create_task(assign(worker, w, np.ones(6, np.float32), "add"))
+                for _ in range(10)
+            ]
+            await asyncio.sleep(0)
+            cluster.network.cut("ps1:1")
+            await asyncio.gather(*adding)
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 100)
+
+
+async def test_a_copy_of_many_blocks_is_made_while_updates_go_on() -> None:
+    async with PsCluster(2, chunk=(1 << 18, 1 << 20)) as cluster:
+        cluster.places = iter([0])
+        size = 5 << 20
+        w = await cluster.create("w", np.arange(size, dtype=np.float32))
+        worker = cluster.client()
+        copying = asyncio.create_task(back_up(cluster))
+        count = 0
+        while not copying.done():
+            await assign(worker, w, np.ones(size, np.float32), "add")
+            count += 1
+        await copying
+        await assign(worker, w, np.ones(size, np.float32), "add")
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        (before,) = (np.arange(size, dtype=np.float32),)
+        for _ in range(count + 1):
+            before += 1
+        assert value.tobytes() == before.tobytes()
+
+
+async def test_a_copy_goes_on_over_connections_that_break() -> None:
+    async with PsCluster(2, chunk=(1 << 18, 1 << 20)) as cluster:
+        cluster.places = iter([0])
+        values = np.arange(5 << 20, dtype=np.float32)
+        w = await cluster.create("w", values)
+        parts = heard(cluster.ps[1], FillBackup)
+        copying = asyncio.create_task(back_up(cluster))
+        for count in (1, 2, 4):
+            await until(lambda count=count: len(parts) >= count)
+            cluster.network.cut("ps1:1")
+        await copying
+        assert len({part.start for part in parts}) < len(parts)  # some came twice
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert value.tobytes() == values.tobytes()
+
+
+@pytest.mark.virtual_time
+async def test_a_copy_to_a_process_that_says_nothing_is_given_up() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        parts = heard(cluster.ps[1], BeginBackup)
+        copying = asyncio.create_task(back_up(cluster, 2))
+        await until(lambda: parts)
+        cluster.network.partition("ps1:1")
+        with pytest.raises(DeadlineExceeded):
+            await copying
+        cluster.network.heal("ps1:1")
+
+
+async def test_that_a_process_was_started_again_is_noticed_though_nothing_is_to_be_sent() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        lost = asyncio.create_task(back_up(cluster, lost=True))
+        await cluster.ps[1].close()
+        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
+        await again.start()
+        await lost
+        await again.close()
+
+
+async def test_a_connection_that_is_lost_while_nothing_is_to_be_sent_is_made_again() -> None:
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        for _ in range(3):
+            cluster.network.cut("ps1:1")
+            await until(lambda: cluster.network.links("ps1:1"))
+            await assign(cluster.client(), w, np.ones(6, np.float32), "add")
+        await take_over(cluster)
+        (value,) = await pull(cluster.chief, w)
+        assert np.array_equal(value, W + 3)
+
+
+async def test_a_process_that_was_started_again_does_not_follow() -> None:
+    async with PsCluster(2) as cluster:
+        await create(cluster)
+        await back_up(cluster)
+        lost = asyncio.create_task(back_up(cluster, lost=True))
+        await cluster.ps[1].close()
+        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
+        await again.start()
+        adding = asyncio.create_task(say(cluster, 0, Fence("/job:worker/task:9", 5)))
+        await lost
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        await again.close()

@@ -1,0 +1,82 @@
+"""How shards come into being on a ps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_cluster import PsCluster, pull, until
+from psync.client.ps_client import PsClient
+from psync.errors import GradientError, PartitionError, RemoteProtocolError
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import CreateShards, Pull
+from psync.wire.tensors import to_bytes_view
+
+pytestmark = pytest.mark.asyncio
+
+MiB = 1 << 20
+LARGE = 8 * MiB // 4  # elements of float32: several blocks, applied with the loop running between
+
+
+async def ask(client: PsClient, message: Message, segments: Any = (), ps: int = 0) -> Message:
+    received = await client.links[ps].call(lambda peer: message, segments)
+    return received.message
+
+
+class TestCreation:
+    def message(self, shape: list[int], name: str = "v") -> CreateShards:
+        return CreateShards([(name, 0, 0, 0, shape, "float32")], [None])
+
+    async def test_creating_again_keeps_the_value_and_another_shape_is_an_error(self) -> None:
+        async with PsCluster() as cluster:
+            ones, nines = (to_bytes_view(np.full(3, n, np.float32)) for n in (1, 9))
+            for value in (ones, nines):
+                assert await ask(cluster.chief, self.message([3]), [value]) == Done()
+            received = await cluster.chief.links[0].call(lambda peer: Pull(1, [(0, 0)], -1, ""))
+            assert bytes(received.segments[0]) == bytes(ones)
+            with pytest.raises(PartitionError, match=r"exists already as .*shape \(3,\)"):
+                await ask(cluster.chief, self.message([2]), [nines[:8]])
+
+    async def test_what_does_not_fit_is_refused(self) -> None:
+        async with PsCluster() as cluster:
+            body = to_bytes_view(np.zeros(3, np.float32))
+            for segments in ([body[:8]], [body, body]):
+                with pytest.raises(GradientError, match="do not have the shards' sizes"):
+                    await ask(cluster.chief, self.message([3]), segments)
+            with pytest.raises(GradientError, match="no initial values for 1 shards"):
+                await ask(cluster.chief, self.message([3]))
+            with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
+                await ask(cluster.chief, self.message([-3]), [body])
+            for sources in ([], [None, None]):
+                uneven = CreateShards(self.message([3]).shards, sources)
+                with pytest.raises(RemoteProtocolError, match=f"{len(sources)} sources for 1 s"):
+                    await ask(cluster.chief, uneven, [body])
+            for dtype, element in (("float32", b"123"), ("bool", b"\2"), ("int8", b"")):
+                constant = CreateShards([("v", 0, 0, 0, [3], dtype)], [element])
+                with pytest.raises(GradientError, match=f"expected an element of {dtype}, got b"):
+                    await ask(cluster.chief, constant)
+            copied = CreateShards(self.message([3]).shards, [(0, 1)])
+            with pytest.raises(GradientError, match="do not have the shards' sizes"):
+                await ask(cluster.chief, copied, [body])
+            assert not cluster.ps[0]._store.keys()
+            wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
+            with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
+                await ask(cluster.chief, wrong, [body])
+
+    async def test_a_large_shard_is_filled_although_its_request_is_given_up(self) -> None:
+        async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:
+            spec = cluster.declare("v", np.ones(LARGE, np.float32))
+            creating = asyncio.create_task(cluster.creation.ensure())
+            key = (spec.variable_id, 0)
+            store = cluster.ps[0]._store
+            await until(lambda: key in store.keys())
+            assert store.busy(key)
+            creating.cancel()
+            (got,) = await pull(cluster.client(), spec)
+            assert (got == 1).all()
+            with pytest.raises(asyncio.CancelledError):
+                await creating

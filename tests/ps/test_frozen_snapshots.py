@@ -1,0 +1,206 @@
+"""Images that a real ps holds for a cut: frozen, read, written, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from image_tools import call, freeze, read, read_all, write
+from ps_cluster import PsCluster, assign, hold, pull, push, until
+from psync.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CutLost,
+    RemoteProtocolError,
+)
+from psync.numerics.moment_rules import Adam
+from psync.specs import VariableSpec
+from psync.store.snapshot import ImageState
+from psync.wire.messages import Done
+from psync.wire.recovery_messages import (
+    AskShared,
+    DropFrozen,
+    Freeze,
+    Shared,
+    WriteFrozen,
+)
+
+MiB = 1 << 20
+LARGE = 3 * MiB // 4  # elements of float32: three blocks
+ADAM = Adam(0.125).to_config()
+
+
+async def adam(cluster: PsCluster, v: VariableSpec, value: float, **kwargs: Any) -> list[str]:
+    client = kwargs.pop("client", cluster.chief)
+    answers = await push(client, (v,), (value,), config=ADAM, **kwargs)
+    return [answer.outcome for answer in answers]
+
+
+async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
+    """Value and slots, as anybody reads them."""
+    (value,) = await pull(cluster.chief, v)
+    arrays = [value]
+    for slot in ("m", "v"):
+        arrays += await pull(cluster.chief, v, optimizer=1, slot=slot)
+    return [array.tobytes() for array in arrays]
+
+
+def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
+    image: dict[str, Any] = cluster.ps[ps].statistics()["image"]
+    return image
+
+
+@pytest.mark.asyncio
+class TestFreeze:
+    async def test_pushes_go_on_and_what_is_read_stays(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            await adam(cluster, v, 1.0)
+            state, pending = await freeze(cluster)
+            assert pending == []
+            before = await everything(cluster, v)
+            for value in (2.0, -3.0):
+                await adam(cluster, v, value)
+                assert await read_all(cluster, state) == before
+            assert await everything(cluster, v) != before
+            assert state.iterations == 1
+            assert state.versions == {v.shards[0].key: 2}  # created, pushed
+
+    async def test_parts_of_an_item(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.arange(LARGE, dtype=np.float32))
+            await freeze(cluster)
+            got = await read(cluster, 0, MiB - 4, MiB + 8)
+            assert np.frombuffer(got, np.float32).tolist() == [MiB // 4 - 1, MiB // 4, MiB // 4 + 1]
+            with pytest.raises(CheckpointError, match="no bytes"):
+                await read(cluster, 0, 0, 4 * MiB)
+            with pytest.raises(CheckpointError, match="item 7 of an image"):
+                await read(cluster, 7, 0, 1)
+            with pytest.raises(RemoteProtocolError, match="at most 16777216 bytes"):
+                await read(cluster, 0, 0, 17 * MiB)
+
+    async def test_an_update_under_way_is_waited_for(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            release = hold(cluster.ps[0], v)
+            freezing = asyncio.create_task(freeze(cluster))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            release()
+            state, _ = await freezing
+            assert state.versions == {v.shards[0].key: 1}
+
+    async def test_rows_that_are_constant_in_part(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros((5000, 64), np.float32))
+            store = cluster.ps[0]._store
+            key, rows = v.shards[0].key, np.array([3, 4999])
+            for _ in store.scatter(key, "assign", rows, np.ones((2, 64), np.float32)):
+                pass
+            state, _ = await freeze(cluster)
+            got = np.frombuffer(await read(cluster, 0, 0, state.items[0].nbytes), np.float32)
+            assert got.sum() == 128
+
+    async def test_the_same_cut_again_is_the_same_contents(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            first = await freeze(cluster)
+            await assign(cluster.chief, v, np.ones(3, np.float32))
+            repeated = await call(cluster.chief, Freeze(1))
+            assert ImageState.from_bytes(bytes(repeated.segments[0]), "frozen") == first[0]
+            assert await read(cluster, 0, 0, 12) == bytes(12)
+            await freeze(cluster, 2)
+            assert await read(cluster, 0, 0, 12, cut=2) != bytes(12)
+            with pytest.raises(CutLost, match="does not hold cut 1 any more"):
+                await read(cluster, 0, 0, 12)
+
+    async def test_it_is_held_until_it_is_dropped(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.zeros(3, np.float32))
+            await freeze(cluster, 2)
+            assert held(cluster)["held"] == 1
+            assert (await call(cluster.chief, DropFrozen(1))).message == Done()  # another one
+            assert await read(cluster, 0, 0, 12, cut=2) == bytes(12)
+            for _ in range(2):
+                assert (await call(cluster.chief, DropFrozen(2))).message == Done()
+            with pytest.raises(CutLost):
+                await read(cluster, 0, 0, 12, cut=2)
+            assert (held(cluster)["held"], held(cluster)["frozen"]) == (0, 1)
+
+    async def test_it_ends_with_the_connection_over_which_it_was_asked_for(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(LARGE, np.float32))
+            await assign(cluster.chief, v, np.ones(LARGE, np.float32))
+            await freeze(cluster)
+            block = cluster.ps[0]._store.shards()[v.shards[0].key].values.block(1)
+            assert block.held()
+            cluster.chief.links[0]._peers["control"].abort()
+            await until(lambda: not held(cluster)["held"])
+            assert not block.held()
+            with pytest.raises(CutLost):
+                await read(cluster, 0, 0, 12)
+
+    async def test_who_has_gone_when_it_is_frozen_holds_nothing(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            release = hold(cluster.ps[0], v)
+            freezing = asyncio.create_task(freeze(cluster))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            peers = cluster.ps[0]._endpoint.peers
+            (peer,) = [peer for peer in peers if peer.lane == "control"]
+            cluster.chief.links[0]._peers["control"].abort()
+            freezing.cancel()  # so that nobody asks again
+            await until(lambda: peer.is_closed)
+            release()
+            await asyncio.gather(freezing, return_exceptions=True)
+            await cluster.ps[0]._work.drain()
+            assert held(cluster)["held"] == 0
+
+
+@pytest.mark.asyncio
+class TestWriting:
+    async def test_a_file_that_both_see(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            (tmp_path / "nonce").write_text("abc")
+            for text, same in (("abc", True), ("abd", False)):
+                received = await call(cluster.chief, AskShared(str(tmp_path / "nonce"), text))
+                assert received.message == Shared(same)
+
+    async def test_the_same_request_again_gets_the_same_answer(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            path = tmp_path / "a"
+            both = await asyncio.gather(write(cluster, state, path), write(cluster, state, path))
+            assert both[0] == both[1] == await write(cluster, state, path)
+            assert held(cluster)["written_bytes"] == path.stat().st_size
+
+    async def test_what_cannot_be_written_is_said(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(3, np.float32))
+            state, _ = await freeze(cluster)
+            with pytest.raises(CheckpointError, match="No such file or directory"):
+                await write(cluster, state, tmp_path / "none" / "a")
+            for items, named in (("{}", "expected a list"), ('[[0, ""]]', "a name: expected text")):
+                with pytest.raises(CheckpointCorrupt, match=named):
+                    await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")), [items.encode()])
+            with pytest.raises(CheckpointCorrupt, match="is not JSON"):
+                await call(cluster.chief, WriteFrozen(1, str(tmp_path / "b")))
+            assert list(tmp_path.iterdir()) == []
+
+    async def test_a_cut_that_is_dropped_meanwhile_leaves_no_file(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            service = cluster.ps[0]._images._frozen
+            assert service._cut is not None
+            reading = service._cut.frozen.letting_go(0)
+            next(reading)
+            await call(cluster.chief, DropFrozen(1))
+            with pytest.raises(CheckpointError, match="not held any more"):
+                next(reading)
+            with pytest.raises(CutLost):
+                await write(cluster, state, tmp_path / "a")

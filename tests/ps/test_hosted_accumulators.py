@@ -1,0 +1,113 @@
+"""Descriptions of accumulators, gradients as messages, and turns."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.numerics.sums import Pieces, at_once
+from psync.ps.cooperative_work import INLINE_BYTES
+from psync.ps.takes import (
+    HostedAccumulator,
+    definition_of,
+    gradient_of,
+    other_parameters,
+    reply_of,
+    rule_of,
+)
+from psync.store.dense_accumulators import ConditionalAccumulator
+from psync.store.sparse_accumulators import SparseConditionalAccumulator
+from psync.wire.accumulator_messages import ApplyGradient, DefineAccumulator, GradientTaken
+from psync.wire.tensors import to_bytes_view
+
+DENSE = DefineAccumulator("g", "dense", "float32", [None, 2], "SUM", "", True, 3)
+SPARSE = DefineAccumulator("g", "sparse", "bfloat16", None, "MEAN", "total", False, 0)
+
+
+@pytest.mark.parametrize("definition", [DENSE, SPARSE])
+def test_a_rule_and_its_description_say_the_same(definition: DefineAccumulator) -> None:
+    rule: Any = rule_of(definition)
+    assert definition_of(rule) == definition
+
+
+def test_the_error_for_two_of_one_name_says_what_differs() -> None:
+    first = definition_of(ConditionalAccumulator("float32", (2,), name="g"))
+    second = definition_of(ConditionalAccumulator("float32", (2,), name="g", max_staleness=1))
+    assert other_parameters(first, second).message == (
+        'accumulator "g": other parameters than at first: expected max_staleness=0, '
+        "got max_staleness=1"
+    )
+
+
+def applying(shape: list[int]) -> ApplyGradient:
+    return ApplyGradient(1, 1, -1, 0, "g", shape, None, 0, 1.0)
+
+
+def test_a_gradient_is_the_memory_that_came() -> None:
+    body = bytearray(16)
+    values: Any = gradient_of(applying([2, 2]), [memoryview(body)], rule_of(DENSE))
+    values[1, 1] = 1.0
+    assert bytes(body[12:]) == np.float32(1).tobytes()
+
+
+def test_a_gradient_without_rows_has_no_bytes() -> None:
+    given: Any = gradient_of(applying([0, 3]), [], rule_of(SPARSE))
+    assert (given[0].shape, given[1].shape, given[2]) == ((0,), (0, 3), None)
+
+
+def test_what_was_taken_is_sent_without_a_copy() -> None:
+    rule = SparseConditionalAccumulator("float32", (None, 2), name="g")
+    rule.apply_grad([4, 1], np.ones((2, 2), np.float32))
+    take = rule.take_grad(1)
+    message, (indices, values) = reply_of(take)
+    assert message == GradientTaken(1, 1, [2, 2], [-1, 2])
+    assert bytes(indices) == np.array([1, 4]).tobytes()
+    values[:4] = np.float32(7).tobytes()  # type: ignore[index]
+    assert take.result().values[0, 0] == 7
+
+
+def test_what_is_large_is_not_done_at_once() -> None:
+    hosted = HostedAccumulator(definition_of(ConditionalAccumulator("float32", name="g")))
+    assert hosted.fits_now(INLINE_BYTES)
+    assert not hosted.fits_now(INLINE_BYTES + 1)
+    at_once(hosted.rule.offering([1.0], 0, 1.0))
+    assert not hosted.fits_now(INLINE_BYTES)
+
+
+@pytest.mark.virtual_time
+async def test_work_in_pieces_is_done_one_after_the_other_in_the_order_of_its_coming() -> None:
+    hosted = HostedAccumulator(DENSE)
+    done: list[str] = []
+
+    def work(name: str) -> Pieces[str]:
+        for piece in range(3):
+            done.append(f"{name}{piece}")
+            yield
+        return name
+
+    names = await asyncio.gather(*(hosted.in_turn(lambda n=n: work(n)) for n in "ab"))
+    assert names == ["a", "b"]
+    assert done == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    assert hosted.fits_now(0)
+
+
+@pytest.mark.virtual_time
+async def test_an_error_lets_the_next_one_begin() -> None:
+    hosted = HostedAccumulator(DENSE)
+
+    def fails() -> Pieces[None]:
+        yield
+        raise ValueError("here")
+
+    with pytest.raises(ValueError, match="here"):
+        await hosted.in_turn(fails)
+    assert not hosted.lock.locked()
+
+
+def test_bytes_of_an_array_are_those_of_the_gradient() -> None:
+    array = np.arange(4, dtype=np.float32).reshape(2, 2)
+    values: Any = gradient_of(applying([2, 2]), [to_bytes_view(array)], rule_of(DENSE))
+    assert (values == array).all()

@@ -1,0 +1,260 @@
+"""Locks on the shards of a ps: what waits for them, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_cluster import (
+    OTHER,
+    WORKER,
+    PsCluster,
+    assign,
+    hold,
+    is_busy,
+    pull,
+    push,
+    until,
+)
+from psync.client.ps_client import PsClient
+from psync.errors import LockLost, UnknownVariableError, UsageError
+from psync.ps.locks import MAX_LEASE_S
+from psync.specs import VariableSpec
+from psync.wire.codec import Message
+from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
+
+
+async def say(client: PsClient, message: Message, ps: int = 0, **options: Any) -> Any:
+    return (await client.links[ps].call(lambda peer: message, **options)).message
+
+
+async def lock(client: PsClient, *variables: VariableSpec, number: int = 1, lease_s: float = 10):
+    members = [shard.key for variable in variables for shard in variable.shards]
+    await say(client, LockShards(number, members, lease_s))
+
+
+async def unlock(client: PsClient, number: int = 1) -> None:
+    await say(client, UnlockShards(number))
+
+
+async def value_of(client: PsClient, variable: VariableSpec) -> float:
+    return float((await pull(client, variable))[0].reshape(-1)[0])
+
+
+async def settle() -> None:
+    """Let everything go as far as it can without a lock."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def test_updates_of_locked_shards_wait_and_pulls_do_not() -> None:
+    async with PsCluster() as cluster:
+        v, w = await cluster.create("v", [0.0]), await cluster.create("w", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        waiting = [
+            asyncio.ensure_future(push(other, [v], [1])),
+            asyncio.ensure_future(assign(other, v, [5.0], "add", ordinal=1)),
+        ]
+        await settle()
+        assert await value_of(other, v) == 0
+        await assign(other, w, [7.0], ordinal=2)
+        assert not any(update.done() for update in waiting)
+        await unlock(holder)
+        await asyncio.gather(*waiting)
+        assert await value_of(other, v) == 4.5
+
+
+async def test_the_holder_may_assign_and_pull_under_its_lock() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder = cluster.client()
+        await lock(holder, v)
+        keys = [(v.variable_id, 0)]
+        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
+        value = memoryview(np.array([3.0]).tobytes())
+        answer = await say_body(holder, message, value)
+        assert answer.outcome == "accepted"
+        received = await holder.links[0].call(lambda peer: PullLocked(9, keys, -1, "", 1))
+        assert np.frombuffer(received.segments[0]).tolist() == [3.0]
+
+
+async def say_body(client: PsClient, message: Message, body: memoryview) -> Any:
+    return (await client.links[0].call(lambda peer: message, [body])).message
+
+
+async def test_who_holds_no_lock_may_not_speak_under_it() -> None:
+    async with PsCluster() as cluster:
+        v, w = await cluster.create("v", [0.0]), await cluster.create("w", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        for client, variable, number in ((other, v, 1), (holder, v, 2), (holder, w, 1)):
+            keys = [(variable.variable_id, 0)]
+            with pytest.raises(LockLost, match=rf"/job:ps/task:0: lock {number} has ended"):
+                await say(client, PullLocked(9, keys, -1, "", number))
+            with pytest.raises(LockLost):
+                await say_body(
+                    client,
+                    AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=number),
+                    memoryview(bytes(8)),
+                )
+        assert await value_of(other, v) == 0
+
+
+async def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        client = cluster.client()
+        keys = [(v.variable_id, 0)]
+        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
+        with pytest.raises(LockLost):
+            await say_body(client, message, memoryview(bytes(8)))
+        await lock(client, v)
+        assert (await say_body(client, message, memoryview(bytes(8)))).outcome == "accepted"
+
+
+async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        task = cluster.ps[0]
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        release = hold(task, v)
+        update = asyncio.ensure_future(assign(other, v, [1.0], "add"))
+        await until(lambda: task._work.waiting)
+        locking = asyncio.ensure_future(lock(holder, v))
+        await settle()
+        assert not locking.done()
+        assert is_busy(task, v)()
+        release()
+        await asyncio.gather(update, locking)
+        assert await value_of(holder, v) == 1
+
+
+async def test_of_two_locks_the_first_is_first_and_updates_have_their_turn_between() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        first, second = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(first, v)
+        update = asyncio.ensure_future(assign(first, v, [1.0], "add"))
+        await settle()
+        locking = asyncio.ensure_future(lock(second, v))
+        await settle()
+        assert not locking.done()
+        await unlock(first)
+        await asyncio.gather(locking, update)
+        assert await value_of(first, v) == 1
+
+
+async def test_a_lock_ends_with_its_connection() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        update = asyncio.ensure_future(assign(other, v, [1.0]))
+        await settle()
+        assert not update.done()
+        await holder.close()
+        await update
+        assert cluster.ps[0].statistics()["locks"]["held"] == 0
+
+
+async def test_who_waited_for_a_lock_and_is_gone_holds_nobody_back() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        clients = [cluster.client(f"/job:worker/task:{index}") for index in range(4)]
+        holder, gone, gives_up, other = clients
+        await lock(holder, v)
+        lost = asyncio.ensure_future(lock(gone, v))
+        given_up = asyncio.ensure_future(lock(gives_up, v))
+        await settle()
+        await gone.close()
+        given_up.cancel()
+        await asyncio.gather(lost, given_up, return_exceptions=True)
+        await unlock(holder)
+        await assign(other, v, [1.0])
+        assert await value_of(other, v) == 1
+
+
+async def test_a_lock_that_is_not_renewed_ends_with_its_lease() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v, lease_s=0.01)
+        await assign(other, v, [1.0])  # waits for the end of the lease
+        assert cluster.ps[0].statistics()["locks"]["expired"] == 1
+        with pytest.raises(LockLost, match="its holder was silent for longer than its lease"):
+            await say(holder, RenewLock(1))
+        await unlock(holder)  # of a lock that has ended: nothing
+
+
+async def test_a_lock_can_be_renewed() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder = cluster.client()
+        await lock(holder, v)
+        lock_held = next(iter(cluster.ps[0]._locks._locks.values()))
+        first = lock_held.timer
+        await say(holder, RenewLock(1))
+        assert first.cancelled()
+        assert lock_held.timer.when() >= first.when()
+        assert cluster.ps[0].statistics()["locks"] == {"held": 1, "taken": 1, "expired": 0}
+
+
+async def test_the_same_lock_again_is_a_new_one() -> None:
+    async with PsCluster() as cluster:
+        v, w = await cluster.create("v", [0.0]), await cluster.create("w", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        await lock(holder, w)
+        await assign(other, v, [1.0])
+        with pytest.raises(LockLost):
+            await say(holder, PullLocked(9, [(v.variable_id, 0)], -1, "", 1))
+
+
+async def test_a_new_coordinator_ends_the_locks_of_the_old_ones_tasks() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder = cluster.client()
+        await lock(holder, v)
+        await cluster.attach(cluster.client("/job:chief/task:0", 101), 101)
+        assert cluster.ps[0].statistics()["locks"]["held"] == 0
+
+
+async def test_what_makes_no_sense_is_refused() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        client = cluster.client()
+        for lease_s in (0, -1, MAX_LEASE_S + 1, float("nan")):
+            with pytest.raises(UsageError, match="expected a lease above 0 and up to 60 s"):
+                await lock(client, v, lease_s=lease_s)
+        with pytest.raises(UnknownVariableError, match="holds no shard 3"):
+            await say(client, LockShards(1, [(v.variable_id, 3)], 1.0))
+        await assign(client, v, [1.0])
+
+
+async def test_a_ps_that_ends_waits_for_no_lock() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        update = asyncio.ensure_future(assign(other, v, [1.0]))
+        await settle()
+        await cluster.ps[0].close()
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+
+
+async def test_a_lock_whose_turn_comes_as_all_of_them_end_is_not_held() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [0.0])
+        holder, other = cluster.client(WORKER), cluster.client(OTHER)
+        await lock(holder, v)
+        waiting = asyncio.ensure_future(lock(other, v))
+        await settle()
+        cluster.ps[0]._locks.close()
+        with pytest.raises(LockLost, match="lock 1 has ended"):
+            await waiting
+        assert cluster.ps[0].statistics()["locks"] == {"held": 0, "taken": 1, "expired": 0}

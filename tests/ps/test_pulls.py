@@ -1,0 +1,41 @@
+"""Pulls on a ps: with a lock and without, of values and of slots."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from ps_cluster import CONFIG, PsCluster, hold, pull, push
+from psync.errors import LockLost, UsageError
+
+
+async def test_values_and_slots_are_pulled_and_counted() -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", [1.0, 2.0])
+        assert (await pull(cluster.chief, v))[0].tolist() == [1, 2]
+        await push(cluster.chief, [v], [1.0], config={**CONFIG, "momentum": 0.9})
+        (slot,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
+        assert slot.tolist() == [-0.5, -0.5]
+        with pytest.raises(UsageError, match="has no slot 'm'"):
+            await pull(cluster.chief, v, optimizer=1, slot="m")
+        assert cluster.ps[0].statistics()["pulls"] >= 2
+
+
+async def test_a_pull_waits_for_a_shard_that_is_busy() -> None:
+    async with PsCluster() as cluster:
+        v, w = await cluster.create("v", [1.0]), await cluster.create("w", [2.0])
+        release = hold(cluster.ps[0], v)
+        pulling = asyncio.ensure_future(pull(cluster.chief, w, v))
+        assert (await pull(cluster.chief, w))[0].tolist() == [2]
+        assert not pulling.done()
+        release()
+        assert [array.tolist() for array in await pulling] == [[2], [1]]
+
+
+async def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
+    async with PsCluster(2) as cluster:
+        v = await cluster.create("v", np.zeros(2), shards=2)
+        with pytest.raises(LockLost, match="lock 7 has ended"):
+            await pull(cluster.chief, v, lock=7)

@@ -1,0 +1,80 @@
+"""What a ps says of itself in a report."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import coordinating, event_of, note
+from psync.wire.recovery_messages import Gate, OpenGate
+
+pytestmark = pytest.mark.virtual_time
+
+
+async def test_locks_are_told_with_their_holders_and_how_many_wait():
+    async with coordinating(num_ps=2, num_workers=2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(8, np.float32), name="v")
+            w = psync.Variable(np.zeros(8, np.float32), name="w")
+        await psync.pull((v, w))
+        locks = cluster.tasks["ps-0"]._locks
+        key = cluster.tasks["ps-0"]._store.keys()[0]
+        held = locks._table.claim([key], exclusive=True)  # as if a task held it
+
+        async def assigns():
+            await note("assigning")
+            await v.assign(np.ones(8, np.float32))
+
+        value = coordinator.schedule(assigns)
+        await event_of("assigning").wait()
+        await asyncio.sleep(1)
+        text = "\n".join(cluster.tasks["ps-0"].describe())
+        assert "1 locks and updates wait for a lock to end" in text
+        locks.end(held)
+        await value
+        assert "wait for a lock" not in "\n".join(cluster.tasks["ps-0"].describe())
+
+
+async def test_a_ps_without_connections_says_so():
+    async with memory_cluster.cluster_of() as cluster:
+        lines = cluster.tasks["ps-0"].describe()
+        assert lines[0] == "/job:ps/task:0: waits for a coordinator"
+        assert "  connections: none" in lines
+        assert lines[-1].startswith("  counters: {")
+
+
+async def test_what_is_many_is_named_in_part(monkeypatch):
+    monkeypatch.setattr("psync.ps.report.MAX_LISTED", 1)
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(8, np.float32), name="v")
+        await asyncio.gather(v.read(), coordinator.schedule(lambda: 1).fetch())
+        line = next(li for li in cluster.tasks["ps-0"].describe() if "connections: " in li)
+        assert "and " in line
+        assert line.endswith(" more") or line.count("/job:") == 1
+
+
+async def test_a_gate_that_is_shut_is_told_with_who_waits_at_it():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            v = psync.Variable(np.zeros(8, np.float32), name="v")
+        await v.read()
+        link = coordinator._coordinator.links.ps.links[0]
+        await link.call(lambda _: Gate(1))
+
+        async def assigns():
+            await note("assigning")
+            await v.assign(np.ones(8, np.float32))
+
+        value = coordinator.schedule(assigns)
+        await event_of("assigning").wait()
+        await asyncio.sleep(1)
+        text = "\n".join(cluster.tasks["ps-0"].describe())
+        assert "the gate is shut for cut 1: 0 updates are under way, 1 wait" in text
+        await link.call(lambda _: OpenGate(1))
+        await value
+        assert "the gate" not in "\n".join(cluster.tasks["ps-0"].describe())

@@ -1,0 +1,496 @@
+"""Images on a real ps, asked for by a real coordinator's links."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from image_tools import call, fill, freeze, prepare, read, read_all, take, write
+from ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
+from psync.errors import (
+    CheckpointCorrupt,
+    FencedError,
+    RemoteProtocolError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.numerics.moment_rules import Adam
+from psync.ps.snapshots import (
+    pack_accumulators,
+    pack_answer,
+    unpack_accumulators,
+    unpack_answer,
+)
+from psync.schedules import Constant
+from psync.specs import VariableSpec
+from psync.store.ledger_snapshot import LedgerState, SenderState
+from psync.store.snapshot import ImageState
+from psync.wire.accumulator_messages import (
+    AccumulatorState,
+    AskAccumulator,
+    DefineAccumulator,
+    GradientApplied,
+)
+from psync.wire.codec import Message, encode
+from psync.wire.messages import AskStatistics, Done
+from psync.wire.ps_messages import (
+    AskOptimizer,
+    Fence,
+    FinalBelow,
+    OptimizerState,
+    Pushed,
+    SetOptimizer,
+)
+from psync.wire.recovery_messages import (
+    AskShared,
+    DropFrozen,
+    FillImage,
+    Freeze,
+    PrepareImage,
+    ReadFrozen,
+    TakeImage,
+    WriteFrozen,
+)
+from psync.wire.sync_messages import CloseStep
+from sync_cluster import GROUP, SyncCluster, SyncReplica
+
+MiB = 1 << 20
+LARGE = 3 * MiB // 4  # elements of float32: three blocks
+ADAM = Adam(0.125).to_config()
+
+
+async def adam(cluster: PsCluster, v: VariableSpec, value: float, **kwargs: Any) -> list[str]:
+    client = kwargs.pop("client", cluster.chief)
+    answers = await push(client, (v,), (value,), config=ADAM, **kwargs)
+    return [answer.outcome for answer in answers]
+
+
+async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
+    """Value and slots, as anybody reads them."""
+    (value,) = await pull(cluster.chief, v)
+    arrays = [value]
+    for slot in ("m", "v"):
+        arrays += await pull(cluster.chief, v, optimizer=1, slot=slot)
+    return [array.tobytes() for array in arrays]
+
+
+def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
+    image: dict[str, Any] = cluster.ps[ps].statistics()["image"]
+    return image
+
+
+@pytest.mark.asyncio
+class TestWho:
+    @pytest.mark.parametrize(
+        "message",
+        [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
+         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, [])],
+        ids=lambda message: type(message).__name__,
+    )  # fmt: skip
+    async def test_only_the_coordinator_that_is_served_may_ask(self, message: Message) -> None:
+        async with PsCluster() as cluster:
+            await freeze(cluster)
+            with pytest.raises(UsageError, match="is not a coordinator"):
+                await call(cluster.client(WORKER), message)
+            with pytest.raises(FencedError, match="not the coordinator that it serves"):
+                await call(cluster.client(CHIEF, 200), message)
+
+
+@pytest.mark.asyncio
+class TestGoingBack:
+    @pytest.mark.parametrize("size", [5, LARGE])
+    async def test_values_slots_steps_and_what_was_seen_come_back(
+        self, size: int, tmp_path: Path
+    ) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(size, np.float32))
+            worker = cluster.client(WORKER, 1000)
+            assert await adam(cluster, v, 1.0, client=worker, closure=4) == ["accepted"]
+            assert await adam(cluster, v, 2.0, client=worker, closure=5) == ["accepted"]
+            rate = SetOptimizer(1, ADAM, -1, Constant(0.5).to_config())
+            await call(cluster.chief, rate)
+            at_cut = await everything(cluster, v)
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            assert await adam(cluster, v, 3.0, client=worker, closure=5, ordinal=1) == ["accepted"]
+            after = await everything(cluster, v)
+            assert state.calls == {4: 1, 5: 1}
+
+            await prepare(cluster, state, tmp_path / "a", places)
+            assert await everything(cluster, v) == after  # what is served has not changed
+            await take(cluster, fences=[(WORKER, 1001)])
+            assert await everything(cluster, v) == at_cut
+            assert (await freeze(cluster, 9))[0].ledger.calls == state.ledger.calls
+
+            with pytest.raises(FencedError):
+                await adam(cluster, v, 3.0, client=worker, closure=6)
+            again = cluster.client(WORKER, 1001)  # runs closure 5 anew
+            assert await adam(cluster, v, 2.0, client=again, closure=5) == ["duplicate"]
+            assert await everything(cluster, v) == at_cut
+            assert await adam(cluster, v, 3.0, client=again, closure=5, ordinal=1) == ["accepted"]
+            assert await everything(cluster, v) == after
+
+    async def test_a_message_of_the_coordinator_is_answered_as_before(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(5, np.float32))
+            (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
+            sender = cluster.ps[0]._ledger._senders[CHIEF]
+            state, _ = await freeze(cluster)
+            (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
+            assert unpack_answer(kept.answers[-1][2]) == first
+            await prepare(
+                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
+            )
+            await take(cluster)
+            restored = cluster.ps[0]._ledger._senders[CHIEF]
+            assert restored is not sender
+            assert restored.incarnation == sender.incarnation
+            assert [m.answer for m in restored.messages.values()][-1] == first
+
+    async def test_final_closures_stay_final(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(5, np.float32))
+            cluster.chief.links[0]._peers["control"].notify(FinalBelow(7))
+            await adam(cluster, v, 1.0, closure=8)
+            state, _ = await freeze(cluster)
+            await prepare(
+                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
+            )
+            await take(cluster)
+            other = cluster.client(OTHER, 1001)
+            assert await adam(cluster, v, 1.0, client=other, closure=6) == ["duplicate"]
+
+    async def test_an_empty_ps_takes_up_what_another_one_held(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            w = await cluster.create("w", np.arange(3, dtype=np.int64))
+            await adam(cluster, v, 1.0)
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            expected = await everything(cluster, v)
+        async with PsCluster() as other:
+            await prepare(other, state, tmp_path / "a", places)
+            with pytest.raises(UnknownVariableError):
+                await pull(other.chief, v)
+            await take(other)
+            assert await everything(other, v) == expected
+            (got,) = await pull(other.client(), w)
+            assert got.tolist() == [0, 1, 2]
+            received = await call(other.chief, AskOptimizer(1, ADAM))
+            assert received.message == OptimizerState(1)
+
+    async def test_bytes_may_come_over_the_network(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.arange(LARGE, dtype=np.float32))
+            await adam(cluster, v, 1.0)
+            state, _ = await freeze(cluster)
+            items = await read_all(cluster, state)
+            expected = await everything(cluster, v)
+            await adam(cluster, v, 1.0)
+            await prepare(cluster, state)
+            half = MiB + 12
+            for place, data in enumerate(items):
+                with pytest.raises(UsageError, match=f"not complete.* variable {v.variable_id} is"):
+                    await take(cluster)
+                await fill(cluster, place, data[half:], start=half)
+                await fill(cluster, place, data[:half])
+            await take(cluster)
+            assert await everything(cluster, v) == expected
+
+    async def test_a_table_that_was_never_touched_needs_no_bytes(self) -> None:
+        async with PsCluster() as cluster:
+            store = cluster.ps[0]._store
+            v = await cluster.create("v", np.zeros(2, np.float32))
+            spec = dataclasses.replace(v.shards[0], variable_id=50, shape=(8_000_000, 64))
+            store.create(spec, fill=0.25)
+            state, _ = await freeze(cluster)
+            assert (
+                await read(cluster, 1, 2048_000_000 - 4, 2048_000_000) == np.float32(0.25).tobytes()
+            )
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(8))
+            await take(cluster)
+            assert cluster.ps[0]._store.shards()[spec.key].values.num_made == 0
+
+    async def test_repetitions_change_nothing(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            await asyncio.gather(
+                prepare(cluster, state, tmp_path / "a", places),
+                prepare(cluster, state, tmp_path / "a", places),
+            )
+            assert held(cluster)["loads"] == 1
+            await take(cluster)
+            await assign(cluster.chief, v, np.ones(LARGE, np.float32))
+            await take(cluster)
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 1).all()
+            assert (held(cluster)["taken"], held(cluster)["timeline"]) == (1, 1)
+            assert held(cluster)["held"] == 0  # a cut of what was served before
+            with pytest.raises(UsageError, match="load 1 has been given up"):
+                await prepare(cluster, state, tmp_path / "a", places)
+
+    async def test_a_newer_load_gives_up_the_one_before(self, tmp_path: Path) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            places = await write(cluster, state, tmp_path / "a")
+            await assign(cluster.chief, v, np.ones(3, np.float32))
+            await prepare(cluster, state)
+            await prepare(cluster, state, tmp_path / "a", places, load=2)
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await fill(cluster, 0, bytes(12))
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await take(cluster)
+            with pytest.raises(UsageError, match="load 1 has been given up"):
+                await prepare(cluster, state)
+            await take(cluster, load=2)
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 0).all()
+
+    async def test_what_is_damaged_is_refused_and_what_is_served_stays(
+        self, tmp_path: Path
+    ) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.ones(LARGE, np.float32))
+            state, _ = await freeze(cluster)
+            path = tmp_path / "a"
+            ((item, start, nbytes, crc),) = await write(cluster, state, path)
+            await assign(cluster.chief, v, np.full(LARGE, 2, np.float32))
+            good, data = [(item, start, nbytes, crc)], bytearray(path.read_bytes())
+            data[start + 2 * MiB] ^= 1
+            path.write_bytes(data)
+            for places, named in (
+                (good, "the value of shard 0 of variable 0: expected checksum"),
+                ([(item, start, nbytes - 4, crc)], "expected 3145728 bytes, got 3145724"),
+                ([], "variable 0 is not in the file"),
+                ([(item, -1, nbytes, crc)], "a place: expected a whole number from 0"),
+                ([(item, start)], "a list of 4 entries"),
+            ):
+                with pytest.raises(CheckpointCorrupt, match=named):
+                    await prepare(cluster, state, path, places)
+                with pytest.raises(UsageError, match="is not being prepared"):
+                    await take(cluster)
+            for broken in (
+                dataclasses.replace(state, accumulators=((encode(Done()), 0),)),
+                dataclasses.replace(state, ledger=LedgerState((sender(b"\x90"),))),
+            ):
+                with pytest.raises(CheckpointCorrupt):
+                    await prepare(cluster, broken, path, good)
+            with pytest.raises(CheckpointCorrupt, match="image 1: damaged: it is not JSON"):
+                await call(cluster.chief, PrepareImage(1, ""), [b"{"])
+            with pytest.raises(RemoteProtocolError, match="2 segments"):
+                await call(cluster.chief, PrepareImage(1, ""), [b"{}", b"[]"])
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 2).all()
+            data[start + 2 * MiB] ^= 1
+            path.write_bytes(data)
+            await prepare(cluster, state, path, good)  # under the same number
+            await take(cluster)
+
+    async def test_an_update_under_way_ends_with_what_it_began_on(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            release = hold(cluster.ps[0], v)
+            pushing = asyncio.create_task(push(cluster.client(WORKER, 1000), (v,), (1.0,)))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            await take(cluster, fences=[(WORKER, 1001)])
+            release()
+            await pushing  # whoever sent it is fenced, and its answer is of no use
+            (got,) = await pull(cluster.chief, v)
+            assert (got == 0).all()
+
+    async def test_what_clients_take_for_known_stays_known(self) -> None:
+        async with PsCluster() as cluster:
+            v = await cluster.create("v", np.zeros(3, np.float32))
+            accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
+            await call(cluster.chief, accumulator)
+            cluster.ps[0]._accumulators.hosted["g"].rule.set_global_step(3)
+            state, _ = await freeze(cluster)
+            late = dataclasses.replace(accumulator, name="late")
+            await call(cluster.chief, late)
+            await adam(cluster, v, 1.0)  # the ps knows the optimizer from now on
+            plan = cluster.chief.plan((v,))
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            await take(cluster)
+            for name, step in (("g", 3), ("late", 0)):
+                received = await call(cluster.chief, AskAccumulator(name))
+                assert received.message == AccumulatorState(0, step)
+            assert await adam(cluster, v, 1.0, plan=plan) == ["accepted"]
+            received = await call(cluster.chief, AskOptimizer(1, ADAM))
+            assert received.message == OptimizerState(1)
+
+    async def test_a_newer_coordinator_forgets_what_was_frozen_and_prepared(self) -> None:
+        async with PsCluster() as cluster:
+            await cluster.create("v", np.zeros(3, np.float32))
+            state, _ = await freeze(cluster)
+            await prepare(cluster, state)
+            await fill(cluster, 0, bytes(12))
+            newer = cluster.client(CHIEF, 200)
+            await cluster.attach(newer, 200)
+            assert (held(cluster)["held"], held(cluster)["preparing"]) == (0, 0)
+            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+                await call(newer, TakeImage(1, 1, []))
+
+
+def sender(answer: bytes) -> SenderState:
+    return SenderState(WORKER, 1, 0, ((0, None, answer),))
+
+
+class TestPacking:
+    def test_answers_to_updates_are_kept_and_others_are_not(self) -> None:
+        packed = pack_answer(Pushed("accepted", 3))
+        assert packed is not None
+        assert unpack_answer(packed) == Pushed("accepted", 3)
+        assert pack_answer(GradientApplied("accepted", 1, 2)) is None
+
+    @pytest.mark.parametrize("data", [b"", b"\x91\x01\x02", encode(Done())])
+    def test_what_is_no_answer_is_corrupt(self, data: bytes) -> None:
+        with pytest.raises(CheckpointCorrupt, match="an answer in an image"):
+            unpack_answer(data)
+
+    def test_accumulators(self) -> None:
+        definition = DefineAccumulator("g", "dense", "float32", [2], "MEAN", "", False, 0)
+        assert unpack_accumulators(pack_accumulators([(definition, 3)])) == [(definition, 3)]
+        wrong = dataclasses.replace(definition, kind="other")
+        for broken in (encode(Done()), b"", encode(wrong)):
+            with pytest.raises(CheckpointCorrupt, match="an accumulator"):
+                unpack_accumulators([(broken, 0)])
+
+
+@pytest.mark.asyncio
+class TestSynchronousSteps:
+    async def go_back(self, cluster: SyncCluster, images: list[ImageState], path: Path) -> None:
+        for ps, state in enumerate(images):
+            places = await write(cluster, state, path / str(ps), ps=ps)
+            await prepare(cluster, state, path / str(ps), places, ps=ps)
+        fences = [(f"/job:worker/task:{index}", 2000) for index in range(2)]
+        for ps in range(len(images)):
+            await take(cluster, fences=fences, ps=ps)
+
+    async def test_what_was_applied_is_a_duplicate_and_what_was_pending_counts_again(
+        self, tmp_path: Path
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            first, second = cluster.replica(0), cluster.replica(1)
+            pushes = [first.push((w,), (1.0,), closure=5), second.push((w,), (1.0,), closure=6)]
+            await asyncio.gather(*pushes)  # step 0
+            waiting = asyncio.create_task(first.push((w,), (4.0,), 1, closure=7))
+            await until(lambda: cluster.group()["counted"])
+            images = []
+            for ps, expected in ((0, [7]), (1, [])):
+                state, pending = await freeze(cluster, ps=ps)
+                assert pending == expected
+                images.append(state)
+            await second.push((w,), (4.0,), 1, closure=8)  # step 1, after the cut
+            await waiting
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE - 4 * RATE).all()
+            assert await cluster.global_step() == 2
+
+            await self.go_back(cluster, images, tmp_path)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            assert await cluster.global_step() == 1
+            third, fourth = cluster.replica(0, 2000), cluster.replica(1, 2001)
+            again = asyncio.create_task(third.push((w,), (1.0,), 1, closure=5))
+
+            def judged() -> list[dict[str, int]]:
+                groups = cluster.ps[0].statistics()["sync"].values()
+                return [counts for group in groups for counts in group["replicas"].values()]
+
+            await until(lambda: judged() or again.done())
+            assert not again.done(), again
+            assert judged() == [{"accepted": 0, "stale": 0, "duplicate": 1}]
+            again.cancel()  # or it would take a token of the next step
+            await asyncio.gather(again, return_exceptions=True)
+            pushes = [
+                fourth.push((w,), (4.0,), 1, closure=7),
+                third.push((w,), (4.0,), 1, closure=8),
+            ]
+            for answer in await asyncio.gather(*pushes):
+                assert answer.outcome == "accepted"
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE - 4 * RATE).all()
+
+    async def test_ps_0_of_an_older_timeline_closes_no_step(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            assert w.shards[0].ps == 1
+            release = hold(cluster.ps[1], w)
+            pushes = [
+                asyncio.create_task(cluster.replica(index, 1000).push((w,), (1.0,)))
+                for index in range(2)
+            ]
+            await until(lambda: cluster.ps[0]._sync.steps() and cluster.ps[1]._work.waiting)
+            late = cluster.client("/job:ps/task:0", 100)  # says what was in flight
+            await call(late, AskStatistics(), ps=1)
+            await self.go_back(cluster, images, tmp_path)
+            release()
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, FencedError)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1).all()
+            assert cluster.ps[1]._sync.steps() == []
+            with pytest.raises(FencedError, match="incarnation 100 of /job:ps/task:0 has been"):
+                await call(late, CloseStep(GROUP, cluster.config, 0, []), ps=1)
+            with pytest.raises(UsageError, match="task:0 is not a coordinator"):
+                await call(late, Fence(WORKER, 5000), ps=1)
+            pushes = [
+                asyncio.create_task(cluster.replica(index, 2000).push((w,), (1.0,)))
+                for index in range(2)
+            ]
+            for answer in await asyncio.gather(*pushes):
+                assert answer.outcome == "accepted"
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            assert cluster.ps[1]._sync.steps() == [(GROUP, 1)]
+
+    async def test_going_back_twice(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            for timeline in (1, 2):
+                images = [(await freeze(cluster, timeline, ps=ps))[0] for ps in range(2)]
+                for ps, state in enumerate(images):
+                    path = tmp_path / f"{timeline}-{ps}"
+                    places = await write(cluster, state, path, cut=timeline, ps=ps)
+                    await prepare(cluster, state, path, places, load=timeline, ps=ps)
+                below = 1000 * timeline
+                fences = [(f"/job:worker/task:{index}", below) for index in range(2)]
+                for ps in range(2):
+                    await take(cluster, load=timeline, timeline=timeline, fences=fences, ps=ps)
+                pushes = [
+                    cluster.replica(index, below).push((w,), (1.0,), timeline - 1)
+                    for index in range(2)
+                ]
+                for answer in await asyncio.gather(*pushes):
+                    assert answer.outcome == "accepted"
+                assert await cluster.global_step() == timeline
+
+    async def test_a_replica_that_stays_goes_on_as_before(self, tmp_path: Path) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            u = await cluster.create("u", np.ones((2, 5), np.float32), shards=2)
+            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            cluster.configure(1)
+            chief = SyncReplica(cluster.chief, cluster.config)
+            await chief.push((w,), (1.0,))
+            await self.go_back(cluster, images, tmp_path)
+            await cluster.replica(0, 2000).push((u,), (1.0,))
+            assert (await chief.push((w,), (3.0,), 1)).outcome == "accepted"
+            got = await pull(cluster.chief, w, u)
+            assert (got[0] == 1 - 3 * RATE).all()
+            assert (got[1] == 1 - RATE).all()

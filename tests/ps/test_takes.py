@@ -1,0 +1,118 @@
+"""Takes come, are repeated, are acknowledged, and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.errors import ConfigurationError, PsyncError, UsageError
+from psync.numerics.sums import at_once
+from psync.ps.cooperative_work import LongWork
+from psync.ps.takes import GradientTakes, HostedAccumulator, TakeWaits
+from psync.wire.accumulator_messages import DefineAccumulator, ForgetTakes, TakeGradient
+from psync.wire.recovery_messages import EndTakes
+
+A, B = ("/job:worker/task:0", 7), ("/job:worker/task:1", 7)
+LARGE = (6 << 20) // 4
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.torn = False
+        self.work = LongWork("ps", self._tear)
+        self.waits = TakeWaits("ps", lambda *_: None)
+        self.takes = GradientTakes(
+            "ps", self.work, self.waits, lambda error: not isinstance(error, PsyncError)
+        )
+        self.held = HostedAccumulator(
+            DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 9)
+        )
+
+    def _tear(self) -> None:
+        self.torn = True
+
+    def enter(self, client: Any = A, number: int = 1, required: int = 1, acked: int = 1) -> Any:
+        return self.takes.enter(self.held, client, TakeGradient("g", number, acked, required))
+
+    def give(self, *values: float) -> None:
+        applied = at_once(self.held.rule.offering(np.array(values, np.float32), 0, 1.0))
+        self.takes.complete(self.held, applied.completed)
+
+    def answer(self, client: Any, number: int) -> Any:
+        wanted = self.held.wanted(client, number)
+        return wanted and wanted.answer and bytes(wanted.answer.segments[0])
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    return Scene()
+
+
+async def test_a_take_that_is_asked_for_again_keeps_its_place_and_its_value(scene: Scene) -> None:
+    scene.enter(A)
+    scene.enter(B)
+    scene.enter(A)
+    scene.give(1)
+    first = scene.answer(A, 1)
+    assert first is not None
+    assert scene.answer(B, 1) is None
+    scene.give(2)
+    scene.enter(A)
+    assert scene.answer(A, 1) == first != scene.answer(B, 1)
+
+
+async def test_takes_that_end_together_leave_nothing_to_each_other(scene: Scene) -> None:
+    scene.enter(A, 1, 2)
+    scene.enter(A, 2)
+    scene.enter(B, 1)
+    scene.give(1)
+    scene.takes.end({"g": scene.held}, A, EndTakes([("g", 1), ("g", 2), ("g", 3), ("x", 1)]))
+    assert scene.held.takers[A].takes == {}
+    assert scene.answer(B, 1)
+
+
+async def test_the_end_of_a_take_that_has_its_value_changes_nothing(scene: Scene) -> None:
+    scene.enter(A)
+    scene.give(1)
+    scene.takes.end({"g": scene.held}, A, EndTakes([("g", 1)]))
+    assert scene.answer(A, 1)
+    scene.takes.forget(scene.held, A, ForgetTakes("g", 2))
+    scene.takes.forget(scene.held, B, ForgetTakes("g", 2))
+    assert scene.held.wanted(A, 1) is None
+    with pytest.raises(UsageError, match="does not want take 1 any more"):
+        scene.enter(A)
+
+
+async def test_a_take_of_nothing_leaves_no_trace(scene: Scene) -> None:
+    with pytest.raises(ConfigurationError, match="above 0"):
+        scene.enter(A, 1, 0)
+    assert not scene.held.takers
+
+
+async def test_what_follows_from_a_fence_may_be_waited_for_if_it_is_large(scene: Scene) -> None:
+    scene.enter(A, 1, 2)
+    scene.enter(B)
+    scene.give(*([1.0] * LARGE))
+    rest = scene.takes.fence([scene.held], A[0], 8)
+    assert rest is not None
+    assert scene.answer(B, 1) is None
+    await rest
+    assert scene.answer(B, 1)
+
+
+async def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_nobody(
+    scene: Scene,
+) -> None:
+    def no_memory() -> Any:
+        raise MemoryError
+        yield
+
+    scene.held.rule._reduce = no_memory  # type: ignore[method-assign]
+    scene.enter(A)
+    scene.give(1)
+    assert scene.torn
+    assert scene.work.is_torn
+    assert scene.answer(A, 1) is None
+    assert scene.held.rule.num_accumulated() == 1

@@ -1,0 +1,124 @@
+"""What is brought to the others, and what is done with all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.api.variables import VariableAggregation
+from psync.errors import GradientError, ReplicaValueError, UnsupportedError
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.replicas import gang_updates
+
+
+class Target:
+    """Notes what is written to it."""
+
+    def __init__(self, name: str, aggregation: str = "SUM") -> None:
+        self.name, self.aggregation = name, VariableAggregation[aggregation]
+        self.written: list[tuple[str, Any]] = []
+
+    async def assign(self, value: Any) -> None:
+        self.written.append(("assign", value))
+
+    async def assign_add(self, value: Any) -> None:
+        self.written.append(("assign_add", value))
+
+    async def scatter_add(self, value: Any) -> None:
+        self.written.append(("scatter_add", value))
+
+    async def scatter_max(self, value: Any) -> None:
+        self.written.append(("scatter_max", value))
+
+
+class Optimizer:
+    """Notes what is pushed through it."""
+
+    def get_name(self) -> str:
+        return "SGD"
+
+    async def apply_gradients(self, pairs: Any, global_step: Any) -> Any:
+        return [(gradient.tolist(), variable.name) for gradient, variable in pairs], global_step
+
+
+class Others:
+    """All replicas of a gang, which all bring the same."""
+
+    replica_id, num_replicas = 0, 3
+
+    async def collective(self, what: str, function: Any, value: Any) -> Any:
+        self.what = what
+        return await function(None, [value] * self.num_replicas)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"), [("SUM", 6.0), ("MEAN", 2.0), ("ONLY_FIRST_REPLICA", 2.0)]
+)
+async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
+    target, others = Target("v", aggregation), Others()
+    await gang_updates.assign(others, target, "assign_add", np.float32(2))
+    assert target.written == [("assign_add", expected)]
+    assert others.what == 'assign_add to "v"'
+
+
+async def test_without_an_aggregation_nobody_is_asked():
+    with pytest.raises(ReplicaValueError, match='assign to "v" in one of 3 replicas'):
+        await gang_updates.assign(Others(), Target("v", "NONE"), "assign", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "rows", "values"),
+    [
+        ("SUM", [1, 2] * 3, [1.0, 2.0] * 3),
+        ("MEAN", [1, 2], [1.0, 2.0]),
+        ("ONLY_FIRST_REPLICA", [1, 2], [1.0, 2.0]),
+    ],
+)
+async def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
+    target, others = Target("v", aggregation), Others()
+    brought = np.array([1, 2]), np.array([[1.0], [2.0]])
+    await gang_updates.scatter(others, target, "scatter_add", *brought)
+    ((method, (written_rows, written)),) = target.written
+    assert method == "scatter_add"
+    assert written_rows.tolist() == rows
+    assert written[:, 0].tolist() == values
+    assert others.what == 'scatter_add to "v"'
+
+
+async def test_other_scatters_need_a_first_replica():
+    rows, values = np.array([1]), np.array([[1.0]])
+    for aggregation, error in (
+        ("NONE", ReplicaValueError), ("SUM", UnsupportedError), ("MEAN", UnsupportedError),
+    ):  # fmt: skip
+        target = Target("v", aggregation)
+        with pytest.raises(error, match='scatter_max to "v" in one of 3 replicas'):
+            await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
+    target = Target("v", "ONLY_FIRST_REPLICA")
+    await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
+    assert target.written == [("scatter_max", (rows, values))]
+
+
+async def test_gradients_are_summed_variable_by_variable():
+    v, w, others = Target("v"), Target("w"), Others()
+    pairs = [(np.ones(2, np.float32), v), (np.full(1, 2, np.float32), w)]
+    found = await gang_updates.apply_gradients(others, Optimizer(), pairs, "step")
+    assert found == ([([3, 3], "v"), ([6], "w")], "step")
+    assert others.what == 'apply_gradients of "SGD"'
+
+
+async def test_replicas_with_gradients_for_other_variables_are_named():
+    v, w = Target("v"), Target("w")
+    calls = [(Optimizer(), [(1.0, v)], None), (Optimizer(), [(1.0, v), (1.0, w)], None)]
+    with pytest.raises(
+        GradientError, match='replica 0 has gradients for "v", replica 1 for "v", "w"'
+    ):
+        await gang_updates._push(None, calls)
+
+
+async def test_gradients_that_do_not_fit_each_other_are_named():
+    v, rows = Target("v"), IndexedSlices(np.ones((1, 2), np.float32), [0])
+    calls = [(Optimizer(), [(np.ones((3, 2)), v)], None), (Optimizer(), [(rows, v)], None)]
+    with pytest.raises(GradientError, match='gradients for "v": reduce: IndexedSlices on some'):
+        await gang_updates._push(None, calls)

@@ -1,0 +1,49 @@
+"""Strategy.run where no coordinator runs, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+import psync
+from local_training import strategy_of
+from memory_cluster import coordinating
+from psync.client.context import enter_dataset
+from psync.errors import CaptureError, ClosedError, UsageError
+from psync.replicas.run import LocalRunWarning
+
+
+async def ids(x: int) -> tuple[int, int, int]:
+    context = psync.get_replica_context()
+    return context.replica_id_in_sync_group, context.num_replicas_in_sync, x
+
+
+async def test_without_a_coordinator_one_replica_runs_here_with_a_warning():
+    strategy = strategy_of()
+    with pytest.warns(LocalRunWarning, match="one replica runs in this process"):
+        assert await strategy.run(ids, (5,)) == (0, 1, 5)
+    with strategy.scope(), pytest.warns(LocalRunWarning):
+        assert await strategy.run(lambda x: psync.get_strategy() is strategy, kwargs={"x": 1})
+
+
+async def test_in_a_training_session_the_program_is_the_replica():
+    strategy = strategy_of()
+    strategy.runtime = object()  # that of a session; nothing is asked of it here
+    assert await strategy.run(ids, [5]) == (0, 1, 5)
+
+
+async def test_after_the_coordinator_was_closed_it_is_an_error():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        assert await coordinator.strategy.run(ids, (5,)) == (0, 1, 5)
+        await coordinator.close()
+        with pytest.raises(ClosedError, match=r"strategy\.run: the coordinator"):
+            await coordinator.strategy.run(ids, (5,))
+
+
+async def test_what_is_no_call_is_refused():
+    strategy = strategy_of()
+    with pytest.raises(CaptureError, match="args: expected a tuple, got int"):
+        await strategy.run(ids, 5)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="args: expected a tuple, got PerReplica"):
+        await strategy.run(ids, psync.PerReplica((1, 2)))  # type: ignore[arg-type]
+    with enter_dataset(0), pytest.raises(UsageError, match="in dataset code"):
+        await strategy.run(ids, (5,))

@@ -1,0 +1,412 @@
+"""Arguments and results: by value, arrays beside the pickle, refusals that name the culprit."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from psync.errors import CaptureError
+from psync.serialization.payloads import (
+    EMPTY,
+    INLINE_BYTES,
+    MAX_BUFFERS,
+    Payload,
+    pack,
+    pack_arguments,
+    unpack,
+    unpack_arguments,
+)
+
+
+class RemoteValue:
+    """Stands for psync's, which is recognised by this mark."""
+
+    __psync_remote_value__ = True
+
+
+class Coordinator:
+    __psync_capture_error__ = "it lives in the program, not on workers"
+
+
+def received(payload: Payload) -> Payload:
+    """The payload as it lies in the receive buffers of another task."""
+    return Payload.from_segments([bytearray(segment) for segment in payload.segments])
+
+
+def there(obj: Any) -> Any:
+    """What another task gets."""
+    payload = received(pack(obj))
+    return unpack(payload.data, payload.buffers)
+
+
+# --- by value ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1.5, True, "text", b"bytes", 2 + 1j, (), [1, (2,)], {"a": {1}}, np.float32(1.5)]
+)
+def test_values_arrive_as_they_are(value: object) -> None:
+    assert there(value) == value
+    assert type(there(value)) is type(value)
+
+
+def test_nothing_takes_no_bytes() -> None:
+    assert pack(None) is EMPTY
+    assert pack_arguments("train", (), {}) is EMPTY
+    assert EMPTY.segments == ()
+    assert EMPTY.nbytes == 0
+    assert Payload.from_segments([]) is EMPTY
+    assert unpack(EMPTY.data) is None
+    assert unpack_arguments(EMPTY.data) == ((), {})
+
+
+def test_arguments_arrive_by_position_and_by_name() -> None:
+    payload = received(pack_arguments("train", (1, [2]), {"x": 3}))
+    assert unpack_arguments(payload.data, payload.buffers) == ((1, [2]), {"x": 3})
+
+
+def test_later_changes_do_not_reach_what_was_packed() -> None:
+    large, small, plain = np.zeros(INLINE_BYTES), np.zeros(2), [1]
+    payload = pack([large, small, plain])
+    large[:], small[:], plain[:] = 1, 1, [2]
+    a, b, c = unpack(payload.data, payload.buffers)
+    assert not a.any()
+    assert not b.any()
+    assert c == [1]
+
+
+def test_a_payload_can_be_unpacked_again_after_its_first_value_was_changed() -> None:
+    """A closure may be sent to a second worker; in one process nothing is copied in between."""
+    payload = pack(np.zeros(INLINE_BYTES))
+    unpack(payload.data, payload.buffers)[:] = 1
+    assert not unpack(payload.data, payload.buffers).any()
+
+
+def test_functions_and_classes_of_a_test_travel_by_value() -> None:
+    factor = 3
+
+    class Local:
+        def times(self, x: int) -> int:
+            return factor * x
+
+    assert there(lambda x: factor * x)(2) == 6
+    assert there(Local()).times(2) == 6
+
+
+# --- arrays -----------------------------------------------------------------------------------
+
+LARGE = np.arange(3 * 40 * 50, dtype=np.float32).reshape(3, 40, 50)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        LARGE,
+        np.asfortranarray(LARGE),
+        LARGE.transpose(1, 0, 2),
+        LARGE[:, ::2],
+        LARGE.astype(">f8"),
+        LARGE.astype(ml_dtypes.bfloat16),
+        LARGE.astype("M8[s]"),
+        LARGE.astype("S8"),
+        np.zeros(2000, [("a", "i4"), ("b", "f8")]),
+        np.array(5.0),
+        np.zeros((0, 7), np.int16),
+        np.arange(6).reshape(2, 3).T,
+        np.array(["a", None, 3], dtype=object),
+        np.zeros(3, "S0"),
+        np.zeros(2000, bool),
+    ],
+    ids=lambda array: f"{array.dtype}-{array.shape}",
+)
+@pytest.mark.parametrize("writable", [True, False])
+def test_arrays_arrive_writable_with_shape_dtype_and_order(array: Any, writable: bool) -> None:
+    array = array.view()
+    array.flags.writeable = array.flags.writeable and writable
+    copy = there(array)
+    assert copy.dtype == array.dtype
+    assert copy.shape == array.shape
+    assert copy.flags.fnc == array.flags.fnc
+    assert copy.flags.writeable
+    np.testing.assert_array_equal(copy, array)
+
+
+def test_an_array_is_built_on_its_receive_buffer() -> None:
+    array = np.arange(INLINE_BYTES, dtype=np.uint8)
+    payload = pack(array)
+    (buffer,) = payload.buffers
+    assert len(buffer) == INLINE_BYTES
+    assert len(payload.data) < 300
+    assert payload.nbytes == INLINE_BYTES + len(payload.data)
+    memory = np.array(buffer)
+    copy = unpack(payload.data, [memory])
+    memory[0] = 77
+    assert copy[0] == 77
+
+
+def test_an_array_is_aligned_wherever_its_buffer_lies() -> None:
+    payload = pack(LARGE)
+    memory = bytearray(b"x") + bytearray(payload.buffers[0])
+    copy = unpack(payload.data, [memoryview(memory)[1:]])
+    assert copy.flags.aligned
+    assert copy.flags.writeable
+    np.testing.assert_array_equal(copy, LARGE)
+
+
+def test_small_arrays_stay_in_the_pickle() -> None:
+    assert pack(np.zeros(INLINE_BYTES - 1, np.uint8)).buffers == ()
+
+
+def test_the_number_of_buffers_is_limited() -> None:
+    arrays = [np.full(INLINE_BYTES, i % 256, np.uint8) for i in range(MAX_BUFFERS + 2)]
+    payload = pack(arrays)
+    assert len(payload.buffers) == MAX_BUFFERS
+    for array, copy in zip(arrays, unpack(payload.data, payload.buffers), strict=True):
+        np.testing.assert_array_equal(copy, array)
+
+
+def test_an_array_that_occurs_twice_stays_one_array() -> None:
+    payload = pack([LARGE, LARGE])
+    assert len(payload.buffers) == 1
+    first, second = unpack(payload.data, payload.buffers)
+    assert first is second
+
+
+def test_subclasses_of_ndarray_stay_what_they_are() -> None:
+    masked = np.ma.masked_array(LARGE, mask=LARGE > 3)
+    copy = there(masked)
+    assert type(copy) is np.ma.MaskedArray
+    np.testing.assert_array_equal(copy.mask, masked.mask)
+
+
+# --- RemoteValues -----------------------------------------------------------------------------
+
+
+def test_remote_values_are_replaced_by_what_they_stand_for() -> None:
+    first, second = RemoteValue(), RemoteValue()
+    payload = pack_arguments("train", (second, [first]), {"again": second})
+    assert payload.remote_values == (second, first)
+    results = [received(pack([1])), "done"]
+    (a, b), kwargs = unpack_arguments(payload.data, payload.buffers, results)
+    assert (a, b, kwargs) == ([1], ["done"], {"again": [1]})
+    assert a is kwargs["again"]
+    assert isinstance(results[0], Payload)  # the caller's list is not changed
+
+
+def test_each_unpacking_gets_a_value_of_its_own() -> None:
+    payload = pack_arguments("train", (RemoteValue(),), {})
+    result = received(pack([1]))
+    (first,), _ = unpack_arguments(payload.data, remote_values=[result])
+    (second,), _ = unpack_arguments(payload.data, remote_values=[result])
+    assert first == second
+    assert first is not second
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+HINT = "\nhint: make it inside the step, or pass the data from which the step can make it"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (
+            (1, threading.Lock()),
+            {},
+            'argument 1 of step "train" (_thread.lock) cannot be sent to a worker',
+        ),
+        (
+            (1,),
+            {"model": {"lock": threading.Lock()}},
+            'argument "model" of step "train" holds [\'lock\'] (_thread.lock), which cannot be '
+            "sent to a worker",
+        ),
+        (
+            (1,),
+            {"c": [Coordinator()]},
+            f'argument "c" of step "train" holds [0] ({__name__}.Coordinator), which cannot be '
+            "sent to a worker: it lives in the program, not on workers",
+        ),
+        (
+            (asyncio.Lock(),),
+            {},
+            'argument 0 of step "train" (asyncio.locks.Lock) cannot be sent to a worker: it '
+            "belongs to the event loop of this process",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_sent_is_named(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        pack_arguments("train", args, kwargs)
+    assert str(caught.value) == message + HINT
+
+
+async def number() -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (number, "(coroutine) cannot be sent to the coordinator\nhint: await it first"),
+        (
+            lambda: (n for n in ()),
+            "(generator) cannot be sent to the coordinator\nhint: make a list of it: list(…)",
+        ),
+    ],
+)
+def test_what_was_not_awaited_or_not_listed_has_a_remedy_of_its_own(make: Any, text: str) -> None:
+    value = make()
+    with pytest.raises(CaptureError) as caught:
+        pack(value, subject="the result", receiver="the coordinator")
+    value.close()
+    assert str(caught.value) == f"the result {text}"
+    assert caught.value.__cause__ is not None
+
+
+def test_sockets_and_loops_are_refused() -> None:
+    loop = asyncio.new_event_loop()
+    with socket.socket() as sock, pytest.raises(CaptureError, match=r"\(socket.socket\) cannot"):
+        pack_arguments("train", (sock,), {})
+    with pytest.raises(CaptureError, match=r"belongs to the event loop of this process"):
+        pack_arguments("train", (loop,), {})
+    loop.close()
+
+
+def test_a_result_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(CaptureError) as caught:
+        pack({"a": threading.Lock()}, subject='the result of step "f"', receiver="the coordinator")
+    assert str(caught.value).startswith(
+        "the result of step \"f\" holds ['a'] (_thread.lock), which cannot be sent to the "
+        "coordinator\n"
+    )
+
+
+def test_an_error_of_the_objects_own_pickling_is_told() -> None:
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not today")
+
+    with pytest.raises(CaptureError, match=r"Stubborn\), .* to a worker: not today") as caught:
+        pack([Stubborn()])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_arguments_that_fail_only_together_are_told_as_a_whole() -> None:
+    class Once:
+        fails = iter([True, False, False, False])
+
+        def __reduce__(self) -> Any:
+            if next(Once.fails):
+                raise RuntimeError("only now")
+            return int, ()
+
+    with pytest.raises(CaptureError) as caught:
+        pack_arguments("train", (Once(),), {})
+    assert str(caught.value).startswith(
+        'the arguments of step "train" (tuple) cannot be sent to a worker: only now\n'
+    )
+
+
+def test_running_out_of_memory_is_no_capture_error() -> None:
+    class Huge:
+        def __reduce__(self) -> Any:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        pack([Huge()])
+    with pytest.raises(MemoryError):
+        pack_arguments("train", (Huge(),), {})
+
+
+# --- __main__ ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import enum
+
+class Config:
+    version = 1
+
+class Color(enum.Enum):
+    RED = 1
+
+def helper(x):
+    return Config, x + 1
+
+def make():
+    class Local:
+        pass
+    return Local()
+"""
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A script that runs as ``__main__`` in this process."""
+    module = types.ModuleType("__main__")
+    exec(SCRIPT, module.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+def test_classes_of_main_travel_by_name_and_functions_by_value(main: types.ModuleType) -> None:
+    payload = pack((main.Config, main.Config(), main.Color.RED, main.helper))
+    main.Config.version = 2
+    config, instance, color, helper = unpack(payload.data)
+    assert config is main.Config
+    assert isinstance(instance, main.Config)
+    assert color is main.Color.RED
+    assert helper is not main.helper
+    assert helper(1) == (main.Config, 2)
+
+
+def test_local_classes_of_main_travel_by_value(main: types.ModuleType) -> None:
+    payload = pack(main.make())
+    del main.make
+    assert type(unpack(payload.data)).__name__ == "Local"
+
+
+def test_classes_of_main_travel_by_value_where_scripts_differ(main: types.ModuleType) -> None:
+    payload = pack(main.Config, main_by_name=False)
+    assert b"version" in bytes(payload.data)
+    assert b"version" not in bytes(pack(main.Config).data)
+
+
+def test_what_a_pickle_of_another_module_is_missing_is_an_ordinary_error() -> None:
+    module = types.ModuleType("vanished")
+    exec("class Model: pass", module.__dict__)
+    sys.modules["vanished"] = module
+    try:
+        payload = pack(module.Model())
+    finally:
+        del sys.modules["vanished"]
+    with pytest.raises(ModuleNotFoundError):
+        unpack(payload.data)
+
+
+def test_cloudpickle_is_not_imported_before_something_is_packed() -> None:
+    """A ps imports these modules, and shall not pay for what it never uses."""
+    imports = "import sys, psync.serialization.functions, psync.serialization.failures"
+    source = f"{imports}; sys.exit('cloudpickle' in sys.modules)"
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parent)
+
+
+def test_members_of_enums_and_numpy_dtypes_arrive_as_themselves() -> None:
+    assert there(enum.Enum("E", "A").A).name == "A"
+    assert there(np.dtype("f4")) == np.dtype("f4")
+    assert there(np.zeros) is np.zeros
+    assert there(pickle.Pickler) is pickle.Pickler

@@ -1,0 +1,139 @@
+"""States, and what a fetch gives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from psync.closures.closure import Closure
+from psync.errors import ClosureCancelled, UsageError
+from psync.serialization.payloads import EMPTY, Payload, pack
+from psync.serialization.remote_value import RemoteValue, RemoteValueStatus
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+
+    def cancel(self, closure_id: int) -> None:
+        self.cancelled.append(closure_id)
+
+
+def value_of(owner: Owner | None = None) -> RemoteValue:
+    return RemoteValue(Closure(7, name="train"), (owner or Owner()).cancel)
+
+
+def received(obj: object) -> Payload:
+    """A payload whose arrays lie in writable memory, as when it came from a connection."""
+    packed = pack(obj)
+    return Payload(packed.data, tuple(memoryview(bytearray(b)) for b in packed.buffers))
+
+
+async def test_it_says_what_it_is_and_where_it_stands():
+    owner = Owner()
+    value = value_of(owner)
+    assert repr(value) == "<RemoteValue of closure 7 (train), not ready>"
+    assert value.status is RemoteValueStatus.NOT_READY
+    assert not value.done()
+    assert value.payload is None
+    assert value.owner is owner
+    value.set_payload(pack(3))
+    assert value.status is RemoteValueStatus.READY
+    assert value.done()
+
+
+async def test_fetch_waits_and_everybody_gets_the_same_object():
+    value = value_of()
+    fetches = [asyncio.create_task(value.fetch()) for _ in range(3)]
+    fetches.append(asyncio.create_task(value.get()))
+    await asyncio.sleep(0)
+    value.set_payload(pack([1, 2]))
+    found = await asyncio.gather(*fetches)
+    assert found[0] == [1, 2]
+    assert all(each is found[0] for each in found)
+    assert await value is found[0]
+    assert value.result() is found[0]
+
+
+async def test_none_is_a_value():
+    value = value_of()
+    value.set_payload(EMPTY)
+    assert await value is None
+    assert value.result() is None
+
+
+async def test_an_error_is_raised_each_time_without_growing():
+    value = value_of()
+    value.set_error(ValueError("no"))
+    assert value.status is RemoteValueStatus.READY
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no") as info:
+            await value
+        frames, traceback = 0, info.value.__traceback__
+        while traceback is not None:
+            frames, traceback = frames + 1, traceback.tb_next
+        lengths.append(frames)
+    assert len(set(lengths)) == 1
+
+
+async def test_a_cancelled_closure_is_aborted():
+    value = value_of()
+    waiting = asyncio.create_task(value.fetch())
+    await asyncio.sleep(0)
+    value.set_error(ClosureCancelled("closure 7 was cancelled"))
+    assert value.status is RemoteValueStatus.ABORTED
+    with pytest.raises(ClosureCancelled):
+        await waiting
+
+
+async def test_cancel_asks_the_coordinator_until_it_has_ended():
+    owner = Owner()
+    value = value_of(owner)
+    value.cancel()
+    assert owner.cancelled == [7]
+    value.set_payload(pack(1))
+    value.cancel()
+    assert owner.cancelled == [7]
+
+
+async def test_a_result_before_its_time_is_an_error():
+    with pytest.raises(UsageError, match=r"closure 7 \(train\) has not ended"):
+        value_of().result()
+
+
+async def test_a_cancelled_fetch_leaves_nothing_behind_and_the_next_one_works():
+    value = value_of()
+    fetch = asyncio.create_task(value.fetch())
+    other = asyncio.create_task(value.fetch())
+    await asyncio.sleep(0)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    assert len(value._waiters or ()) == 1
+    value.set_payload(pack(5))
+    assert await other == 5
+    assert await value == 5
+
+
+async def test_a_fetch_cancelled_in_the_turn_in_which_the_value_comes():
+    value = value_of()
+    fetch = asyncio.create_task(value.fetch())
+    await asyncio.sleep(0)
+    fetch.cancel()
+    value.set_payload(pack(5))
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    assert await value == 5
+
+
+async def test_what_is_fetched_can_be_changed_and_the_payload_stays():
+    value = value_of()
+    value.set_payload(received(np.zeros(10_000)))
+    array = await value
+    array += 1
+    assert value.payload is not None
+    assert not any(value.payload.buffers[0])
+    assert (await value == 1).all()

@@ -1,0 +1,171 @@
+"""Shards, slots and optimizers go from one program to the next as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psync.errors import PartitionError, UnknownVariableError, UsageError
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.schedules import Constant
+from psync.specs import ShardSpec
+from psync.store.previous_store import FormerStore
+from psync.store.reattach import Orders
+from psync.store.store import ShardStore
+
+TASK = "/job:ps/task:0"
+ADAM = Adam(0.1).to_config()
+
+
+def spec(name: str, number: int, index: int = 0) -> ShardSpec:
+    return ShardSpec(name, number, index, index * 2, (2,), "float32", 0)
+
+
+def store_of(*names: str) -> ShardStore:
+    store = ShardStore(TASK)
+    for number, name in enumerate(names):
+        store.create(spec(name, number), np.full(2, number, np.float32))
+    return store
+
+
+def push(store: ShardStore, number: int, optimizer: int = 1) -> None:
+    step = store.begin_push(optimizer, 0)
+    for _ in store.apply(optimizer, (number, 0), np.ones(2, np.float32), step):
+        pass
+
+
+def value(store: ShardStore, number: int) -> list[float]:
+    return list(np.frombuffer(b"".join(store.read((number, 0))), np.float32))
+
+
+def slot(store: ShardStore, number: int, optimizer: int, name: str = "m") -> list[float]:
+    return list(np.frombuffer(b"".join(store.read_slot((number, 0), optimizer, name)), np.float32))
+
+
+def former_of(store: ShardStore, life: int = 5) -> FormerStore:
+    former = FormerStore(TASK)
+    former.take(store, life)
+    former.life = life
+    return former
+
+
+def test_values_slots_steps_and_rates_are_adopted_under_new_numbers() -> None:
+    old = store_of("w", "b")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    push(old, 0)
+    old.set_learning_rate(1, Constant(0.5).to_config())
+    before, momentum, version = value(old, 0), slot(old, 0, 1), old.version((0, 0))
+    former = former_of(old)
+    assert old.keys() == []
+    new = ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 3), ("b", 0, 0)), (), ((5, 1, 7),)), new)
+    assert new.keys() == [(3, 0), (0, 0)]
+    assert str(new.spec((3, 0))) == '"w/part_0"'
+    assert value(new, 3) == before
+    assert slot(new, 3, 7) == momentum
+    assert new.version((3, 0)) == version
+    assert new.optimizer_step(7) == 2
+    assert new.rule(7).learning_rate == Constant(0.5)
+    new.define_optimizer(7, ADAM)  # as the program's first push does it
+    assert former.describe().shards == former.describe().optimizers == ()
+
+
+def test_what_is_held_is_described() -> None:
+    old = store_of("w", "b")
+    old.define_optimizer(1, ADAM)
+    old.define_optimizer(2, ADAM)
+    push(old, 0)
+    holding = former_of(old).describe()
+    assert holding.life == 5
+    assert [(shard.name, shard.index, shard.shape) for shard in holding.shards] == [
+        ("w", 0, (2,)),
+        ("b", 0, (2,)),
+    ]
+    first, second = holding.optimizers
+    assert (first.identity, first.step, first.has_slots, first.was_used) == ((5, 1), 1, True, True)
+    assert (second.identity, second.was_used) == ((5, 2), False)
+
+
+def test_slots_wait_for_their_optimizer() -> None:
+    old = store_of("w")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    momentum = slot(old, 0, 1)
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 0),)), new)
+    new.define_optimizer(1, Adam(9.0).to_config())  # another one has its number
+    assert slot(new, 0, 1) == [0.0, 0.0]
+    assert [held.has_slots for held in former.describe().optimizers] == [True]
+    former.adopt(Orders((), (), ((5, 1, 2),)), new)
+    assert slot(new, 0, 2) == momentum
+
+
+def test_slots_that_wait_when_yet_another_program_comes_are_not_lost() -> None:
+    old = store_of("w")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    momentum = slot(old, 0, 1)
+    former, second = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 0),)), second)
+    second.define_optimizer(1, Adam(9.0).to_config())
+    push(second, 0)
+    former.take(second, 6)
+    identities = [held.identity for held in former.describe().optimizers if held.was_used]
+    assert identities == [(5, 1), (6, 1)]
+    third = ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 4),), (), ((5, 1, 1), (6, 1, 2))), third)
+    assert slot(third, 4, 1) == momentum
+    assert third.optimizer_step(2) == 1
+
+
+def test_what_was_accumulated_goes_on() -> None:
+    old = store_of("w")
+    rule = Adam(0.1).with_options(RuleOptions(gradient_accumulation_steps=2))
+    old.define_optimizer(1, rule.to_config())
+    push(old, 0)
+    assert value(old, 0) == [0.0, 0.0]  # half an update
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((("w", 0, 0),), (), ((5, 1, 1),)), new)
+    push(new, 0)
+    assert value(new, 0) != [0.0, 0.0]
+
+
+def test_a_repetition_changes_nothing() -> None:
+    old = store_of("w")
+    old.define_optimizer(1, ADAM)
+    push(old, 0)
+    former, new = former_of(old), ShardStore(TASK)
+    orders = Orders((("w", 0, 2),), (("gone", 0),), ((5, 1, 1),))
+    former.adopt(orders, new)
+    push(new, 2)
+    after, momentum = value(new, 2), slot(new, 2, 1)
+    former.adopt(orders, new)
+    assert (value(new, 2), slot(new, 2, 1)) == (after, momentum)
+    assert new.optimizer_step(1) == 2
+
+
+def test_shards_are_dropped_one_by_one_or_all() -> None:
+    old = store_of("w", "b")
+    old.define_optimizer(1, ADAM)
+    former, new = former_of(old), ShardStore(TASK)
+    former.adopt(Orders((), (("w", 0),)), new)
+    assert [shard.name for shard in former.describe().shards] == ["b"]
+    former.drop()
+    assert former.describe().shards == former.describe().optimizers == ()
+    assert new.keys() == []
+
+
+def test_what_is_not_here_is_told_and_nothing_has_changed() -> None:
+    former, new = former_of(store_of("w")), store_of("v")
+    with pytest.raises(UnknownVariableError, match='no shard 1 of a variable "w"'):
+        former.adopt(Orders((("w", 0, 1), ("w", 1, 1))), new)
+    with pytest.raises(UnknownVariableError, match='no shard 0 of a variable "x"'):
+        former.adopt(Orders((("x", 0, 0),)), new)
+    with pytest.raises(UsageError, match="no optimizer 3 of 5"):
+        former.adopt(Orders((("w", 0, 1),), (), ((5, 3, 1),)), new)
+    with pytest.raises(PartitionError, match='"w" as variable 0, which is "v"'):
+        former.adopt(Orders((("w", 0, 0),)), new)
+    assert [shard.name for shard in former.describe().shards] == ["w"]
+    assert new.keys() == [(0, 0)]

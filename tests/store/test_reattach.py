@@ -1,0 +1,246 @@
+"""What of it is what, for all ps tasks at once, and what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from psync.errors import AttachError, RemoteProtocolError
+from psync.specs import ShardSpec, VariableSpec
+from psync.store.reattach import Adoption, HeldOptimizer, HeldShard, Holding, NewOptimizer, Orders
+
+ADAM = {"rule": "Adam", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
+SGD = {"rule": "SGD", "learning_rate": {"schedule": "constant", "value": 0.1}, "clip": None}
+
+
+def variable(name: str, number: int = 0, shards: int = 2, rows: int = 4) -> VariableSpec:
+    """A variable of (rows, 3), its shards on one ps after the other."""
+    each = rows // shards
+    specs = tuple(
+        ShardSpec(name, number, index, index * each, (each, 3), "float32", index % 2)
+        for index in range(shards)
+    )
+    return VariableSpec(name, number, (rows, 3), "float32", True, specs, "train.py:7")
+
+
+def holdings(
+    *variables: VariableSpec, lives: tuple[int, int] = (5, 5), optimizers: Any = ()
+) -> list[Holding]:
+    return [
+        Holding(
+            lives[ps],
+            tuple(
+                HeldShard(spec.name, shard.index, shard.offset, shard.shape, shard.dtype)
+                for spec in variables
+                for shard in spec.shards
+                if shard.ps == ps
+            ),
+            tuple(optimizers),
+        )
+        for ps in range(2)
+    ]
+
+
+def used(number: int, config: dict[str, Any] = ADAM, life: int = 5, step: int = 3) -> HeldOptimizer:
+    return HeldOptimizer((life, number), config, config["learning_rate"], step, False)
+
+
+# Variables.
+
+
+def test_the_same_variable_is_adopted_under_its_new_number() -> None:
+    adoption = Adoption(holdings(variable("w"), variable("b", 1)))
+    decision = adoption.compare([variable("b", 0), variable("w", 1)], [], last=True)
+    assert [spec.name for spec in decision.adopted] == ["b", "w"]
+    assert decision.missing == decision.broken == decision.extra == []
+    assert [orders.shards for orders in decision.orders] == [
+        (("b", 0, 0), ("w", 0, 1)),
+        (("b", 1, 0), ("w", 1, 1)),
+    ]
+
+
+def test_what_is_not_there_is_created_and_what_nobody_declares_is_dropped_at_last() -> None:
+    adoption = Adoption(holdings(variable("w"), variable("old", 1)))
+    decision = adoption.compare([variable("w"), variable("new", 1)], [], last=False)
+    assert [spec.name for spec in decision.missing] == ["new"]
+    assert decision.extra == []
+    adoption.done(decision)
+    decision = adoption.compare([], [], last=True)
+    assert decision.extra == ["old"]
+    adoption.done(decision)
+    assert adoption.is_empty
+
+
+def test_nothing_is_noted_before_it_is_done() -> None:
+    adoption = Adoption(holdings(variable("w")))
+    for _ in range(2):  # a connection was lost, or whoever asked was cancelled
+        assert adoption.compare([variable("w")], [], last=True).adopted
+    adoption.done(adoption.compare([variable("w")], [], last=True))
+    assert adoption.compare([variable("v")], [], last=True).missing
+
+
+def test_one_whose_program_died_while_it_was_created_is_created_anew() -> None:
+    whole = variable("w", 3, shards=4)
+    held = [Holding(5, holdings(whole)[0].shards[:1]), Holding(5)]
+    adoption = Adoption(held)
+    decision = adoption.compare([whole], [], last=True)
+    assert decision.missing == decision.broken == [whole]
+    assert [orders.dropped for orders in decision.orders] == [(("w", 0),), ()]
+    adoption.done(decision)
+    assert adoption.is_empty
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        variable("w", shards=1),
+        variable("w", shards=4),
+        variable("w", rows=8),
+        dataclasses.replace(
+            variable("w"),
+            shards=tuple(dataclasses.replace(s, dtype="float64") for s in variable("w").shards),
+        ),
+        dataclasses.replace(
+            variable("w"),
+            shards=tuple(dataclasses.replace(s, ps=1 - s.ps) for s in variable("w").shards),
+        ),
+    ],
+    ids=["fewer shards", "more shards", "shape", "dtype", "places"],
+)
+def test_all_that_do_not_fit_are_named_together(other: VariableSpec) -> None:
+    adoption = Adoption(holdings(variable("w"), variable("b", 1), variable("fits", 2)))
+    renamed = dataclasses.replace(other, name="b", variable_id=1)
+    with pytest.raises(AttachError) as info:
+        adoption.compare([other, renamed, variable("fits", 2)], [], last=False)
+    text = str(info.value)
+    assert 'variable "w" declared at train.py:7: ' in text
+    assert 'variable "b" declared at train.py:7: ' in text
+    assert "the ps tasks hold float32 (2, 3) on ps 0, float32 (2, 3) on ps 1" in text
+    assert "fits" not in text.replace("does not fit", "")
+    assert "nothing was changed" in text
+    assert "checkpoint" in text
+
+
+def test_of_many_shards_some_are_named() -> None:
+    adoption = Adoption(holdings(variable("w", shards=6, rows=6)))
+    with pytest.raises(AttachError, match=r"on ps 1, …; the ps tasks hold .*, …"):
+        adoption.compare([variable("w", shards=6, rows=12)], [], last=True)
+
+
+# Lives.
+
+
+def test_nothing_anywhere_is_no_error_whoever_began_when() -> None:
+    assert Adoption(holdings(lives=(0, 7))).is_empty
+    assert Adoption(holdings(lives=(9, 7))).is_empty
+
+
+@pytest.mark.parametrize("life", [0, 6])
+def test_a_ps_that_was_started_again_is_named(life: int) -> None:
+    whole = holdings(variable("w"), lives=(5, life))
+    lost = [whole[0], Holding(life)]
+    with pytest.raises(AttachError, match=r"/job:ps/task:1 has lost what it held") as info:
+        Adoption(lost)
+    assert "checkpoint" in str(info.value)
+
+
+def test_a_cluster_in_which_another_program_has_begun_anew_is_not_attached_to() -> None:
+    began = [Holding(9), holdings(variable("w"))[1]]
+    with pytest.raises(AttachError, match=r"/job:ps/task:0 has lost"):
+        Adoption(began)
+
+
+@pytest.mark.parametrize("lives", [(0, 0), (5, 0)])
+def test_what_no_program_was_told_to_be_whole_is_not_attached_to(lives: tuple[int, int]) -> None:
+    with pytest.raises(AttachError, match=r"/job:ps/task:1 holds may be half done") as info:
+        Adoption(holdings(variable("w"), lives=lives))
+    assert "checkpoint" in str(info.value)
+
+
+# Optimizers.
+
+
+def compare(held: Any, new: list[NewOptimizer], *, last: bool = True) -> Any:
+    adoption = Adoption(holdings(variable("w"), optimizers=held))
+    return adoption, adoption.compare([variable("w")], new, last=last)
+
+
+def test_an_optimizer_is_known_by_its_configuration() -> None:
+    held = [used(1), used(2, SGD)]
+    new = [NewOptimizer(4, "Adam", dict(ADAM)), NewOptimizer(3, "SGD", dict(SGD))]
+    adoption, decision = compare(held, new)
+    assert decision.optimizers == {(5, 1): 4, (5, 2): 3}
+    assert decision.orders[0].optimizers == decision.orders[1].optimizers
+    assert adoption.rate_of((5, 1)) == ADAM["learning_rate"]
+    adoption.done(decision)
+    assert adoption.compare([], new, last=True).optimizers == {}
+
+
+def test_a_ps_that_does_not_know_an_optimizer_hears_nothing_of_it() -> None:
+    first, second = holdings(variable("w"))
+    first = dataclasses.replace(first, optimizers=(used(1, step=0),))
+    second = dataclasses.replace(second, optimizers=(used(1), used(2, SGD)))
+    new = [NewOptimizer(1, "Adam", ADAM), NewOptimizer(2, "SGD", SGD)]
+    decision = Adoption([first, second]).compare([], new, last=True)
+    assert [orders.optimizers for orders in decision.orders] == [
+        ((5, 1, 1),),
+        ((5, 1, 1), (5, 2, 2)),
+    ]
+
+
+def test_several_of_one_configuration_are_known_by_their_numbers_if_these_are_the_same() -> None:
+    new = [NewOptimizer(2, "b", ADAM), NewOptimizer(1, "a", ADAM)]
+    assert compare([used(1), used(2)], new)[1].optimizers == {(5, 1): 1, (5, 2): 2}
+
+
+def test_several_of_which_nobody_can_tell_which_is_which_are_an_error_at_last() -> None:
+    new = [NewOptimizer(1, "body", ADAM), NewOptimizer(2, "head", ADAM)]
+    assert compare([used(1)], new, last=False)[1].optimizers == {}
+    with pytest.raises(AttachError) as info:
+        compare([used(1)], new)
+    text = str(info.value)
+    assert "rule=Adam" in text
+    assert '"body" (number 1), "head" (number 2)' in text
+    with pytest.raises(AttachError, match="which is which"):
+        compare([used(1), used(1, life=4)], [NewOptimizer(1, "a", ADAM)])
+
+
+def test_one_that_was_used_and_is_not_there_is_an_error_at_last_that_names_the_others() -> None:
+    assert compare([used(1)], [], last=False)[1].optimizers == {}
+    with pytest.raises(AttachError, match=r"optimizer 1, rule=Adam.*no other optimizer"):
+        compare([used(1)], [])
+    with pytest.raises(AttachError, match=r'rule=Adam.*but "mine" \(rule=SGD'):
+        compare([used(1)], [NewOptimizer(1, "mine", SGD)])
+
+
+def test_one_that_was_never_used_is_forgotten() -> None:
+    assert compare([used(1, step=0)], [])[1].optimizers == {}
+
+
+def test_a_learning_rate_that_was_set_is_use_and_so_are_slots() -> None:
+    unused = used(1, step=0)
+    assert not unused.was_used
+    assert dataclasses.replace(unused, learning_rate={"value": 0.5}).was_used
+    assert dataclasses.replace(unused, has_slots=True).was_used
+
+
+# On the wire.
+
+
+def test_what_is_held_and_what_is_to_be_done_travel_as_json() -> None:
+    holding = holdings(variable("w"), optimizers=[used(1)])[1]
+    assert Holding.from_bytes(holding.to_bytes()) == holding
+    orders = Orders((("w", 1, 3),), (("b", 0),), ((5, 1, 4),))
+    assert Orders.from_bytes(orders.to_bytes()) == orders
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"life": "x"}', b"[1, 2, 3]", b"[[[1]],[],[]]"]
+)
+def test_nonsense_is_told(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError, match="nonsense"):
+        Holding.from_bytes(data)
+    with pytest.raises(RemoteProtocolError, match="nonsense"):
+        Orders.from_bytes(data)

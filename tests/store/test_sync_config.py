@@ -1,0 +1,107 @@
+"""What a synchronous optimizer is: numbers that fit each other, and what came over the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psync.errors import ConfigurationError
+from psync.store.sync_config import MAX_TOKENS, SyncConfig
+from sync_tools import config
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"needed": 0}, "at least 1, got 0 and 1"),
+        ({"needed": 1, "total": -1}, "at least 1, got 1 and -1"),
+        ({"needed": 1, "total": MAX_TOKENS + 1}, "at most 1048576, got 1 and 1048577"),
+        ({"needed": 10**30}, "at most 1048576"),
+        ({"needed": 2, "min_replicas": 0}, "min_replicas from 1"),
+        ({"needed": 2, "min_replicas": 3}, "min_replicas from 1"),
+        ({"needed": 2, "patience_s": 0}, "patience_s above 0 s"),
+        ({"needed": 2, "patience_s": float("nan")}, "patience_s above 0 s"),
+        ({"needed": 2, "patience_s": float("inf")}, "patience_s above 0 s"),
+        ({"needed": 2, "reduction": "MEAN"}, 'expected reduction "mean" or "sum"'),
+        ({"needed": 2, "sparse_divisor": "all"}, 'expected sparse_divisor "per_index" or "total"'),
+        ({"needed": 2, "decay": 1.0}, "decay in"),
+        ({"needed": 2, "total": 3, "deterministic": True}, "every replica in every step"),
+        ({"needed": 2, "strict": True, "tensorflow_compat": True}, "free tokens"),
+        ({"needed": 2, "deterministic": True, "tensorflow_compat": True}, "free tokens"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options: dict[str, Any], text: str) -> None:
+    needed, total = options.pop("needed"), options.pop("total", None)
+    with pytest.raises(ConfigurationError, match=text):
+        config(needed, total or max(needed, 1), **options)
+
+
+@pytest.mark.parametrize(
+    ("needed", "total", "per_step", "allowance", "fewest"),
+    [(2, 2, 2, 1, 0), (2, 3, 3, 1, 0), (3, 1, 3, 3, 2), (5, 2, 5, 3, 3), (50, 52, 52, 1, 0)],
+)
+def test_tokens_follow_from_replicas(
+    needed: int, total: int, per_step: int, allowance: int, fewest: int
+) -> None:
+    given = config(needed, total)
+    assert given.tokens_per_step == per_step
+    assert given.allowance == allowance
+    assert given.fewest_initial_tokens == fewest
+    assert given.initial_tokens(-1) == fewest
+    assert config(needed, total, tensorflow_compat=True).initial_tokens(-1) == needed
+    assert given.initial_tokens(fewest + 3) == fewest + 3
+    for too_few in {fewest - 1, -2}:
+        with pytest.raises(ConfigurationError, match="too few tokens"):
+            given.initial_tokens(too_few) if too_few != -1 else given.initial_tokens(-2)
+
+
+def test_there_is_memory_for_all_tokens() -> None:
+    assert config(2).initial_tokens(MAX_TOKENS) == MAX_TOKENS
+    with pytest.raises(ConfigurationError, match="at most 1048576 initial tokens, got 1048577"):
+        config(2).initial_tokens(MAX_TOKENS + 1)
+
+
+def test_tokens_are_bound_where_it_says_so() -> None:
+    assert not config(2).bound
+    assert config(2, strict=True).bound
+    assert config(2, deterministic=True).bound
+
+
+def test_the_decay_begins_low_where_it_follows_the_step() -> None:
+    assert config(1, decay=0.9).decay_at(0) == 0.9
+    following = config(1, decay=0.9, num_updates=True)
+    assert following.decay_at(1) == 2 / 11
+    assert following.decay_at(1000) == 0.9
+
+
+def test_it_comes_back_from_the_wire() -> None:
+    given = config(2, 3, averages=((1, 4), (2, 5)), decay=0.5, patience_s=3)
+    wire = given.to_config()
+    wire["averages"] = [list(pair) for pair in given.averages]
+    wire["global_step"] = list(given.global_step)
+    assert SyncConfig.from_config(wire) == given
+
+
+NAMES = [field.name for field in dataclasses.fields(SyncConfig)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [None, b"raw", [1], {"a": 1}, -1, [[1, "x"]], True])
+def test_nonsense_from_the_wire_is_refused(name: str, value: object) -> None:
+    wire = {**config(2).to_config(), name: value}
+    if name == "optimizer" and value == {"a": 1}:
+        return  # its contents are for the update rules to judge
+    if name in ("strict", "deterministic", "tensorflow_compat", "num_updates") and value is True:
+        return
+    with pytest.raises(ConfigurationError):
+        SyncConfig.from_config(wire)
+
+
+@given(st.none() | st.integers() | st.dictionaries(st.sampled_from([*NAMES, "more"]), st.text()))
+def test_anything_else_is_refused(wire: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"lacks fields|got"):
+        SyncConfig.from_config(wire)

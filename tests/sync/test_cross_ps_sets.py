@@ -1,0 +1,246 @@
+"""Sets that reach over several ps tasks, as ps 0 knows them; and pushes that come whole to it."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_cluster import RATE, heard, pull
+from psync.errors import (
+    GradientError,
+    ParameterServerLost,
+    PsyncError,
+    RemoteProtocolError,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.net.failpoints import Failpoints
+from psync.numerics.blocks import BlockPool
+from psync.specs import ShardSpec, VariableSpec
+from psync.store.store import ShardStore
+from psync.sync import cross_ps_sets
+from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
+from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
+from psync.wire.tensors import to_bytes_view
+from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
+
+PS_0 = "/job:ps/task:0"
+
+
+def numbers(num_ps: int = 3) -> ShareNumbers:
+    return ShareNumbers(num_ps, PS_0)
+
+
+def store_of(*sizes: int) -> ShardStore:
+    """A ps 0 with variables of float32 of so many elements, numbered from 0."""
+    store = ShardStore(PS_0, BlockPool())
+    for variable, size in enumerate(sizes):
+        store.create(ShardSpec(f"v{variable}", variable, 0, 0, (size,), "float32", 0))
+    return store
+
+
+class TestSets:
+    def test_a_body_is_cut_into_what_each_ps_holds(self) -> None:
+        known = WholeSet([(2, 7, 0), (0, 0, 0), (0, 1, 0), (1, 8, 0), (1, 8, 1)], numbers())
+        known.fit(store_of(2, 1), (4, 8, 4, 4, 4), PS_0)
+        own, along = known.cut(memoryview(bytes(range(24))))
+        assert bytes(own) == bytes(range(4, 16))
+        assert [(share.ps, share.members, bytes(body)) for share, body in along] == [
+            (2, [(7, 0)], bytes(range(4))),
+            (1, [(8, 0), (8, 1)], bytes(range(16, 24))),
+        ]
+
+    def test_values_are_joined_in_the_sets_order_or_not_at_all(self) -> None:
+        known = WholeSet([(1, 7, 0), (0, 0, 0), (2, 8, 0)], numbers())
+        one, two = (share.number for share in known.shares)
+        a, b, c = (memoryview(bytes([value])) for value in range(3))
+        assert known.joined([[b]], {one: [a], two: [c]}) == [a, [b], c]
+        assert known.joined([[b]], {one: [a]}) == []
+        assert known.joined([], {one: [a], two: [c]}) == []
+
+    def test_the_same_shards_have_the_same_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cross_ps_sets, "MAX_NUMBERED", 2)
+        known = numbers()
+        first = known.number_of(1, [(7, 0)])
+        assert known.number_of(1, [[7, 0]]) == first
+        assert len({first, known.number_of(2, [(7, 0)]), known.number_of(1, [(7, 1)])}) == 3
+        assert known.number_of(1, [(7, 0)]) > first  # forgotten: a number is never used again
+
+    @pytest.mark.parametrize("ps", [-1, 3])
+    def test_there_must_be_such_a_ps(self, ps: int) -> None:
+        with pytest.raises(RemoteProtocolError, match=f"on ps {ps}, and there are 3 ps tasks"):
+            WholeSet([(ps, 0, 0)], numbers())
+
+    def test_the_shards_of_a_ps_lie_together(self) -> None:
+        with pytest.raises(RemoteProtocolError, match="do not lie together"):
+            WholeSet([(1, 0, 0), (2, 0, 0), (1, 1, 0)], numbers())
+
+    def test_sizes_are_those_of_the_shards_here_and_of_the_first_push(self) -> None:
+        known, store = WholeSet([(0, 0, 0), (1, 1, 0)], numbers()), store_of(2)
+        for lengths in ((4, 4), (8,), (8, 4, 4)):
+            with pytest.raises(GradientError):
+                known.fit(store, lengths, PS_0)
+        known.fit(store, (8, 4), PS_0)
+        with pytest.raises(GradientError, match=r"of \(8, 4\) bytes"):
+            known.fit(store, (8, 12), PS_0)
+        known.fit(store, (8, 4), PS_0)
+
+    def test_a_share_that_another_ps_does_not_have_so_is_an_error_and_can_be_put_right(
+        self,
+    ) -> None:
+        known, store = WholeSet([(0, 0, 0), (1, 1, 0)], numbers()), store_of(2)
+        known.fit(store, (8, 4), PS_0)
+        known.check_share(known.shares[0], [4], PS_0)
+        with pytest.raises(GradientError, match=r"shards of ps 1: expected \(12,\) bytes, got"):
+            known.check_share(known.shares[0], [12], PS_0)
+        known.fit(store, (8, 12), PS_0)
+
+    def test_what_is_large_is_not_handed_on(self) -> None:
+        size = 1 << 14
+        store = store_of(size)
+        WholeSet([(0, 0, 0)], numbers()).fit(store, (4 * size,), PS_0)
+        with pytest.raises(RemoteProtocolError, match="65540 bytes comes whole, at most 65536"):
+            WholeSet([(0, 0, 0), (1, 1, 0)], numbers()).fit(store, (4 * size, 4), PS_0)
+
+    def test_a_connection_calls_them_by_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cross_ps_sets, "MAX_SETS", 1)
+        peer: Any = SimpleNamespace(state={}, task="/job:worker/task:0")
+        known = whole_set_of(peer, 5, [(0, 0, 0)], numbers(), PS_0)
+        assert whole_set_of(peer, 5, None, numbers(), PS_0) is known
+        assert whole_set_of(peer, 5, [(0, 1, 0)], numbers(), PS_0) is not known
+        with pytest.raises(RemoteProtocolError, match="set 6 is not defined"):
+            whole_set_of(peer, 6, None, numbers(), PS_0)
+        with pytest.raises(UsageError, match="too many sets"):
+            whole_set_of(peer, 6, [(0, 0, 0)], numbers(), PS_0)
+
+
+async def send(
+    replica: SyncReplica, members: list[tuple[int, int, int]] | None, *arrays: np.ndarray
+) -> Any:
+    """Contribute as a worker does, but whatever the test says."""
+    message = Contribute(
+        GROUP, replica.config, 1, 1, -1, 0, b"digest", -1, 1.0, 1, members, -1, None
+    )
+    return await ask(replica.client, message, [to_bytes_view(array) for array in arrays])
+
+
+def member(variable: VariableSpec) -> tuple[int, int, int]:
+    (shard,) = variable.shards
+    return shard.ps, *shard.key
+
+
+@pytest.mark.asyncio
+class TestWholePushes:
+    async def test_each_ps_gets_its_share_with_the_word_that_closes_the_step(self) -> None:
+        async with SyncCluster(3) as cluster:
+            w = await cluster.create("w", np.ones((6, 2), np.float32), shards=3)
+            closings = [heard(task, CloseStep) for task in cluster.ps[1:]]
+            described = [heard(task, DescribeSet) for task in cluster.ps[1:]]
+            replicas = [cluster.replica(index) for index in range(2)]
+            for step in range(3):
+                gradient = np.arange(12, dtype=np.float32).reshape(6, 2)
+                pushes = (r.push((w,), (gradient * (i + 1),), step) for i, r in enumerate(replicas))
+                answers = await asyncio.gather(*pushes)
+                assert {(a.outcome, a.token, a.count) for a in answers} == {
+                    ("accepted", step + 1, 2)
+                }
+            (got,) = await pull(cluster.chief, w)
+            assert np.allclose(got, 1 - 3 * RATE * 1.5 * gradient)
+            assert cluster.staged_bytes() == [0, 0, 0]
+            for messages in closings:
+                assert [len(message.along) for message in messages] == [2, 2, 2]
+                assert [message.sets != [] for message in messages[1:]] == [False, False]
+                assert [message.config is None for message in messages] == [False, True, True]
+            for asked in described:
+                assert len(asked) == 2  # once for each connection
+
+    async def test_a_push_of_nothing_on_ps_0(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            assert w.shards[0].ps == 1
+            cluster.configure(1)
+            for step in range(2):
+                answer = await cluster.replica().push((w,), (1.0,), step)
+                assert (answer.outcome, answer.token) == ("accepted", step + 1)
+            (got,) = await pull(cluster.chief, w)
+            assert np.allclose(got, 1 - 2 * RATE)
+
+    async def test_what_does_not_fit_another_ps_is_refused_before_it_counts(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            b = await cluster.create("b", np.ones(2, bool))
+            c = await cluster.create("c", np.ones(2, bool))
+            assert [v.shards[0].ps for v in (w, b, c)] == [1, 0, 1]
+            cluster.configure(1)
+            with pytest.raises(GradientError, match=r"expected \(12,\) bytes, got \(8,\)"):
+                await send(cluster.replica(0), [member(w)], np.ones(2, np.float32))
+            with pytest.raises(UnknownVariableError):
+                await send(cluster.replica(1), [(1, 99, 0)], np.ones(2, np.float32))
+            with pytest.raises(GradientError):
+                await send(cluster.replica(2), [member(c)], np.ones(2, bool))
+            with pytest.raises(RemoteProtocolError, match="there are 2 ps tasks"):
+                await send(cluster.replica(3), [(2, 0, 0)], np.ones(2, np.float32))
+            with pytest.raises(RemoteProtocolError, match="not defined"):
+                await send(cluster.replica(4), None, np.ones(3, np.float32))
+            with pytest.raises(GradientError, match="no arrays come"):
+                await send(cluster.replica(5), [member(w)])
+            assert cluster.group()["counted"] == 0
+            answer = await cluster.replica(6).push((w,), (1.0,))
+            assert (answer.outcome, answer.count) == ("accepted", 1)
+
+    @pytest.mark.virtual_time
+    @pytest.mark.parametrize("place", ["ps.step.applied", "ps0.step.decided"])
+    async def test_the_word_is_repeated_after_a_lost_connection_and_applied_once(
+        self, place: str
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            replicas = [cluster.replica(index) for index in range(2)]
+            for step in range(2):
+                task = cluster.ps[1 if place == "ps.step.applied" else 0]
+                if step:
+                    points = Failpoints()
+                    points.arm(place, lambda: cluster.network.cut("ps1:1"))
+                    task._sync.applier._failpoints = points
+                    assert task._closer is None or cluster.ps[0] is task
+                    if task._closer is not None:
+                        task._closer._failpoints = points
+                answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
+                assert [answer.token for answer in answers] == [step + 1] * 2
+            (got,) = await pull(cluster.chief, w)
+            assert np.allclose(got, 1 - 2 * RATE)
+
+    @pytest.mark.virtual_time
+    async def test_a_ps_that_is_lost_with_a_share_on_its_way_ends_the_waiting(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            replicas = [cluster.replica(index) for index in range(2)]
+            await asyncio.gather(*(r.push((w,), (1.0,), 0) for r in replicas))
+            waiting = asyncio.create_task(replicas[0].push((w,), (1.0,), 1))
+            await cluster.ps[1].close()
+            cluster.network.refuse("ps1:1")
+            with pytest.raises(ParameterServerLost):
+                await replicas[1].push((w,), (1.0,), 1)
+            with pytest.raises(ParameterServerLost):
+                await waiting
+
+    async def test_only_ps_0_may_ask_and_what_it_sends_is_looked_at(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            worker, closer = cluster.client("/job:worker/task:0"), cluster.client(PS_0, 100)
+            describe = DescribeSet(1, [w.shards[0].key], GROUP, cluster.config)
+            with pytest.raises(UsageError, match="only /job:ps/task:0"):
+                await ask(worker, describe, ps=1)
+            await ask(closer, describe, ps=1)
+            pushes = [("/job:worker/task:0", 1, 1, 1.0)]
+            body = to_bytes_view(np.ones(3, np.float32))
+            for along, segments in (([1], [body, body]), ([1], [body[:8]]), ([2], [body])):
+                message = CloseStep(GROUP, None, 0, pushes, along, [], [])
+                with pytest.raises(PsyncError):
+                    await ask(closer, message, segments, ps=1)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1).all()

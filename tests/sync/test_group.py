@@ -1,0 +1,143 @@
+"""One synchronous group: what is counted once, in which order, and what is told to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.errors import ConfigurationError
+from psync.sync.steps import Answer, Close
+from sync_tools import GROUP, Steps, answers, closes, refusals, replica
+
+
+def accepted(index: int, token: int) -> tuple[int, str, int]:
+    return (index, "accepted", token)
+
+
+# Repetitions, other runs, other incarnations.
+
+
+def test_a_repeated_push_gets_the_first_answer_again() -> None:
+    steps = Steps(2)
+    assert steps.push(0, 0) == []
+    assert steps.push(0, 0, number=1) == []  # goes on waiting, and counts once
+    assert closes(steps.push(1, 0)) == [(0, [0, 1], False)]
+    first = next(act for act in steps.closed(GROUP, 0) if isinstance(act, Answer))
+    assert steps.push(0, 0, number=1) == [first]
+
+
+def test_a_repeated_push_whose_request_was_given_up_waits_again() -> None:
+    steps = Steps(2)
+    steps.push(0, 0)
+    steps.forget(GROUP, replica(0), 1)
+    steps.forget(99, replica(0), 1)
+    steps.push(1, 0)
+    assert answers(steps.closed(GROUP, 0)) == [accepted(1, 1)]
+    assert answers(steps.push(0, 0, number=1)) == [accepted(0, 1)]
+
+
+def test_nobody_waits_for_a_push_once_its_replica_says_so() -> None:
+    steps = Steps(1, 2)
+    steps.push(0, 0, acked_below=1)
+    steps.push(0, 0, acked_below=2)  # the first was cancelled, and ps 0 has not heard of it
+    assert answers(steps.closed(GROUP, 0)) == [(0, "stale", 1)]
+    assert list(steps._group(GROUP)._pushes[replica(0)]) == [2]
+
+
+def test_answers_are_forgotten_when_they_have_arrived() -> None:
+    steps = Steps(1)
+    for step in range(3):
+        steps.push(0, step)
+        steps.closed(GROUP, step)
+    assert len(steps._group(GROUP)._pushes[replica(0)]) == 1
+
+
+def test_another_run_of_a_counted_closure_is_a_duplicate_and_takes_a_token() -> None:
+    steps = Steps(2)
+    steps.live(0, 1)
+    steps.push(0, 0, closure=11)
+    steps.live(1)
+    steps.closed(GROUP, 0)  # the target has followed: worker 0's push was enough
+    assert answers(steps.push(1, 1, closure=11)) == [(1, "duplicate", 1)]
+
+
+def test_another_run_after_a_stale_one_counts() -> None:
+    steps = Steps(1, 2)
+    steps.push(1, 0)
+    steps.closed(GROUP, 0)
+    assert answers(steps.push(0, 0, closure=5)) == [(0, "stale", 1)]
+    assert closes(steps.push(1, 1, closure=5)) == [(1, [1], False)]
+
+
+def test_another_run_must_push_the_same_variables() -> None:
+    steps = Steps(2)
+    steps.push(0, 0, closure=5)
+    assert refusals(steps.push(1, 0, closure=5, variable_set=b"v")) == [(1, "UsageError")]
+
+
+def test_a_final_closure_counts_no_more() -> None:
+    steps = Steps(1)
+    steps.push(0, 0, closure=5)
+    steps.closed(GROUP, 0)
+    steps.final_below(6)
+    steps.final_below(3)
+    assert not steps._group(GROUP)._calls
+    assert steps.push(1, 1, closure=4) == []
+    assert steps._group(GROUP).num_counted == 0
+    assert closes(steps.push(0, 1, closure=7)) == [(1, [0], False)]
+    assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
+
+
+def test_an_older_incarnation_is_refused_and_waits_no_more() -> None:
+    steps = Steps(3)
+    steps.push(0, 0, incarnation=1)
+    assert refusals(steps.push(0, 0, incarnation=2)) == [(0, "FencedError")]
+    assert refusals(steps.push(0, 0, incarnation=1)) == [(0, "FencedError")]
+    assert closes(steps.push(1, 0)) == [(0, [0, 0, 1], False)]  # what was counted stays
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_is_a_positive_number(weight: float) -> None:
+    assert refusals(Steps(1).push(0, 0, weight=weight)) == [(0, "GradientError")]
+
+
+def test_deterministic_sums_are_in_the_order_of_the_replicas() -> None:
+    steps = Steps(3, deterministic=True)
+    for index in (2, 0):
+        steps.push(index, 0)
+    assert closes(steps.push(1, 0)) == [(0, [0, 1, 2], False)]
+
+
+def test_otherwise_sums_are_in_the_order_of_arrival_and_weights_travel() -> None:
+    steps = Steps(2)
+    steps.push(1, 0, weight=3.0)
+    (close,) = steps.push(0, 0)
+    assert isinstance(close, Close)
+    assert close.pushes == ((*replica(1), 1, 3.0), (*replica(0), 1, 1.0))
+
+
+def test_statistics_count_drops_by_worker() -> None:
+    steps = Steps(1, 2)
+    steps.push(0, 0)
+    steps.closed(GROUP, 0)
+    steps.push(1, 0)
+    statistics = steps.statistics()[f"opt/{GROUP}"]
+    assert statistics["replicas"] == {
+        "/job:worker/task:0": {"accepted": 1, "stale": 0, "duplicate": 0},
+        "/job:worker/task:1": {"accepted": 0, "stale": 1, "duplicate": 0},
+    }
+    assert statistics["staleness"] == {"0": 1, "1": 1}
+    assert (statistics["steps"], statistics["partial_steps"], statistics["step"]) == (1, 0, 1)
+
+
+def test_initial_tokens_are_put_once() -> None:
+    steps = Steps(3, 1)
+    assert steps.init_tokens(GROUP, 2) == []
+    assert steps.init_tokens(GROUP, 2) == []  # a chief that was started again
+    assert answers(steps.push(0, 0)) == [accepted(0, 0)]
+    tokens = steps.statistics()[f"opt/{GROUP}"]["tokens"]
+    assert tokens == {"published": 2, "taken": 1, "void": 0, "left": 1}
+
+
+def test_too_few_initial_tokens_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="too few tokens"):
+        Steps(3, 1).init_tokens(GROUP, 1)

@@ -1,0 +1,262 @@
+"""What ps 0 does to all ps tasks, below the rule that decides it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backups import say
+from ps_cluster import CHIEF, hold, until
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    FencedError,
+    ParameterServerLost,
+    PsyncError,
+)
+from psync.net.failpoints import Failpoints
+from psync.ps_task import PsTask
+from psync.store.sync_config import SyncConfig
+from psync.sync.cross_ps_sets import Values
+from psync.sync.ps_peers import AllPs
+from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import BackUp, Promote, Promoted
+from psync.wire.sync_messages import CloseStep
+from sync_cluster import GROUP, SyncCluster
+
+pytestmark = pytest.mark.asyncio
+
+
+@asynccontextmanager
+async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterator[AllPs]:
+    """Another one beside that of ps 0 itself."""
+    task = cluster.ps[0]
+    addresses = [link.address for link in cluster.chief.links]
+    attach = AttachPs(coordinator, 0, addresses, 15.0)
+    all_ps = AllPs(task._platform, attach, task._sync, task._work, task._pool)
+    try:
+        yield all_ps
+    finally:
+        await all_ps.close()
+
+
+def close_step(cluster: SyncCluster, step: int) -> CloseStep:
+    return CloseStep(GROUP, cluster.config, step, [])
+
+
+async def closed(all_ps: AllPs, message: CloseStep) -> Values:
+    """Let every ps close a step; return what was brought, raise what went wrong."""
+    ended: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
+
+    def then(values: Values, failed: Exception | None) -> None:
+        if failed is None:
+            ended.set_result(values)
+        else:
+            ended.set_exception(failed)
+
+    all_ps.close_step(message, [], (), then)
+    return await ended
+
+
+async def test_all_others_are_asked_at_once() -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        calls = all_ps.ask_others(AskStatistics())
+        assert len(calls) == 2
+        for received in await asyncio.gather(*calls):
+            assert isinstance(received.message, Statistics)
+    async with SyncCluster(1) as cluster, all_ps_of(cluster) as all_ps:
+        assert all_ps.ask_others(AskStatistics()) == []
+
+
+async def test_a_step_is_applied_everywhere() -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        await closed(all_ps, close_step(cluster, 0))
+        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+
+
+async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        await closed(all_ps, close_step(cluster, 0))  # now there is a connection
+        connection = (await all_ps._links().links[1].peer("control")).connection
+        sent = [connection.bytes_sent]
+        apply = all_ps._sync.applier._apply
+
+        def noting(*args: Any) -> Awaitable[None] | None:
+            sent.append(connection.bytes_sent)
+            return apply(*args)
+
+        monkeypatch.setattr(all_ps._sync.applier, "_apply", noting)
+        await closed(all_ps, close_step(cluster, 1))
+        assert sent[1] > sent[0]
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
+    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
+        cluster.ps[broken]._sync.applier._failpoints = Failpoints("ps.step.applied=error")
+        with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
+            await closed(all_ps, close_step(cluster, 0))
+        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+
+
+@pytest.mark.parametrize("step_ps", [0, 1])
+async def test_the_global_step_is_read_and_raised_where_it_is(step_ps: int) -> None:
+    async with (
+        SyncCluster(2, step_ps=step_ps, first=2**40) as cluster,
+        all_ps_of(cluster) as all_ps,
+    ):
+        config = SyncConfig.from_config(cluster.config)
+        assert config.global_step[0] == step_ps
+        assert await all_ps.read_global_step(config) == 2**40
+        await all_ps.raise_global_step(config, GROUP, 0)
+        assert await cluster.global_step() == 2**40 + 1
+
+
+async def test_a_global_step_of_one_dimension_will_do() -> None:
+    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
+        v = await cluster.create("v", np.array([3]))
+        cluster.configure(global_step=(0, *v.shards[0].key))
+        config = SyncConfig.from_config(cluster.config)
+        assert await all_ps.read_global_step(config) == 3
+        await all_ps.raise_global_step(config, GROUP, 0)
+        assert await all_ps.read_global_step(config) == 4
+
+
+async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        cluster.ps[1]._platform.failpoints.arm(
+            "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
+        )
+        await all_ps.raise_global_step(config, GROUP, 0)
+        assert await cluster.global_step() == 1
+
+
+async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
+    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        release = hold(cluster.ps[0], cluster.step)
+        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
+        await until(lambda: cluster.ps[0]._work.waiting)
+        release()
+        await raising
+        assert await cluster.global_step() == 1
+
+
+async def test_a_global_step_must_be_on_a_ps() -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        for ps in (-1, 2):
+            cluster.configure(global_step=(ps, 0, 0))
+            with pytest.raises(ConfigurationError, match=f"on ps {ps}, and there are 2 ps tasks"):
+                await all_ps.read_global_step(SyncConfig.from_config(cluster.config))
+
+
+async def test_the_others_know_which_coordinator_it_speaks_for() -> None:
+    async with SyncCluster(2) as cluster:
+        await cluster.attach(cluster.client(CHIEF, 200), 200)
+        async with all_ps_of(cluster, coordinator=100) as all_ps:
+            (call,) = all_ps.ask_others(close_step(cluster, 0))
+            with pytest.raises(FencedError):
+                await call
+        async with all_ps_of(cluster, coordinator=200) as all_ps:
+            (call,) = all_ps.ask_others(close_step(cluster, 0))
+            await call
+
+
+async def test_closed_links_stay_closed() -> None:
+    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
+        await all_ps.close()
+        with pytest.raises(ClosedError, match="has closed its links"):
+            all_ps.ask_others(AskStatistics())
+        with pytest.raises(ClosedError, match="has closed its links"):
+            await closed(all_ps, close_step(cluster, 0))
+
+
+async def test_who_is_refused_when_links_are_closed_waits_for_no_move() -> None:
+    """Nobody would say any more where the ps is served."""
+    async with SyncCluster(2) as cluster:
+        link = cluster.chief.links[1]
+        await link.close()
+        link.hold()
+        async with asyncio.timeout(5):
+            with pytest.raises(ClosedError):
+                await link.call(lambda _: AskStatistics())
+
+
+async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has said so already, and whoever has asked has not seen that yet."""
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        config = SyncConfig.from_config(cluster.config)
+        all_ps.expect_moves()
+        link = all_ps._links().links[1]
+
+        async def replaced(*_: object, **__: object) -> None:
+            monkeypatch.undo()
+            all_ps.move([link.address for link in cluster.chief.links])
+            raise FencedError("it was replaced by its backup")
+
+        monkeypatch.setattr(link, "call", replaced)
+        async with asyncio.timeout(5):
+            await all_ps.raise_global_step(config, GROUP, 0)
+        assert await cluster.global_step() == 1
+
+
+async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster:
+        config = SyncConfig.from_config(cluster.config)
+        async with all_ps_of(cluster) as all_ps:
+            all_ps.expect_moves()
+            await all_ps.raise_global_step(config, GROUP, 0)
+            cluster.network.refuse("ps1:1")
+            cluster.network.cut("ps1:1")
+            raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 1))
+            await until(lambda: all_ps._links().links[1]._attempts)
+        with pytest.raises(ClosedError):
+            async with asyncio.timeout(5):
+                await raising
+
+
+async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> None:
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        await say(cluster, 1, BackUp(1, "/job:ps/task:0", "ps0:1", False))
+        promoted = await say(cluster, 0, Promote(1, 9, 100, []))
+        assert isinstance(promoted, Promoted)
+        all_ps.expect_moves()
+        cluster.ps[1]._depose()
+        closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
+        config = SyncConfig.from_config(cluster.config)
+        raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
+        await asyncio.wait((closing, raising), timeout=0.1)
+        assert not closing.done()
+        assert not raising.done()
+        all_ps.move(["ps0:1", promoted.address])
+        await asyncio.gather(closing, raising)
+        link = cluster.chief.links[1]
+        link.revive()
+        link.address = promoted.address
+        assert await cluster.global_step() == 1
+
+
+async def test_one_that_came_back_empty_before_it_was_ever_asked_is_lost() -> None:
+    """A step that failed with what it says would be the program's error, not a lost ps."""
+    async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
+        await cluster.ps[1].close()
+        cluster.ps[1] = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
+        await cluster.ps[1].start()
+        with pytest.raises(ParameterServerLost, match="not, or no longer, served"):
+            await closed(all_ps, close_step(cluster, 0))
+        config = SyncConfig.from_config(cluster.config)
+        with pytest.raises(ParameterServerLost):
+            await all_ps.raise_global_step(config, GROUP, 0)
+        with pytest.raises(ParameterServerLost):
+            await all_ps.read_global_step(config)

@@ -1,0 +1,584 @@
+"""Several ps tasks and replicas: who is answered, when, and what the variables are then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ps_cluster import CHIEF, RATE, hold, pull, until
+from psync.errors import (
+    ConfigurationError,
+    FencedError,
+    NotEnoughReplicas,
+    ParameterServerLost,
+    PsyncError,
+    TrainingEnded,
+    UnknownVariableError,
+    UsageError,
+)
+from psync.net.failpoints import Failpoints
+from psync.specs import VariableSpec
+from psync.testing import settle
+from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
+from psync.wire.sync_messages import (
+    AskStep,
+    Contribute,
+    Contributed,
+    InitTokens,
+    ReportSchedule,
+    StagePush,
+    SyncStep,
+)
+from psync.wire.tensors import to_bytes_view
+from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
+
+pytestmark = pytest.mark.asyncio
+
+
+def accepted(token: int, count: int = 2, *, partial: bool = False) -> Contributed:
+    return Contributed("accepted", 0, token, partial, count)
+
+
+async def waits(*tasks: asyncio.Task[Any]) -> bool:
+    """Let everything settle; tell whether none has ended."""
+    await settle()
+    return not any(task.done() for task in tasks)
+
+
+async def stage_only(replica: SyncReplica, variable: VariableSpec, ps: int) -> None:
+    """Send one ps its part of a push, and nothing to the others."""
+    shard = next(shard for shard in variable.shards if shard.ps == ps)
+    message = StagePush(GROUP, replica.config, 1, -1, 1, [shard.key])
+    body = np.full(shard.shape, 9.0, shard.dtype)
+    await ask(replica.client, message, [to_bytes_view(body)], ps)
+
+
+class TestSteps:
+    async def test_replicas_train_one_model_bit_for_bit_over_two_ps(self) -> None:
+        random = np.random.default_rng(5)
+        async with SyncCluster(2, chunk=(1 << 10, 1 << 16)) as cluster:
+            w0 = random.standard_normal((7, 3)).astype(np.float32)
+            w = await cluster.create("w", w0, shards=2)
+            b = await cluster.create("b", np.zeros(5, np.float32))
+            cluster.configure(3, deterministic=True)
+            replicas = [cluster.replica(index) for index in range(3)]
+            expected = [w0, np.zeros(5, np.float32)]
+            for step in range(4):
+                gradients = [
+                    [random.standard_normal(v.shape).astype(np.float32) for v in (w, b)]
+                    for _ in replicas
+                ]
+                for number in range(2):
+                    total = gradients[0][number] + gradients[1][number]
+                    mean = (total + gradients[2][number]) / np.float32(3)
+                    expected[number] = expected[number] - np.float32(RATE) * mean
+                order = [(index + step) % 3 for index in range(3)]  # of arrival
+                pushes = [
+                    asyncio.create_task(replicas[i].push((w, b), gradients[i], step)) for i in order
+                ]
+                assert await asyncio.gather(*pushes) == [accepted(step + 1, 3)] * 3
+            for got, value in zip(await pull(cluster.chief, w, b), expected, strict=True):
+                assert np.array_equal(got, value)
+            assert await cluster.global_step() == 4
+            assert cluster.staged_bytes() == [0, 0]
+
+    async def test_tokens_come_after_every_ps_has_applied_and_the_global_step_is_raised(
+        self,
+    ) -> None:
+        seen: list[list[int]] = []
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            step = cluster.step
+            begun = cluster.versions(w, step)
+
+            def look() -> None:
+                now = cluster.versions(w, step)
+                seen.append([after - before for before, after in zip(begun, now, strict=True)])
+                assert not any(push.done() for push in pushes)
+
+            points.arm("ps0.step.decided", look)
+            points.arm("ps0.step.applied", look)
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
+            ]
+            assert await asyncio.gather(*pushes) == [accepted(1)] * 2
+            assert seen == [[0, 0, 0], [1, 1, 0]]
+            assert await cluster.global_step() == 1
+
+    async def test_a_stale_push_leaves_no_trace(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            cluster.configure(1, 2)  # one backup
+            fast, slow = cluster.replica(0), cluster.replica(1)
+            assert await fast.push((w,), (1.0,)) == accepted(1, 1)
+            versions = cluster.versions(w)
+            assert await slow.push((w,), (5.0,), 0) == Contributed("stale", 1, 1, False, 0)
+            assert cluster.versions(w) == versions
+            assert cluster.staged_bytes() == [0, 0]
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+
+    async def test_a_push_with_a_part_missing_never_counts(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            await stage_only(cluster.replica(2), w, ps=1)
+            await asyncio.gather(*(cluster.replica(i).push((w,), (1.0,)) for i in range(2)))
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            assert cluster.staged_bytes() == [0, 0]
+
+    async def test_pushes_of_different_variables(self) -> None:
+        async with SyncCluster(2) as cluster:
+            u = await cluster.create("u", np.zeros(2, np.float32))
+            v = await cluster.create("v", np.zeros(2, np.float32))
+            assert u.shards[0].ps != v.shards[0].ps
+            await asyncio.gather(
+                cluster.replica(0).push((u, v), (2.0, 2.0)), cluster.replica(1).push((v,), (4.0,))
+            )
+            got = await pull(cluster.chief, u, v)
+            assert [float(array[0]) for array in got] == [-RATE * 2, -RATE * 3]
+
+    async def test_one_ps_needs_no_connection_to_another(self) -> None:
+        async with SyncCluster(1) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            assert await cluster.replica().push((w,), (1.0,)) == accepted(1, 1)
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            assert closer._all_ps._client is None
+
+    async def test_workers_ask_for_the_step_before_they_send_much(self) -> None:
+        async with SyncCluster(first=5) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            replica = cluster.replica()
+            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(-1, -1)
+            await replica.push((w,), (1.0,))
+            assert await ask(replica.client, AskStep(GROUP)) == SyncStep(6, 5)
+
+    async def test_large_and_small_steps_follow_one_another(self) -> None:
+        async with SyncCluster(2) as cluster:
+            v = await cluster.create("v", np.zeros((2, 1 << 20), np.float32), shards=2)
+            w = await cluster.create("w", np.zeros(3, np.float32))
+            replicas = [cluster.replica(index) for index in range(2)]
+            for step, variables in enumerate([(v, w), (w,), (v,)]):
+                gradients = [1.0] * len(variables)
+                await asyncio.gather(*(r.push(variables, gradients, step) for r in replicas))
+            for got in await pull(cluster.chief, v, w):
+                assert (got == -2 * RATE).all()
+
+
+class TestFirstStep:
+    async def test_a_group_begins_at_the_global_step(self) -> None:
+        async with SyncCluster(first=41) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            assert await cluster.replica().push((w,), (1.0,)) == accepted(42, 1)
+            assert await cluster.global_step() == 42
+
+    async def test_the_global_step_may_be_on_another_ps(self) -> None:
+        async with SyncCluster(2, step_ps=1, first=41) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            replicas = [cluster.replica(index) for index in range(2)]
+            for step in (41, 42):
+                answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
+                assert answers == [accepted(step + 1)] * 2
+            assert await cluster.global_step() == 43
+
+    async def test_a_global_step_that_others_change_is_waited_for(self) -> None:
+        async with SyncCluster(first=3) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            release = hold(cluster.ps[0], cluster.step)
+            pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
+            await until(lambda: cluster.ps[0]._work.waiting)
+            release()
+            assert await pushing == accepted(4, 1)
+
+    async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
+        async with SyncCluster(2, step_ps=1, first=3) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            cluster.network.partition("ps1:1")
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
+            ]
+            await until(lambda: closer._beginning)
+            for _ in range(10):
+                await asyncio.sleep(0)
+            pushes[0].cancel()
+            await asyncio.wait(pushes[:1])
+            cluster.network.heal("ps1:1")
+            assert await asyncio.gather(*pushes[1:]) == [accepted(4)] * 2
+
+    @pytest.mark.virtual_time
+    async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
+        async with SyncCluster(2, step_ps=1) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            cluster.network.partition("ps1:1")
+            pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
+            await until(lambda: closer._beginning)
+            attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
+            with pytest.raises(FencedError, match="newer coordinator"):
+                await pushing
+            cluster.network.heal("ps1:1")
+            await attaching
+
+    async def test_a_global_step_that_is_not_there_fails_all_who_ask_and_can_be_made(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(global_step=(0, w.variable_id + 1, 0))
+            replicas = [cluster.replica(index) for index in range(2)]
+            pushes = [replica.push((w,), (1.0,)) for replica in replicas]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, UnknownVariableError)
+            await cluster.create("late", np.array(7))
+            answers = await asyncio.gather(*(r.push((w,), (1.0,)) for r in replicas))
+            assert answers == [accepted(8)] * 2
+
+    @pytest.mark.parametrize("value", [np.zeros(2, np.int64), np.zeros((), np.float32)])
+    async def test_a_global_step_is_one_integer(self, value: np.ndarray) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", value)
+            cluster.configure(1, global_step=(0, *w.shards[0].key))
+            v = await cluster.create("v", np.ones(3, np.float32))
+            with pytest.raises(ConfigurationError, match="expected one element of int64"):
+                await cluster.replica().push((v,), (1.0,))
+            cluster.configure(1, global_step=(4, 0, 0))
+            with pytest.raises(ConfigurationError, match="on ps 4, and there are 1 ps tasks"):
+                await ask(cluster.chief, InitTokens(GROUP + 1, cluster.config, -1))
+
+    async def test_one_group_has_one_configuration(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            await cluster.replica(0).push((w,), (1.0,))
+            cluster.configure(2)
+            with pytest.raises(ConfigurationError, match="another configuration"):
+                await cluster.replica(1).push((w,), (1.0,))
+
+    async def test_initial_tokens_are_put_once(self) -> None:
+        async with SyncCluster(first=5) as cluster:
+            cluster.configure(3, 1)
+            message = InitTokens(GROUP, cluster.config, -1)
+            for _ in range(2):
+                assert await ask(cluster.chief, message) == SyncStep(5, 5)
+            assert cluster.group()["tokens"]["left"] == 2
+            with pytest.raises(ConfigurationError, match="too few tokens"):
+                await ask(cluster.chief, InitTokens(GROUP + 1, cluster.config, 1))
+
+
+@pytest.mark.virtual_time
+class TestWaiting:
+    async def test_a_request_that_is_repeated_after_a_lost_connection_counts_once(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            first, second = cluster.replica(0), cluster.replica(1)
+            waiting = asyncio.create_task(first.push((w,), (1.0,)))
+            assert await waits(waiting)
+            for _ in range(2):
+                cluster.network.cut("worker0")
+                assert await waits(waiting)
+            assert cluster.group()["counted"] == 1
+            assert await second.push((w,), (3.0,)) == accepted(1)
+            assert await waiting == accepted(1)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE * 2).all()
+
+    async def test_a_request_that_is_there_twice_waits_until_both_have_gone(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            replica = cluster.replica(0)
+            first = asyncio.create_task(replica.push((w,), (1.0,)))
+            assert await waits(first)
+            other = await replica.client.links[0].peer("bulk")
+            message = Contribute(
+                GROUP, None, 1, 1, -1, 0, replica.client.plan((w,)).digest, -1, 1.0, -1, None, -1,
+                None,
+            )  # fmt: skip
+            again = asyncio.create_task(other.call(message))
+            assert await waits(again)
+            first.cancel()  # ps 0 may hear of a new connection before it hears of the old one's end
+            assert await waits(again)
+            assert cluster.group()["waiting"] == 1
+            assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
+            assert (await again).message == accepted(1)
+
+    async def test_an_answer_that_was_lost_is_given_again(self) -> None:
+        points = Failpoints()
+        async with SyncCluster(failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(1)
+            replica = cluster.replica(0)
+            points.arm("ps0.step.applied", lambda: cluster.network.partition("worker0", "ps0:1"))
+            waiting = asyncio.create_task(replica.push((w,), (1.0,)))
+            assert await waits(waiting)
+            assert await cluster.global_step() == 1
+            cluster.network.cut("worker0")
+            cluster.network.heal("worker0", "ps0:1")
+            assert await waiting == accepted(1, 1)
+            assert await cluster.global_step() == 1
+
+    async def test_a_replica_that_gives_up_leaves_its_push_and_no_claim_to_a_token(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            waiting = asyncio.create_task(cluster.replica(0).push((w,), (1.0,)))
+            assert await waits(waiting)
+            waiting.cancel()
+            await settle()
+            assert cluster.group()["waiting"] == 0
+            assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE * 2).all()
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            assert len(closer._waits) == 0
+
+    async def test_a_replica_whose_connection_goes_waits_no_more(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            waiting = asyncio.create_task(cluster.replica(0).push((w,), (1.0,)))
+            assert await waits(waiting)
+            cluster.network.refuse("ps0:1")
+            cluster.network.cut("worker0")
+            await settle()
+            assert cluster.group()["waiting"] == 0
+            waiting.cancel()
+            await asyncio.wait([waiting])
+
+    async def test_the_second_run_of_a_closure_is_a_duplicate_and_gets_the_token(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            first, second = cluster.replica(0, 1000), cluster.replica(1, 1001)
+            await cluster.report(1, {0: 1000, 1: 1001})
+            lost = asyncio.create_task(first.push((w,), (1.0,), closure=5, ordinal=1))
+            assert await waits(lost)
+            again = asyncio.create_task(second.push((w,), (7.0,), closure=5, ordinal=1))
+            assert await waits(lost) is False
+            # Both living replicas waited, so the step was closed with what was there.
+            assert await lost == accepted(1, 1, partial=True)
+            assert (await again).outcome == "duplicate"
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+            cluster.chief.links[0].notify(FinalBelow(6))
+            await settle()
+            late = asyncio.create_task(second.push((w,), (7.0,), 1, closure=5, ordinal=2))
+            again = asyncio.create_task(first.push((w,), (1.0,), 1, closure=6))
+            assert (await late).outcome == "duplicate"
+            assert (await again).outcome == "accepted"
+
+    async def test_a_closure_must_push_the_same_variables_each_time(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            v = await cluster.create("v", np.ones(3, np.float32))
+            lost = asyncio.create_task(cluster.replica(0).push((w,), (1.0,), closure=5))
+            assert await waits(lost)
+            with pytest.raises(UsageError, match="closure 5"):
+                await cluster.replica(1).push((w, v), (1.0, 1.0), closure=5)
+            assert await waits(lost)
+            await cluster.replica(1).push((v,), (1.0,), closure=6)
+            await lost
+
+    async def test_a_replaced_incarnation_is_refused_and_waits_no_more(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            old = cluster.replica(0, 1000)
+            await cluster.report(1, {0: 1000, 1: 1001})
+            waiting = asyncio.create_task(old.push((w,), (1.0,)))
+            assert await waits(waiting)
+            await cluster.report(2, {0: 2000, 1: 1001})
+            with pytest.raises(FencedError, match="incarnation 1000"):
+                await waiting
+            await ask(cluster.chief, Fence("/job:worker/task:0", 2000))
+            for message in (AskStep(GROUP), InitTokens(GROUP, cluster.config, -1)):
+                with pytest.raises(FencedError):
+                    await ask(old.client, message)
+
+
+@pytest.mark.virtual_time
+class TestMembership:
+    async def test_the_target_follows_the_living(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            await cluster.report(1, {0: 1000, 1: 1001})
+            waiting = asyncio.create_task(cluster.replica(0, 1000).push((w,), (1.0,)))
+            assert await waits(waiting)
+            await cluster.report(2, {0: 1000}, missing=["/job:worker/task:1"])
+            assert await waiting == accepted(1, 1)
+
+    async def test_a_step_that_nobody_else_will_come_to_is_closed(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            await cluster.report(1, {0: 1000, 1: 1001})
+            pushing = cluster.replica(0, 1000).push((w,), (1.0,), closure=8)
+            waiting = asyncio.create_task(pushing)
+            assert await waits(waiting)
+            await cluster.report(2, {0: 1000, 1: 1001}, queued=False, in_flight=[(8, 0), (9, 1)])
+            assert await waits(waiting)
+            await cluster.report(3, {0: 1000, 1: 1001}, queued=False, in_flight=[(8, 0)])
+            assert await waiting == accepted(1, 1, partial=True)
+
+    async def test_an_older_report_is_not_heard(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            await cluster.report(2, {0: 1000, 1: 1001})
+            await cluster.report(1, {0: 1000})
+            waiting = asyncio.create_task(cluster.replica(0, 1000).push((w,), (1.0,)))
+            assert await waits(waiting)
+            await cluster.report(3, {0: 1000})
+            await waiting
+
+    async def test_only_the_coordinator_reports(self) -> None:
+        async with SyncCluster() as cluster:
+            message = ReportSchedule(1, [], [], True, [])
+            with pytest.raises(UsageError, match="is not a coordinator"):
+                await ask(cluster.replica(0).client, message)
+            with pytest.raises(FencedError, match="is not the coordinator"):
+                await ask(cluster.client(CHIEF, 101), message)
+
+    async def test_who_waits_too_long_for_others_is_told_who_is_missing(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(min_replicas=2, patience_s=30.0)
+            loop = asyncio.get_running_loop()
+            await cluster.report(1, {0: 1000}, missing=["/job:worker/task:1"])
+            began = loop.time()
+            with pytest.raises(NotEnoughReplicas, match="missing: /job:worker/task:1"):
+                await cluster.replica(0, 1000).push((w,), (1.0,))
+            assert 29 < loop.time() - began < 31
+            assert await cluster.global_step() == 0
+
+    async def test_patience_begins_anew_when_there_were_enough(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(min_replicas=2, patience_s=30.0)
+            await cluster.report(1, {0: 1000})
+            waiting = asyncio.create_task(cluster.replica(0, 1000).push((w,), (1.0,)))
+            await asyncio.sleep(20)
+            await cluster.report(2, {0: 1000, 1: 1001})
+            await asyncio.sleep(20)
+            await cluster.replica(1, 1001).push((w,), (1.0,))
+            assert (await waiting).outcome == "accepted"
+
+    async def test_the_end_of_training_is_told_to_all(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            replica = cluster.replica(0)
+            waiting = asyncio.create_task(replica.push((w,), (1.0,)))
+            assert await waits(waiting)
+            cluster.ps[0]._end_training("the chief has left")
+            for push in (waiting, cluster.replica(1).push((w,), (1.0,))):
+                with pytest.raises(TrainingEnded, match="the chief has left"):
+                    await push
+
+    async def test_what_ps_0_fences_all_ps_tasks_fence(self) -> None:
+        async with SyncCluster(3) as cluster:
+            cluster.ps[0]._fence_everywhere("/job:worker/task:0", 5000)
+            await settle()
+            client = cluster.client("/job:worker/task:0", 4000)
+            for ps in range(3):
+                with pytest.raises(FencedError):
+                    await ask(client, Pull(1, [], -1, ""), ps=ps)
+
+
+@pytest.mark.virtual_time
+class TestLosses:
+    async def test_another_ps_is_lost_while_a_step_is_closed(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))  # on ps 1
+            assert w.shards[0].ps == 1
+            replicas = [cluster.replica(index) for index in range(2)]
+            waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
+            assert await waits(waiting)
+            points = cluster.ps[0]._platform.failpoints
+            points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
+            pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, ParameterServerLost)
+                assert "/job:ps/task:1" in str(answer)
+            assert await cluster.global_step() == 0
+            u = await cluster.create("u", np.ones(3, np.float32))  # on ps 0
+            with pytest.raises(ParameterServerLost, match="/job:ps/task:1"):
+                await cluster.replica(2).push((u,), (1.0,))
+            cluster.network.heal("ps1:1")
+
+    async def test_another_ps_that_is_cut_off_for_a_while_is_waited_for(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            points = cluster.ps[0]._platform.failpoints
+            points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
+            ]
+            assert await waits(*pushes)
+            await asyncio.sleep(3)
+            cluster.network.cut("ps1:1")
+            cluster.network.heal("ps1:1")
+            assert await asyncio.gather(*pushes) == [accepted(1)] * 2
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1 - RATE).all()
+
+    async def test_a_ps_that_cannot_apply_a_step_ends_the_group(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            points = Failpoints("ps.step.applied=error")
+            cluster.ps[1]._sync.applier._failpoints = points
+            pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, PsyncError)
+                assert "ps.step.applied" in str(answer)
+            with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
+                await cluster.replica(2).push((w,), (1.0,))
+            assert await cluster.global_step() == 0
+
+    async def test_a_new_coordinator_while_a_step_is_closed(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            points = cluster.ps[0]._platform.failpoints
+            points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
+            ]
+            assert await waits(*pushes)
+            chief = cluster.client(CHIEF, 200)
+            attaching = asyncio.create_task(cluster.attach(chief, 200))
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, FencedError)
+                assert "newer coordinator" in str(answer)
+            cluster.network.heal("ps1:1")
+            await attaching
+            assert cluster.ps[0].statistics()["sync"] == {}
+            for task in cluster.ps:
+                assert task._sync.steps() == []
+                assert task._sync.statistics()["parts"] == 0
+
+    async def test_a_step_of_an_earlier_coordinator_reaches_no_ps_that_serves_a_newer(
+        self,
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            await cluster.create("filler", np.ones(3, np.float32))
+            u = await cluster.create("u", np.ones(3, np.float32))
+            assert u.shards[0].ps == 0
+            chief = cluster.client(CHIEF, 200)
+            # Only ps 1 has heard of the new coordinator.
+            await ask(chief, AttachPs(200, 1, [link.address for link in chief.links], 15.0), ps=1)
+            pushes = [cluster.replica(index).push((u,), (1.0,)) for index in range(2)]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, FencedError)
+            assert cluster.ps[1]._sync.steps() == []
+
+    async def test_ps_0_ends_while_replicas_wait(self) -> None:
+        async with SyncCluster() as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            waiting = asyncio.create_task(cluster.replica(0).push((w,), (1.0,)))
+            assert await waits(waiting)
+            await cluster.ps[0].close()
+            with pytest.raises(ParameterServerLost):
+                await waiting

@@ -1,0 +1,363 @@
+"""Steps whose rule needs norms of the mean, on several ps tasks: numbers, rounds, losses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from norm_training import Training
+from ps_cluster import CHIEF, heard, hold, pull, until
+from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
+from psync.net.failpoints import Failpoints
+from psync.numerics.indexed_slices import IndexedSlices
+from psync.numerics.layerwise_rules import Lamb
+from psync.numerics.moment_rules import Adam
+from psync.numerics.rule_options import RuleOptions
+from psync.numerics.update_rule import SGD, UpdateRule
+from psync.specs import VariableSpec
+from psync.testing import settle
+from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
+from sync_cluster import GROUP, SyncCluster
+
+pytestmark = pytest.mark.asyncio
+
+RATE = 0.25
+EACH, ALL = RuleOptions(clipnorm=0.5), RuleOptions(global_clipnorm=0.5)
+SHAPES = ((7, 3), (2,), ())
+SHARDS = (3, 1, 1)
+
+
+def arrays(rng: np.random.Generator, dtype: Any = np.float32) -> list[np.ndarray]:
+    return [np.asarray(rng.standard_normal(shape)).astype(dtype) for shape in SHAPES]
+
+
+def whole(rule: UpdateRule) -> dict[str, Any]:
+    return {"optimizer": rule.to_config()}
+
+
+async def create(
+    cluster: SyncCluster, values: Sequence[np.ndarray], shards: Sequence[int] = SHARDS
+) -> list[VariableSpec]:
+    return [
+        await cluster.create(f"v{i}", value, count)
+        for i, (value, count) in enumerate(zip(values, shards, strict=True))
+    ]
+
+
+RULES = {
+    "sgd each": SGD(RATE).with_options(EACH),
+    "sgd all": SGD(RATE).with_options(ALL),
+    "adam each": Adam(RATE).with_options(EACH),
+    "adam all": Adam(RATE).with_options(ALL),
+    "lamb": Lamb(RATE).with_options(RuleOptions(weight_decay=0.1)),
+    "lamb each": Lamb(RATE).with_options(EACH),
+    "lamb all": Lamb(RATE).with_options(ALL),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("num_ps", [1, 2])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+async def test_steps_are_those_of_one_process_that_sums_clips_and_applies_bit_for_bit(
+    rule: UpdateRule, num_ps: int, dtype: Any
+) -> None:
+    rng = np.random.default_rng(5)
+    if dtype is np.float16 and rule.own_slots():
+        pytest.skip("slots are wider than gradients, which Training does not know")
+    async with SyncCluster(num_ps) as cluster:
+        values = arrays(rng, dtype)
+        variables = await create(cluster, values)
+        cluster.configure(3, deterministic=True, **whole(rule))
+        replicas = [cluster.replica(index) for index in range(3)]
+        training = Training(rule, values, variables)
+        for step in range(3):
+            gradients = [arrays(rng, dtype) for _ in replicas]
+            training.step(gradients)
+            order = [(index + step) % 3 for index in range(3)]  # of arrival
+            await asyncio.gather(*(replicas[i].push(variables, gradients[i], step) for i in order))
+        for i, got in enumerate(await pull(cluster.chief, *variables)):
+            assert got.tobytes() == training.read(i).tobytes()
+            assert got.tobytes() != values[i].tobytes()
+        assert cluster.staged_bytes() == [0] * num_ps
+
+
+class TestByHand:
+    """One step of two replicas; 2 ps tasks, 3 shards."""
+
+    G = (np.array([3.0, 0, 4.0], np.float32), np.array([5.0, 0, 4.0], np.float32))  # mean 4 0 4
+
+    async def after(self, rule: UpdateRule, begin: float = 1.0) -> tuple[Any, Any]:
+        """The value of a variable cut in three, and of a scalar whose gradient is 2."""
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.full(3, begin, np.float32), shards=3)
+            b = await cluster.create("b", np.array(begin, np.float32))
+            assert {shard.ps for shard in w.shards} == {0, 1}
+            cluster.configure(2, **whole(rule))
+            await asyncio.gather(
+                *(cluster.replica(i).push((w, b), (g, 2.0)) for i, g in enumerate(self.G))
+            )
+            of_w, of_b = await pull(cluster.chief, w, b)
+            return of_w, of_b
+
+    async def test_clipnorm(self) -> None:
+        w, b = await self.after(SGD(1.0).with_options(RuleOptions(clipnorm=1.0)))
+        np.testing.assert_allclose(w, 1 - np.array([4, 0, 4]) / np.sqrt(32), rtol=1e-6)
+        np.testing.assert_allclose(b, 1 - 1.0)
+        w, b = await self.after(SGD(1.0).with_options(RuleOptions(clipnorm=100.0)))
+        assert (w.tolist(), float(b)) == ([-3, 1, -3], -1)
+
+    async def test_global_clipnorm(self) -> None:
+        w, b = await self.after(SGD(1.0).with_options(RuleOptions(global_clipnorm=3.0)))
+        np.testing.assert_allclose(w, 1 - np.array([4, 0, 4]) * 3 / 6, rtol=1e-6)  # √(16+16+4)
+        np.testing.assert_allclose(b, 1 - 2 * 3 / 6)
+
+    async def test_adam_inside(self) -> None:
+        w, b = await self.after(Adam(0.1, epsilon=1.0).with_options(RuleOptions(clipnorm=1.0)))
+        g = np.array([4, 0, 4, np.sqrt(32)]) / np.sqrt(32)
+        m, v = 0.1 * g, 0.001 * g**2
+        rate = 0.1 * np.sqrt(1 - 0.999) / (1 - 0.9)
+        np.testing.assert_allclose([*w, b], 1 - rate * m / (np.sqrt(v) + 1.0), rtol=1e-6)
+
+    async def test_lamb(self) -> None:
+        w, b = await self.after(Lamb(0.1, epsilon=1.0), begin=2.0)
+        g = np.array([4.0, 0, 4])
+        update = g / (np.abs(g) + 1)
+        expected = 2 - 0.1 * np.sqrt(12) / np.linalg.norm(update) * update
+        np.testing.assert_allclose(w, expected, rtol=1e-6)
+        assert float(b) == pytest.approx(2 - 0.1 * 2)
+
+    async def test_a_mean_that_is_not_finite(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(4, np.float32), shards=2)
+            b = await cluster.create("b", np.array(1.0, np.float32))
+            cluster.configure(1, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
+            g = np.array([1, 1, np.inf, 1], np.float32)
+            await cluster.replica().push((w, b), (g, 2.0))
+            of_w, of_b = await pull(cluster.chief, w, b)
+            np.testing.assert_array_equal(of_w, [1, 1, np.nan, 1])
+            assert float(of_b) == 0
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones(4, np.float32), shards=2)
+            b = await cluster.create("b", np.array(1.0, np.float32))
+            cluster.configure(1, **whole(SGD(1.0).with_options(ALL)))
+            await cluster.replica().push((w, b), (g, 2.0))
+            assert all(np.isnan(got).all() for got in await pull(cluster.chief, w, b))
+
+
+class TestRows:
+    @pytest.mark.parametrize("num_ps", [1, 2])
+    @pytest.mark.parametrize("options", [EACH, ALL])
+    async def test_the_norm_of_rows_is_that_of_their_mean(
+        self, num_ps: int, options: RuleOptions
+    ) -> None:
+        async with SyncCluster(num_ps) as cluster:
+            table = await cluster.create("table", np.zeros((6, 2), np.float32), shards=3)
+            cluster.configure(2, **whole(SGD(1.0).with_options(options)))
+            brought = ([1, 5, 1], [1.0, 2.0, 3.0]), ([5, 3], [4.0, 8.0])
+            pushes = []
+            for i, (rows, values) in enumerate(brought):
+                made = np.repeat(np.array(values, np.float32)[:, None], 2, 1)
+                slices = IndexedSlices(made, np.array(rows), (6, 2))
+                replica = cluster.replica(i)
+                pushes.append(
+                    replica.sync.contribute(
+                        replica.client.plan((table,)), [slices], group=GROUP,
+                        config=replica.config, local_step=-1, closure=-1, ordinal=0, weight=1.0,
+                    )
+                )  # fmt: skip
+            await asyncio.gather(*pushes)
+            (got,) = await pull(cluster.chief, table)
+            mean = np.array([0, 4, 0, 8, 0, 3])  # each row over those that have it
+            norm = np.sqrt(2 * (16 + 64 + 9))
+            np.testing.assert_allclose(got[:, 0], -mean * 0.5 / norm, rtol=1e-6)
+
+
+class TestRounds:
+    @pytest.mark.parametrize(
+        ("rule", "shards", "rounds"),
+        [
+            (SGD(RATE), 2, []),
+            (SGD(RATE).with_options(EACH), 1, []),
+            (SGD(RATE).with_options(EACH), 2, ["gradients"]),
+            (SGD(RATE).with_options(ALL), 1, ["gradients"]),
+            (Lamb(RATE), 1, []),
+            (Lamb(RATE), 2, ["updates"]),
+            (Lamb(RATE).with_options(ALL), 1, ["gradients"]),
+            (Lamb(RATE).with_options(EACH), 2, ["gradients", "updates"]),
+        ],
+    )
+    async def test_there_are_as_many_as_are_needed(
+        self, rule: UpdateRule, shards: int, rounds: list[str]
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=shards)
+            cluster.configure(1, **whole(rule))
+            asked = heard(cluster.ps[1], MeasureStep)
+            closed = heard(cluster.ps[1], CloseStep)
+            await cluster.replica().push((w,), (1.0,))
+            assert [message.what for message in asked] == rounds
+            assert len(closed) == 1
+
+    async def test_to_measure_changes_nothing(self) -> None:
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            cluster.configure(1, **whole(Lamb(RATE).with_options(EACH)))
+            before = cluster.versions(w)
+            seen: list[Any] = []
+
+            def look() -> None:
+                steps = [task._store.optimizer_step(GROUP) for task in cluster.ps]
+                seen.append((cluster.versions(w), steps))
+
+            points.arm("ps0.step.measured", look)
+            await cluster.replica().push((w,), (1.0,))
+            assert seen == [(before, [0, 0])]
+
+    async def test_large_shards_are_measured_with_the_loop_running_in_between(self) -> None:
+        async with SyncCluster(2) as cluster:
+            size = 3 << 20
+            v = await cluster.create("v", np.zeros((2, size), np.float32), shards=2)
+            u = await cluster.create("u", np.zeros(3, np.float32))
+            cluster.configure(2, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
+            turns, measured = 0, asyncio.Event()
+            asked = heard(cluster.ps[1], MeasureStep)
+            cluster.ps[0]._platform.failpoints.arm("ps0.step.measured", measured.set)
+            pushes = asyncio.gather(
+                *(cluster.replica(i).push((v, u), (1.0 + 2 * i, 0.0)) for i in range(2))
+            )
+            await until(lambda: asked)
+            while not measured.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+            assert turns > 2 * size * 4 // (1 << 20) // 2  # blocks
+            await pushes
+            (got,) = await pull(cluster.chief, v)
+            np.testing.assert_allclose(got, -1 / np.sqrt(2 * size), rtol=1e-5)
+
+    async def test_a_shard_that_is_busy_is_waited_for_where_its_value_is_measured(self) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            cluster.configure(1, **whole(Lamb(RATE)))
+            task = cluster.ps[w.shards[0].ps]
+            release = hold(task, w)
+            pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
+            await until(lambda: task._work.waiting)
+            release()
+            await pushing
+            (got,) = await pull(cluster.chief, w)
+            np.testing.assert_allclose(got, 1 - RATE, rtol=1e-5)
+
+    async def test_factors_must_be_those_of_all_shards(self) -> None:
+        async with SyncCluster(1) as cluster:
+            w = await cluster.create("w", np.ones(3, np.float32))
+            cluster.configure(2, **whole(SGD(RATE).with_options(EACH)))
+            waiting = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
+            await until(lambda: cluster.ps[0]._sync.statistics()["staged"])
+            message = CloseStep(
+                GROUP, None, 0, [("/job:worker/task:0", 1000, 1, 1.0)], scales=[(99, 1.0)]
+            )
+            with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
+                cluster.ps[0]._sync.applier.close(message)
+            waiting.cancel()
+
+
+def clipping(cluster: SyncCluster, needed: int = 2) -> None:
+    cluster.configure(needed, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
+
+
+CLIPPED = 1 - 1 / np.sqrt(6)
+
+
+@pytest.mark.virtual_time
+class TestLosses:
+    @pytest.mark.parametrize("at", ["ps0.step.decided", "ps.step.measured", "ps0.step.measured"])
+    @pytest.mark.parametrize("seconds", [0.0, 3.0])
+    async def test_a_connection_that_is_lost_repeats_it(self, at: str, seconds: float) -> None:
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            clipping(cluster)
+            points.arm(at, lambda: cluster.network.partition("ps1:1"))
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (5.0,))) for index in range(2)
+            ]
+            await settle()
+            assert not any(push.done() for push in pushes)
+            await asyncio.sleep(seconds)
+            cluster.network.cut("ps1:1")
+            cluster.network.heal("ps1:1")
+            assert await asyncio.gather(*pushes) == [Contributed("accepted", 0, 1, False, 2)] * 2
+            (got,) = await pull(cluster.chief, w)
+            np.testing.assert_allclose(got, CLIPPED, rtol=1e-6)
+            assert cluster.versions(w) == [1, 1]
+
+    @pytest.mark.parametrize("at", ["ps0.step.decided", "ps.step.measured", "ps0.step.measured"])
+    async def test_another_ps_is_lost(self, at: str) -> None:
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            clipping(cluster)
+            points.arm(at, lambda: cluster.network.partition("ps1:1"))
+            pushes = [cluster.replica(index).push((w,), (5.0,)) for index in range(2)]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, ParameterServerLost)
+            assert await cluster.global_step() == 0
+            cluster.network.heal("ps1:1")
+
+    @pytest.mark.parametrize("at", ["ps0.step.decided", "ps0.step.measured"])
+    async def test_a_new_coordinator_ends_it(self, at: str) -> None:
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            clipping(cluster)
+            points.arm(at, lambda: cluster.network.partition("ps1:1"))
+            pushes = [
+                asyncio.create_task(cluster.replica(index).push((w,), (5.0,))) for index in range(2)
+            ]
+            await settle()
+            attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, FencedError)
+            cluster.network.heal("ps1:1")
+            await attaching
+            for task in cluster.ps:
+                assert task._sync.steps() == []
+                assert task._sync.statistics()["parts"] == 0
+
+    @pytest.mark.parametrize("at", ["ps.step.measured", "ps0.step.measured"])
+    async def test_a_step_that_cannot_be_measured_ends_the_group_and_changes_nothing(
+        self, at: str
+    ) -> None:
+        points = Failpoints()
+        async with SyncCluster(2, failpoints=points) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            clipping(cluster)
+            points.arm(at, _fail)
+            pushes = [cluster.replica(index).push((w,), (5.0,)) for index in range(2)]
+            for answer in await asyncio.gather(*pushes, return_exceptions=True):
+                assert isinstance(answer, PsyncError)
+                assert "out of patience" in str(answer)
+            (got,) = await pull(cluster.chief, w)
+            assert (got == 1).all()
+            assert await cluster.global_step() == 0
+
+    async def test_a_measuring_that_was_overtaken_by_the_closing_is_answered_with_nothing(
+        self,
+    ) -> None:
+        async with SyncCluster(2) as cluster:
+            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
+            clipping(cluster, 1)
+            asked = heard(cluster.ps[1], MeasureStep)
+            await cluster.replica().push((w,), (5.0,))
+            (message,) = asked
+            assert cluster.ps[1]._sync.applier.measure(message) == []
+            assert cluster.versions(w) == [1, 1]
+
+
+def _fail() -> None:
+    raise PsyncError("out of patience")

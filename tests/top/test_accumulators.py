@@ -1,0 +1,512 @@
+"""Which gradients count, and who gets them when."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from accumulator_tools import accumulator, array, refusal
+from psync.accumulators import Accumulator, Applied, Take, TakeState, as_integer
+from psync.errors import ConfigurationError, GradientError, UsageError
+from psync.numerics.sums import PIECE_BYTES, Pieces, at_once
+from psync.specs import Outcome
+from psync.store.dense_accumulators import ConditionalAccumulator
+
+ACCEPTED, STALE = Outcome.ACCEPTED, Outcome.STALE
+WAITING, READY, CANCELLED = TakeState.WAITING, TakeState.READY, TakeState.CANCELLED
+
+
+class Unconvertible:
+    """Refuses to become an array, as tensors of torch that record their gradient do."""
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        raise RuntimeError("detach it first")
+
+    def __repr__(self) -> str:
+        return "Unconvertible()"
+
+
+class TestSteps:
+    def test_each_take_raises_the_step(self) -> None:
+        held = accumulator((1,))
+        for step in range(3):
+            assert held.step == step
+            assert held.apply_grad(array(1), step) == Applied(ACCEPTED, 1, step)
+            assert held.take_grad(1).step == step + 1
+
+    def test_what_was_computed_against_the_step_before_is_stale(self) -> None:
+        held = accumulator((1,))
+        held.apply_grad(array(1))
+        held.take_grad(1)
+        assert held.apply_grad(array(1), 0) == Applied(STALE, 0, 1)
+        assert held.num_accumulated() == 0
+        held.apply_grad(array(1), 1)
+        assert held.apply_grad(array(1), 0) == Applied(STALE, 1, 1)
+
+    def test_a_gradient_from_the_future_counts(self) -> None:
+        held = accumulator((1,))
+        assert held.apply_grad(array(1), local_step=5) == Applied(ACCEPTED, 1, 0)
+
+    def test_some_staleness_may_be_allowed(self) -> None:
+        held = accumulator((1,), max_staleness=2)
+        held.set_global_step(5)
+        outcomes = [held.apply_grad(array(1), step).outcome for step in (2, 3, 4, 5)]
+        assert outcomes == [STALE, ACCEPTED, ACCEPTED, ACCEPTED]
+
+    def test_the_step_can_be_set_and_keeps_what_is_held(self) -> None:
+        held = accumulator((1,))
+        held.apply_grad(array(1))
+        take = held.take_grad(2)
+        assert held.set_global_step(7) is None
+        assert (held.step, held.num_accumulated(), take.state) == (7, 1, WAITING)
+        assert held.apply_grad(array(1), 6).outcome is STALE
+        assert held.apply_grad(array(3), 7) == Applied(ACCEPTED, 0, 8, (take,))
+        assert take.result().tolist() == [2]
+
+    def test_the_step_can_go_back_with_a_warning(self) -> None:
+        held = accumulator((1,))
+        held.set_global_step(7)
+        assert held.set_global_step(7) is None
+        warning = held.set_global_step(np.int64(3))
+        assert warning == 'accumulator "w/part_0": the step went back from 7 to 3'
+        assert held.apply_grad(array(1), 3).outcome is ACCEPTED
+
+    @pytest.mark.parametrize("step", [1.0, "1", None, True, [1]])
+    def test_a_step_is_an_integer(self, step: object) -> None:
+        message = refusal(accumulator().set_global_step, step, error=ConfigurationError)
+        assert message == f"expected an integer as step, got {step!r}"
+
+
+class TestOrderOfChecks:
+    """Argument types, then staleness, then shape, then values."""
+
+    @pytest.fixture
+    def held(self) -> ConditionalAccumulator:
+        held = accumulator(forbid_nonfinite=True)
+        held.set_global_step(3)
+        held.apply_grad(array(1, 1), 3)
+        return held
+
+    @pytest.mark.parametrize("step", [1.0, "1", None, False, [3], np.array([3])], ids=repr)
+    def test_a_local_step_that_is_no_integer_is_refused_first(
+        self, held: ConditionalAccumulator, step: object
+    ) -> None:
+        message = refusal(held.apply_grad, np.ones(5, np.int8), step, -1.0)
+        assert message == f"expected an integer scalar as local_step, got {step!r}"
+
+    @pytest.mark.parametrize("step", [3, np.int32(3), np.array(3)], ids=repr)
+    def test_an_integer_of_any_kind_is_a_local_step(
+        self, held: ConditionalAccumulator, step: object
+    ) -> None:
+        assert held.apply_grad(array(1, 1), step).outcome is ACCEPTED
+
+    def test_then_a_weight_that_is_none(self, held: ConditionalAccumulator) -> None:
+        message = refusal(held.apply_grad, np.ones(5, np.int8), 0, 0.0)
+        assert message == "expected a weight from 1e-30 to 1e+30, got 0.0"
+
+    @pytest.mark.parametrize(
+        ("gradient", "dtype"),
+        [
+            (np.ones(2), "float64"),
+            (np.ones(2, np.float16), "float16"),
+            (np.ones(2, np.int32), "int32"),
+            ([True, False], "bool"),
+            ([None, None], "object"),
+            (["1", "2"], "<U1"),
+        ],
+        ids=str,
+    )
+    def test_then_another_dtype_though_it_were_stale(
+        self, held: ConditionalAccumulator, gradient: object, dtype: str
+    ) -> None:
+        message = refusal(held.apply_grad, gradient, 0)
+        assert message == f"expected a gradient of float32, got {dtype}"
+
+    def test_what_is_no_array_has_no_dtype(self, held: ConditionalAccumulator) -> None:
+        message = refusal(held.apply_grad, [[1.0], [1.0, 2.0]], 0)
+        assert message == "expected an array as gradient, got [[1.0], [1.0, 2.0]]"
+        message = refusal(held.apply_grad, Unconvertible(), 0)
+        assert message == "expected an array as gradient, got Unconvertible()"
+
+    def test_then_staleness_so_a_stale_malformed_gradient_is_no_error(
+        self, held: ConditionalAccumulator
+    ) -> None:
+        assert held.apply_grad(array(1, 2, math.nan), 2) == Applied(STALE, 1, 3)
+
+    def test_then_the_shape(self, held: ConditionalAccumulator) -> None:
+        message = refusal(held.apply_grad, array(1, 2, math.nan), 3)
+        assert message == "shape mismatch: expected (2,), got (3,)"
+
+    def test_then_infinities_and_nan_where_they_are_forbidden(
+        self, held: ConditionalAccumulator
+    ) -> None:
+        message = refusal(held.apply_grad, array(math.nan, 1), 3)
+        assert message == "expected finite values, got 1 of 2 that are not"
+        refusal(held.apply_grad, array(-math.inf, math.nan), 3)
+
+    def test_infinities_and_nan_are_taken_where_nobody_forbids_them(self) -> None:
+        held = accumulator()
+        held.apply_grad(array(math.inf, math.nan))
+        assert held.take_grad(1).result()[0] == math.inf
+
+    def test_a_refused_gradient_changes_nothing(self, held: ConditionalAccumulator) -> None:
+        take = held.take_grad(2)
+        for gradient, step in [
+            (array(9, 9), "3"), (np.ones(2), 3), (array(9, 9, 9), 3), (array(9, math.nan), 3),
+        ]:  # fmt: skip
+            refusal(held.apply_grad, gradient, step)
+        assert (held.step, held.num_accumulated(), take.state) == (3, 1, WAITING)
+        held.apply_grad(array(3, 3), 3)
+        assert take.result().tolist() == [2, 2]
+
+
+class TestOptions:
+    @pytest.mark.parametrize("dtype", ["int32", "complex64", np.bool_, "nonsense", object])
+    def test_dtypes_are_floating(self, dtype: object) -> None:
+        message = refusal(accumulator, dtype=dtype, error=ConfigurationError)
+        known = "float16, bfloat16, float32, float64"
+        assert message == f"expected one of {known} as dtype, got {dtype!r}"
+
+    @pytest.mark.parametrize("reduction", ["mean", "Sum", "MAX", "", None, ["MEAN"]])
+    def test_reduction_types_are_exact(self, reduction: object) -> None:
+        message = refusal(accumulator, reduction_type=reduction, error=ConfigurationError)
+        assert message == f"expected reduction_type 'MEAN' or 'SUM', got {reduction!r}"
+
+    @pytest.mark.parametrize("dim", [-1, 2.0, "2", True])
+    def test_dimensions_are_counts(self, dim: object) -> None:
+        message = refusal(accumulator, (2, dim), error=ConfigurationError)
+        assert message == f"expected dimensions of 0 or more, or None, got {dim!r}"
+
+    @pytest.mark.parametrize("staleness", [-1, 0.5, None])
+    def test_staleness_is_a_count(self, staleness: object) -> None:
+        message = refusal(accumulator, max_staleness=staleness, error=ConfigurationError)
+        assert message == f"expected max_staleness of 0 or more, got {staleness!r}"
+
+    def test_bad_options_are_value_errors(self) -> None:
+        with pytest.raises(ValueError, match="MEAN"):
+            accumulator(reduction_type="mean")
+
+    @pytest.mark.parametrize("value", [0, -3, np.int64(7), np.array(7, np.uint8)], ids=repr)
+    def test_integers_of_all_kinds_are_integers(self, value: object) -> None:
+        assert as_integer(value) == value
+        assert type(as_integer(value)) is int
+
+    @pytest.mark.parametrize(
+        "value", [True, np.True_, 1.0, np.float32(1), "1", None, [1], np.array([1]), np.array(True)]
+    )
+    def test_nothing_else_is_an_integer(self, value: object) -> None:
+        assert as_integer(value) is None
+
+
+class TestTakes:
+    def test_a_take_waits_until_enough_gradients_are_there(self) -> None:
+        held = accumulator((1,))
+        take = held.take_grad(2)
+        assert take.state is WAITING
+        assert held.apply_grad(array(1)) == Applied(ACCEPTED, 1, 0)
+        assert take.state is WAITING
+        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 0, 1, (take,))
+        assert (take.state, take.count, take.step) == (READY, 2, 1)
+        assert take.result().tolist() == [2]
+
+    def test_a_stale_gradient_completes_nothing(self) -> None:
+        held = accumulator((1,))
+        held.set_global_step(1)
+        take = held.take_grad(1)
+        assert held.apply_grad(array(1), 0).completed == ()
+        assert take.state is WAITING
+
+    def test_takes_are_served_in_order_one_gradient_each(self) -> None:
+        held = accumulator((1,))
+        first, second = held.take_grad(1), held.take_grad(1)
+        assert held.apply_grad(array(1), 0) == Applied(ACCEPTED, 0, 1, (first,))
+        assert held.apply_grad(array(9), 0) == Applied(STALE, 0, 1)
+        assert held.apply_grad(array(2), 1) == Applied(ACCEPTED, 0, 2, (second,))
+        assert (first.result(), second.result()) == (1, 2)
+
+    def test_a_small_take_waits_behind_a_large_one(self) -> None:
+        held = accumulator((1,))
+        large, small = held.take_grad(3), held.take_grad(1)
+        for _ in range(2):
+            assert held.apply_grad(array(1)).completed == ()
+        assert held.apply_grad(array(1)).completed == (large,)
+        assert small.state is WAITING  # the large one took all
+        assert held.apply_grad(array(1), 1).completed == (small,)
+
+    def test_a_take_that_could_be_served_does_not_overtake(self) -> None:
+        held = accumulator((1,))
+        held.apply_grad(array(1))
+        held.take_grad(2)
+        assert held.take_grad(1).state is WAITING
+
+    @pytest.mark.parametrize("number", [0, -1, 1.0, None, True, "2", [1], np.array([1])], ids=repr)
+    def test_a_take_is_of_a_positive_number(self, number: object) -> None:
+        held = accumulator()
+        held.apply_grad(array(1, 1))
+        message = refusal(held.take_grad, number, error=ConfigurationError)
+        assert message == f"expected a number of gradients above 0, got {number!r}"
+        assert (held.num_accumulated(), held.step) == (1, 0)
+
+    def test_a_result_can_be_read_again(self) -> None:
+        held = accumulator()
+        held.apply_grad(array(1, 2))
+        take = held.take_grad(1)
+        assert take.result() is take.result()
+
+    def test_a_take_that_waits_has_no_result(self) -> None:
+        with pytest.raises(UsageError, match="the take is waiting: it has no result"):
+            accumulator().take_grad(1).result()
+
+
+class TestCancellation:
+    def test_a_cancelled_take_consumes_nothing(self) -> None:
+        held = accumulator((1,))
+        held.apply_grad(array(1))
+        take = held.take_grad(2)
+        assert held.cancel(take) == ()
+        assert (take.state, held.num_accumulated(), held.step) == (CANCELLED, 1, 0)
+        assert held.apply_grad(array(3)) == Applied(ACCEPTED, 2, 0)
+        assert held.take_grad(1).result().tolist() == [2]
+        with pytest.raises(UsageError, match="the take is cancelled: it has no result"):
+            take.result()
+
+    def test_when_the_head_is_cancelled_those_behind_it_go_on(self) -> None:
+        held = accumulator((1,))
+        large, small, last = held.take_grad(3), held.take_grad(1), held.take_grad(1)
+        held.apply_grad(array(4))
+        assert held.cancel(large) == (small,)
+        assert small.result().tolist() == [4]
+        assert last.state is WAITING
+
+    def test_one_in_the_middle_is_skipped(self) -> None:
+        held = accumulator((1,))
+        first, middle, last = held.take_grad(1), held.take_grad(5), held.take_grad(1)
+        assert held.cancel(middle) == ()
+        assert held.apply_grad(array(1), 0).completed == (first,)
+        assert held.apply_grad(array(1), 1).completed == (last,)
+
+    def test_one_that_has_ended_stays_as_it_is(self) -> None:
+        held = accumulator((1,))
+        held.apply_grad(array(1))
+        take, waiting = held.take_grad(1), held.take_grad(1)
+        assert held.cancel(take) == ()
+        assert take.result().tolist() == [1]
+        assert held.cancel(waiting) == held.cancel(waiting) == ()
+        assert (held.step, waiting.state) == (1, CANCELLED)
+
+    def test_a_take_of_another_accumulator_is_refused(self) -> None:
+        take = accumulator().take_grad(1)
+        message = refusal(accumulator().cancel, take, error=UsageError)
+        assert message == "expected one of its own takes"
+        assert take.state is WAITING
+
+
+class WholePushes(Accumulator[dict[str, float], dict[str, float]]):
+    """Another kind: gradients of several variables, taken or refused together."""
+
+    def __init__(self) -> None:
+        super().__init__(name="w/part_0")
+        self.pushes: list[tuple[dict[str, float], float]] = []
+
+    def apply(self, push: dict[str, float], local_step: int = 0) -> Applied[dict[str, float]]:
+        return at_once(self.offering(push, local_step, 1.0))
+
+    def _convert(self, given: dict[str, float]) -> dict[str, float]:
+        return given
+
+    def _check(self, gradient: dict[str, float]) -> Pieces[None]:
+        yield
+        if not gradient:
+            raise self._refused("expected one variable or more")
+
+    def _add(self, gradient: dict[str, float], weight: float) -> Pieces[None]:
+        yield
+        self.pushes.append((gradient, weight))
+
+    def _reduce(self) -> Pieces[dict[str, float]]:
+        yield
+        return {
+            name: sum(push[name] for push, _ in self.pushes) / len(self.pushes)
+            for name in self.pushes[0][0]  # KeyError if another push lacks it
+        }
+
+    def _clear(self) -> None:
+        self.pushes.clear()
+
+
+class TestOtherKinds:
+    def test_anything_can_be_accumulated(self) -> None:
+        held = WholePushes()
+        take = held.take_grad(2)
+        held.apply({"w": 1.0, "b": 2.0})
+        assert held.apply({"w": 3.0, "b": 6.0}) == Applied(ACCEPTED, 0, 1, (take,))
+        assert take.result() == {"w": 2.0, "b": 4.0}
+        assert held.apply({}, 0) == Applied(STALE, 0, 1)
+        assert refusal(held.apply, {}, 1) == "expected one variable or more"
+
+    def test_a_take_that_fails_leaves_all_as_it_was(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        take = held.take_grad(2)
+        assert held.apply({"b": 2.0}) == Applied(ACCEPTED, 2, 0, (take,))
+        assert take.state is TakeState.FAILED
+        assert (take.count, take.step) == (0, -1)
+        with pytest.raises(KeyError, match="w"):
+            take.result()
+        assert (held.num_accumulated(), held.step) == (2, 0)
+        assert held.cancel(take) == ()
+        assert take.state is TakeState.FAILED
+
+    def test_a_take_that_fails_does_not_hold_up_those_behind_it(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        takes = (held.take_grad(2), held.take_grad(1), held.take_grad(3))
+        assert held.apply({"b": 2.0}).completed == takes[:2]
+        del held.pushes[1]
+        assert held.apply({"w": 3.0}) == Applied(ACCEPTED, 0, 1, (takes[2],))
+        assert takes[2].result() == {"w": 2.0}
+
+    def test_a_sum_that_memory_does_not_suffice_for_changes_nothing(self) -> None:
+        held = accumulator(None)
+        too_large = np.broadcast_to(np.float32(1), (1 << 60,))
+        with pytest.raises(MemoryError):
+            held.apply_grad(too_large)
+        assert held.num_accumulated() == 0
+        assert held.apply_grad(array(1)).outcome is ACCEPTED
+
+
+class TestPieces:
+    """Between two pieces of work takes may come and go."""
+
+    def test_a_take_that_comes_while_a_gradient_is_added_gets_it(self) -> None:
+        held = WholePushes()
+        offering = held.offering({"w": 1.0}, 0, 1.0)
+        next(offering)
+        take = held.enter(1)
+        assert at_once(offering) == Applied(ACCEPTED, 0, 1, (take,))
+        assert take.result() == {"w": 1.0}
+
+    def test_a_take_that_goes_while_its_result_is_made_consumes_nothing(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        first, second = held.enter(1), held.enter(2)
+        serving = held.serving()
+        next(serving)
+        assert held.withdraw(first)
+        assert at_once(serving) == ()
+        assert (first.state, second.state) == (CANCELLED, WAITING)
+        assert (held.num_accumulated(), held.step) == (1, 0)
+
+    def test_then_the_one_behind_it_is_served(self) -> None:
+        held = WholePushes()
+        held.apply({"w": 1.0})
+        first, second = held.enter(1), held.enter(1)
+        serving = held.serving()
+        next(serving)
+        held.withdraw(first)
+        assert at_once(serving) == (second,)
+        assert second.result() == {"w": 1.0}
+        assert held.step == 1
+
+    def test_a_take_that_has_ended_cannot_be_withdrawn(self) -> None:
+        held = accumulator()
+        held.apply_grad(array(1, 2))
+        assert not held.withdraw(held.take_grad(1))
+
+    def test_finite_values_are_looked_for_piece_by_piece(self) -> None:
+        held = accumulator(None, forbid_nonfinite=True)
+        values = np.ones(3 * PIECE_BYTES // 4, np.float32)
+        values[[0, -1]] = math.inf, math.nan
+        message = refusal(held.apply_grad, values)
+        assert message == f"expected finite values, got 2 of {values.size} that are not"
+        assert held.nbytes == 0
+
+    def test_it_knows_how_much_it_holds(self) -> None:
+        held = accumulator((2,), "float16")
+        assert held.nbytes == 0
+        held.apply_grad(np.ones(2, np.float16))
+        assert held.nbytes == 8  # summed in float32
+        assert not held.is_torn
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """Applies, takes and cancellations in any order: the answers are those of a plain model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = accumulator((1,), "float64", max_staleness=1)
+        self.step = 0
+        self.gradients: list[tuple[int, Fraction]] = []
+        self.waiting: list[Take] = []
+        self.ended: dict[Take, tuple[TakeState, object]] = {}
+
+    def serve(self) -> tuple[Take, ...]:
+        """Only the head, and only if enough gradients are there."""
+        if not self.waiting or len(self.gradients) < self.waiting[0].num_required:
+            return ()
+        take = self.waiting.pop(0)
+        weights = sum(weight for _, weight in self.gradients)
+        mean = sum(value * weight for value, weight in self.gradients) / weights
+        self.ended[take] = (READY, [float(mean)])
+        self.step += 1
+        self.gradients = []
+        return (take,)
+
+    @rule(value=st.integers(-9, 9), ahead=st.integers(-3, 2), weight=st.sampled_from([1, 2, 0.5]))
+    def apply(self, value: int, ahead: int, weight: float) -> None:
+        applied = self.held.apply_grad(np.array([value], float), self.step + ahead, weight)
+        if ahead < -1:
+            assert applied == Applied(STALE, len(self.gradients), self.step)
+            return
+        self.gradients.append((value, Fraction(weight)))
+        completed = self.serve()
+        assert applied == Applied(ACCEPTED, len(self.gradients), self.step, completed)
+
+    @rule(value=st.sampled_from([np.ones(2), np.ones(1, np.float32), "text"]))
+    def apply_nonsense(self, value: object) -> None:
+        with pytest.raises(GradientError):
+            self.held.apply_grad(value, self.step)
+
+    @rule(number=st.integers(1, 4))
+    def take(self, number: int) -> None:
+        take = self.held.take_grad(number)
+        self.waiting.append(take)
+        assert self.serve() == ((take,) if take.state is READY else ())
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        takes = [*self.waiting, *self.ended]
+        if not takes:
+            return
+        take = data.draw(st.sampled_from(takes))
+        completed: tuple[Take, ...] = ()
+        cancelled = self.held.cancel(take)
+        if take in self.waiting:
+            self.waiting.remove(take)
+            self.ended[take] = (CANCELLED, None)
+            completed = self.serve()
+        assert cancelled == completed
+
+    @rule(step=st.integers(0, 5))
+    def set_step(self, step: int) -> None:
+        assert (self.held.set_global_step(step) is None) == (step >= self.step)
+        self.step = step
+
+    @invariant()
+    def all_agree(self) -> None:
+        assert (self.held.step, self.held.num_accumulated()) == (self.step, len(self.gradients))
+        assert all(take.state is WAITING for take in self.waiting)
+        for take, (state, result) in self.ended.items():
+            assert take.state is state
+            if state is READY:
+                assert take.result().tolist() == result
+
+
+TestAgainstAModel = AgainstAModel.TestCase
+TestAgainstAModel.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

@@ -1,0 +1,358 @@
+"""Workers that are lost, what is counted, what goes over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import cluster_of, coordinating, event_of
+from psync.errors import (
+    ClosureError,
+    PartitionError,
+    WorkerLost,
+)
+from psync.net.peer import Peer
+from psync.wire.codec import Message
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Requests made by any task, by the name of their type."""
+    counts: Counter[str] = Counter()
+    call = Peer.call
+
+    async def counting(self: Peer, message: Message, *args: Any, **kwargs: Any) -> Any:
+        counts[type(message).__name__] += 1
+        return await call(self, message, *args, **kwargs)
+
+    monkeypatch.setattr(Peer, "call", counting)
+    return counts
+
+
+# --- what travels ----------------------------------------------------------------------------
+
+
+async def test_a_function_is_fetched_once_by_each_worker(sent):
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(i):
+            await asyncio.sleep(0)
+            return i
+
+        values = [coordinator.schedule(step, args=(i,)) for i in range(400)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == list(range(400))
+        assert 1 <= sent["FetchFunction"] <= 2
+        assert sent["FetchArguments"] == 0
+
+
+async def test_arguments_above_16_kib_are_fetched_when_their_turn_comes(sent):
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def step(array):
+            return array.nbytes
+
+        small = coordinator.schedule(step, args=(np.zeros(12 << 10, np.uint8),))
+        large = coordinator.schedule(step, args=(np.zeros(17 << 10, np.uint8),))
+        assert await small == 12 << 10
+        assert await large == 17 << 10
+        assert sent["FetchArguments"] == 1
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("ends", ["with values", "cancelled"])
+async def test_nothing_is_kept_of_closures_that_have_ended(ends: str):
+    """Nor tables of dicts that are empty again, which keep the size they once needed."""
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def step():
+            pass
+
+        async def run(count: int) -> None:
+            values = [coordinator.schedule(step) for _ in range(count)]
+            if ends == "cancelled":
+                for value in values:
+                    value.cancel()
+            await asyncio.wait([asyncio.ensure_future(coordinator.join())])
+
+        await run(10)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            await run(10_000)
+            gc.collect()
+            ours = tracemalloc.Filter(True, "*/psync/*")
+            snapshot = tracemalloc.take_snapshot().filter_traces([ours])
+        finally:
+            tracemalloc.stop()
+        assert sum(trace.size for trace in snapshot.traces) < 100 << 10
+
+
+async def test_a_worker_whose_step_computes_has_little_unread():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        pieces: list[int] = []
+
+        def note(link: Any, direction: str, num_bytes: int) -> None:
+            if "worker-0:1" in str(link.ends) and memory_cluster.shared.get("computing"):
+                pieces.append(num_bytes)
+
+        cluster.network.trace_deliveries(note)
+
+        async def first():
+            event_of("started").set()
+            await event_of("go on").wait()
+
+        async def use(array):
+            return array.nbytes
+
+        coordinator.schedule(first)
+        await event_of("started").wait()
+        memory_cluster.shared["computing"] = True
+        arrays = [np.zeros(15 << 10, np.uint8) for _ in range(50)]
+        values = [coordinator.schedule(use, args=(array,)) for array in arrays]
+        chained = [coordinator.schedule(use, args=([value, value],)) for value in values[:0]]
+        await asyncio.sleep(0.02)
+        memory_cluster.shared["computing"] = False
+        assert sum(pieces) < (64 << 10) + 4096
+        event_of("go on").set()
+        assert await coordinator.fetch(values + chained) == [15 << 10] * 50
+
+
+async def test_a_model_does_not_pass_through_the_coordinator():
+    async with cluster_of(num_ps=2) as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.zeros(16 << 20, np.float32), name="w")  # 64 MiB
+            optimizer = psync.optimizers.SGD(0.1)
+
+            async def step():
+                value = await w.read()
+                await optimizer.apply_gradients([(value, w)])
+
+            await coordinator.schedule(step)
+            network = coordinator.statistics()["network"]
+            before = network["bytes_sent"] + network["bytes_received"]
+            num = 6
+            for _ in range(num):
+                coordinator.schedule(step)
+            await coordinator.join()
+            network = coordinator.statistics()["network"]
+            used = network["bytes_sent"] + network["bytes_received"] - before
+            assert used < num * 4096
+
+
+# --- variables come first --------------------------------------------------------------------
+
+
+async def test_closures_wait_until_variables_are_created():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step():
+                return float((await w.read()).sum())
+
+            assert await coordinator.schedule(step) == 4.0
+
+
+async def test_a_variable_that_cannot_be_created_fails_what_is_scheduled():
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                psync.Variable(lambda: np.ones(3), name="w", shape=(4,), dtype="float32")
+
+            value = coordinator.schedule(lambda: 1)
+            with pytest.raises(PartitionError):
+                await coordinator.join()
+            with pytest.raises(psync.errors.ClosureCancelled):
+                await value
+            with pytest.raises(PartitionError):  # for ever
+                await coordinator.join()
+
+
+# --- workers that are lost -------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_closures_of_a_lost_worker_run_elsewhere_and_first():
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        order: list[int] = []
+        memory_cluster.shared["order"] = order
+
+        async def step(i):
+            memory_cluster.shared["order"].append((i, psync.get_worker_index()))
+            await asyncio.sleep(1)
+            return i
+
+        values = [coordinator.schedule(step, args=(i,)) for i in range(12)]
+        await asyncio.sleep(0.5)
+        lost = [i for i, worker in order if worker == 1]
+        await cluster.stop("worker-1")
+        await coordinator.join()
+        assert await coordinator.fetch(values) == list(range(12))
+        counts = coordinator.statistics()["closures"]
+        assert counts.finished == 12
+        assert counts.put_back == 2  # one was running, one was held ahead
+        after = [i for i, worker in order[2:] if worker == 0]
+        assert after.index(lost[0]) < after.index(11)
+        assert [i for i, _ in order].count(lost[0]) == 2
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_comes_back_takes_part_again(caplog):
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        await cluster.stop("worker-1")
+        await cluster.start("worker-1")
+        await asyncio.sleep(5)
+        assert "/job:worker/task:1 is lost" in caplog.text
+        assert "/job:worker/task:1 takes part again" in caplog.text
+
+        async def who():
+            await asyncio.sleep(1)
+            return psync.get_worker_index()
+
+        values = [coordinator.schedule(who) for _ in range(8)]
+        assert set(await coordinator.fetch(values)) == {0, 1}
+
+
+@pytest.mark.virtual_time
+async def test_late_results_of_a_lost_incarnation_are_ignored():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def step():
+            runs = memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
+            event_of("started").set()
+            await asyncio.sleep(5)
+            return runs
+
+        value = coordinator.schedule(step)
+        await event_of("started").wait()
+        cluster.network.cut("worker-0:1")
+        assert await value == 2
+        await coordinator.join()
+        counts = coordinator.statistics()["closures"]
+        assert (counts.finished, counts.put_back) == (1, 1)
+
+
+@pytest.mark.virtual_time
+async def test_losing_either_lane_ends_the_session_on_both_sides():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        for _ in range(2):
+            links = [link for link in cluster.network.links("worker-0:1")]  # control and bulk
+            assert len(links) == 2
+            links[1].cut()
+            await asyncio.sleep(3)
+            assert await coordinator.schedule(psync.get_worker_index) == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_closure_that_loses_three_workers_is_an_error_that_names_them():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def deadly():
+            event_of("started").set()
+            await asyncio.sleep(3600)
+
+        value = coordinator.schedule(deadly)
+        for _ in range(3):
+            await event_of("started").wait()
+            event_of("started").clear()
+            cluster.network.cut("worker-0:1")
+        with pytest.raises(ClosureError, match=r"was lost with its worker 3 times") as info:
+            await coordinator.join()
+        assert "/job:worker/task:0, /job:worker/task:0" in str(info.value)
+        assert isinstance(info.value.__cause__, WorkerLost)
+        with pytest.raises(ClosureError):
+            await value
+        await asyncio.sleep(5)
+        assert await coordinator.schedule(lambda: 1) == 1
+
+
+@pytest.mark.virtual_time
+async def test_without_any_worker_join_says_for_whom_it_waits(caplog):
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        await cluster.stop("worker-0")
+        await cluster.stop("worker-1")
+        value = coordinator.schedule(lambda: 1)
+        join = asyncio.create_task(coordinator.join())
+        with caplog.at_level(logging.WARNING):
+            await asyncio.sleep(25)
+        assert "no worker is connected (waiting for /job:worker/task:0 at worker-0:1" in caplog.text
+        assert not join.done()
+        await cluster.start("worker-1")
+        await join
+        assert await value == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_closure_held_behind_one_that_waits_for_it_is_given_back():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def waits():
+            await event_of("set").wait()
+
+        async def sets():
+            event_of("set").set()
+
+        async def quick():
+            await asyncio.sleep(0.01)
+
+        coordinator.schedule(waits)
+        coordinator.schedule(quick)  # for the other worker
+        coordinator.schedule(sets)  # sent ahead, behind the one that waits for it
+        for _ in range(6):
+            coordinator.schedule(quick)
+        await coordinator.join(timeout=60)
+        assert coordinator.statistics()["closures"].given_back > 0
+
+
+@pytest.mark.virtual_time
+async def test_a_result_leaves_although_the_next_step_waits_for_something_else():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def quick():
+            return 1
+
+        async def waits():
+            await event_of("go on").wait()
+
+        first = coordinator.schedule(quick)
+        coordinator.schedule(waits)
+        assert await asyncio.wait_for(first.fetch(), 5) == 1
+        event_of("go on").set()
+        await coordinator.join()
+
+
+# --- a ps that is away -----------------------------------------------------------------------
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_is_away_for_a_moment_is_waited_for(caplog):
+    async with cluster_of() as cluster:
+        strategy = cluster.strategy()
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            with strategy.scope():
+                w = psync.Variable(np.ones(4, np.float32), name="w")
+
+            async def step():
+                await w.assign_add(np.ones(4, np.float32))
+
+            await coordinator.schedule(step)
+            cluster.network.cut("ps-0:1")
+            await coordinator.schedule(step)
+            assert (await w.read() == 3).all()
+            await asyncio.sleep(3)
+            assert "/job:ps/task:0 is reachable again" in caplog.text

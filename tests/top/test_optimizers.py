@@ -1,0 +1,194 @@
+"""Optimizers: that the mathematics on the ps tasks is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import training
+from psync import Outcome, PushResult, optimizers, schedules
+from psync.errors import GradientError, UsageError
+from psync.numerics import layerwise_rules
+from psync.numerics.update_rule import Scratch
+
+
+def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+def gradients(count: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.normal(size=(5, 3)).astype(np.float32) for _ in range(count)]
+
+
+START = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
+
+
+async def trained(
+    optimizer: optimizers.Optimizer, pushes: Sequence[np.ndarray], num_ps: int = 2
+) -> tuple[np.ndarray, list[PushResult]]:
+    """The value of a variable on two ps tasks after these pushes, each of them by a step."""
+    async with training(num_ps, partitioner=halves) as (strategy, coordinator):
+        with strategy.scope():
+            v = psync.Variable(START)
+
+        async def step(gradient: np.ndarray) -> PushResult:
+            return await optimizer.apply_gradients([(gradient, v)])
+
+        results = [coordinator.schedule(step, args=(gradient,)) for gradient in pushes]
+        await coordinator.join()
+        return await v.read(), await coordinator.fetch(results)
+
+
+async def test_sgd_over_two_ps_tasks_equals_numpy_bit_for_bit() -> None:
+    expected = START.copy()
+    for gradient in gradients(6):
+        expected -= np.float32(0.1) * gradient
+    value, results = await trained(optimizers.SGD(0.1), gradients(6))
+    assert np.array_equal(value, expected)
+    assert results == [PushResult(Outcome.ACCEPTED, step, 0) for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+async def test_momentum_equals_numpy_bit_for_bit(nesterov: bool) -> None:
+    rate, momentum = np.float32(0.1), np.float32(0.9)
+    expected, velocity = START.copy(), np.zeros_like(START)
+    for gradient in gradients(6):
+        velocity = momentum * velocity - rate * gradient
+        expected += momentum * velocity - rate * gradient if nesterov else velocity
+    value, _ = await trained(optimizers.SGD(0.1, 0.9, nesterov), gradients(6))
+    assert np.array_equal(value, expected)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+async def test_adam_equals_the_textbook(amsgrad: bool) -> None:
+    expected = START.astype(np.float64)
+    m, v, highest = (np.zeros_like(expected) for _ in range(3))
+    for step, gradient in enumerate(gradients(6), 1):
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.999 * v + 0.001 * gradient.astype(np.float64) ** 2
+        highest = np.maximum(highest, v)
+        rate = 0.01 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        expected -= rate * m / (np.sqrt(highest if amsgrad else v) + 1e-7)
+    value, _ = await trained(optimizers.Adam(0.01, amsgrad=amsgrad), gradients(6))
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
+async def test_a_schedule_is_evaluated_at_the_ps() -> None:
+    schedule = schedules.PiecewiseConstantDecay([1, 3], [1.0, 0.5, 0.25])
+    expected = START.copy()
+    for step, gradient in enumerate(gradients(6)):
+        expected -= np.float32(schedule(step)) * gradient
+    value, _ = await trained(optimizers.SGD(schedule), gradients(6))
+    assert np.array_equal(value, expected)
+
+
+# --- norms of whole variables, options -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+async def test_lamb_takes_the_norms_of_the_whole_variable_wherever_its_shards_are(
+    num_ps: int,
+) -> None:
+    rule, slots = layerwise_rules.Lamb(0.1), [np.zeros(15, np.float32) for _ in range(2)]
+    expected = START.ravel().copy()
+    for step, gradient in enumerate(gradients(6)):
+        rule.apply(expected, gradient.ravel(), slots, expected, slots, step, Scratch())
+    value, results = await trained(optimizers.Lamb(0.1), gradients(6), num_ps)
+    np.testing.assert_allclose(value.ravel(), expected, rtol=1e-5, atol=1e-6)
+    assert [result.step for result in results] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_lamb_refuses_gradients_of_some_rows() -> None:
+    rows = psync.IndexedSlices(np.ones((1, 3), np.float32), [1])
+    with pytest.raises(GradientError, match="lamb scales updates by a norm over the whole"):
+        await trained(optimizers.Lamb(0.1), [rows])  # type: ignore[list-item]
+
+
+async def test_a_norm_is_clipped_over_all_shards_and_the_gradient_stays_as_it_is() -> None:
+    (gradient,) = gradients(1)
+    norm = float(np.linalg.norm(gradient))
+    before = gradient.tobytes()
+    for options in ({"clipnorm": 1.0}, {"global_clipnorm": 1.0}):
+        value, _ = await trained(optimizers.SGD(0.5, **options), [gradient])  # type: ignore[arg-type]
+        np.testing.assert_allclose(value, START - 0.5 * gradient / norm, rtol=1e-5, atol=1e-6)
+    assert gradient.tobytes() == before
+
+
+async def test_a_norm_of_rows_is_clipped_as_that_of_their_sums() -> None:
+    rows = psync.IndexedSlices(np.array([[3, 0], [0, 2], [0, 2]], np.float32), [4, 1, 1])
+    async with training(2, partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(np.zeros((5, 2), np.float32))
+        await optimizers.SGD(1.0, clipnorm=1.0).apply_gradients([(rows, v)])
+        expected = np.zeros((5, 2), np.float32)
+        expected[4], expected[1] = (-0.6, 0), (0, -0.8)
+        np.testing.assert_allclose(await v.read(), expected, rtol=1e-6)
+    assert rows.values.tolist() == [[3, 0], [0, 2], [0, 2]]
+
+
+async def test_values_are_clipped_and_weights_decay_on_the_ps() -> None:
+    (gradient,) = gradients(1)
+    value, _ = await trained(optimizers.SGD(0.5, clipvalue=0.25, weight_decay=0.5), [gradient])
+    expected = START * 0.75 - 0.5 * np.clip(gradient, -0.25, 0.25)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+async def test_gradients_are_accumulated_and_iterations_count_the_updates() -> None:
+    sgd = optimizers.SGD(0.5, gradient_accumulation_steps=3)
+    pushes = gradients(4)
+    async with training(2, partitioner=halves) as (strategy, _):
+        with strategy.scope():
+            v = psync.Variable(START)
+        for i, gradient in enumerate(pushes):
+            await sgd.apply_gradients([(gradient, v)])
+            assert await sgd.iterations.read() == (i + 1) // 3
+        expected = START - 0.5 * (pushes[0] + pushes[1] + pushes[2]) / 3
+        np.testing.assert_allclose(await v.read(), expected, rtol=1e-5, atol=1e-6)
+        slot = sgd.get_slot(v, "gradient_accumulator")
+        assert slot is not None
+        assert np.array_equal(await slot.read(), pushes[3])
+        await sgd.iterations.assign(5)
+        assert await sgd.iterations.read() == 5
+
+
+async def test_excluded_variables_do_not_decay() -> None:
+    sgd = optimizers.SGD(0.5, weight_decay=0.5)
+    async with training() as (strategy, _):
+        with strategy.scope():
+            names = ("w", "w2", "dense/bias")
+            variables = [psync.Variable(np.ones(2, np.float32), name=name) for name in names]
+        sgd.exclude_from_weight_decay(var_list=[variables[0]], var_names=["bias"])
+        await sgd.apply_gradients([(np.zeros(2, np.float32), v) for v in variables])
+        assert [(await v.read())[0] for v in variables] == [1, 0.75, 1]
+        with pytest.raises(UsageError, match="exclude_from_weight_decay: SGD is in use already"):
+            sgd.exclude_from_weight_decay(var_names=["w"])
+
+
+@pytest.mark.parametrize(
+    ("made", "same"),
+    [
+        (optimizers.Momentum(0.1), optimizers.SGD(0.1, 0.9)),
+        (optimizers.Nesterov(0.1, 0.8), optimizers.SGD(0.1, 0.8, True)),
+        (optimizers.AMSGrad(0.1), optimizers.Adam(0.1, amsgrad=True)),
+        (optimizers.AdamW(0.1), optimizers.Adam(0.1, weight_decay=0.004)),
+    ],
+)
+def test_other_names_for_the_same(made: optimizers.Optimizer, same: optimizers.Optimizer) -> None:
+    assert made.get_config() == same.get_config()
+
+
+def test_the_learning_rate_is_what_was_given() -> None:
+    schedule = schedules.CosineDecay(0.1, 10)
+    assert optimizers.Adam(0.25).learning_rate == 0.25
+    assert optimizers.Adam(schedule).learning_rate is schedule
+
+
+def test_arguments_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most one of clipnorm, global_clipnorm, clip"):
+        optimizers.Adam(clipnorm=1.0, clipvalue=1.0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'decay'"):
+        optimizers.Adam(decay=0.1)  # type: ignore[call-arg]

@@ -1,0 +1,226 @@
+"""Who may attach a worker, and how its sessions end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
+from psync.errors import (
+    ConfigurationError,
+    ConnectionLost,
+    FencedError,
+    ParameterServerLost,
+    UsageError,
+)
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Peer
+from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
+from psync.wire.worker_messages import AttachWorker, RunClosures
+from psync.worker_task import WorkerTask
+
+
+def attachment(coordinator: int, incarnation: int = 5) -> AttachWorker:
+    return AttachWorker(0, 1, incarnation, coordinator, "origin", "program", ["ps-0:1"], 15.0)
+
+
+class Chief:
+    """A coordinator by hand."""
+
+    def __init__(self, cluster: MemoryCluster, incarnation: int, task: str = "/job:chief/task:0"):
+        self.endpoint = Endpoint(cluster.platform(), task, incarnation, {})
+        self.incarnation = incarnation
+
+    async def connect(self, lane: str = "control") -> Peer:
+        return await self.endpoint.connect("worker-0:1", "/job:worker/task:0", lane)
+
+    async def attach(self) -> tuple[Peer, Peer]:
+        control, bulk = await self.connect(), await self.connect("bulk")
+        await control.call(attachment(self.incarnation))
+        return control, bulk
+
+
+async def test_only_a_chief_with_both_connections_attaches_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        stranger = Chief(cluster, 1, "/job:worker/task:7")
+        peer = await stranger.connect()
+        with pytest.raises(UsageError, match="/job:worker/task:7 is not a coordinator"):
+            await peer.call(attachment(1))
+        with pytest.raises(UsageError, match="is not a coordinator"):
+            await peer.call(Shutdown("because"))
+        chief = Chief(cluster, 2)
+        control = await chief.connect()
+        with pytest.raises(ConnectionLost, match=r"has no bulk connection to /job:chief/task:0"):
+            await control.call(attachment(2))
+        await chief.connect("bulk")
+        assert (await control.call(attachment(2))).message == Done()
+        await stranger.endpoint.close()
+        await chief.endpoint.close()
+
+
+async def test_a_newer_coordinator_takes_over_and_an_older_one_is_refused():
+    async with cluster_of(1, 1) as cluster:
+        old, new = Chief(cluster, 1), Chief(cluster, 2)
+        control, _ = await old.attach()
+        await new.attach()
+        late = Chief(cluster, 1)
+        peer = await late.connect()
+        await late.connect("bulk")
+        with pytest.raises(FencedError, match="works for a newer coordinator"):
+            await peer.call(attachment(1))
+        await control.wait_closed()  # or the old one would wait for ever for what runs here
+        # What it still says, on connections of its own, is not heard.
+        peer.notify(RunClosures([(0, b"k" * 16, 0, [])]))
+        assert isinstance((await peer.call(AskStatistics())).message, Statistics)
+        for chief in (old, new, late):
+            await chief.endpoint.close()
+
+
+async def test_a_worker_is_asked_to_stop():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        assert isinstance(task, WorkerTask)
+        chief = Chief(cluster, 1)
+        peer = await chief.connect()
+        await peer.call(Shutdown("training is over"))
+        assert task.stopped.is_set()
+        assert task.statistics()["network"]["connections"] == 1
+        await chief.endpoint.close()
+
+
+async def test_an_older_coordinator_than_the_one_that_is_served_cannot_stop_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        old, new = Chief(cluster, 1), Chief(cluster, 2)
+        control = await old.connect()
+        await new.attach()
+        with pytest.raises(FencedError, match="works for a newer coordinator than /job:chief"):
+            await control.call(Shutdown("the chief has ended"))
+        assert not task.stopped.is_set()
+        await (await Chief(cluster, 2).connect()).call(Shutdown("the chief has ended"))
+        assert task.stopped.is_set()
+        for chief in (old, new):
+            await chief.endpoint.close()
+
+
+async def test_without_a_coordinator_any_chief_stops_a_worker():
+    async with cluster_of(1, 1) as cluster:
+        task = cluster.tasks["worker-0"]
+        new, old = Chief(cluster, 2), Chief(cluster, 1)
+        control, _ = await new.attach()
+        peer = await old.connect()
+        await new.endpoint.close()
+        await control.wait_closed()
+        while task.statistics()["network"]["connections"] > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await peer.call(Shutdown("the chief has ended"))
+        assert task.stopped.is_set()
+        await old.endpoint.close()
+
+
+async def test_an_address_that_is_taken_is_named():
+    async with cluster_of(1, 1) as cluster:
+        second = WorkerTask(cluster.platform(), 0, "worker-0:1")
+        with pytest.raises(ConfigurationError, match="/job:worker/task:0 cannot listen"):
+            await second.start()
+        await second.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_step_that_does_not_stop_keeps_no_worker_from_closing(caplog):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+
+        async def stubborn():
+            event_of("started").set()
+            while not event_of("go on").is_set():
+                try:
+                    await event_of("go on").wait()
+                except asyncio.CancelledError:
+                    continue
+
+        coordinator.schedule(stubborn)
+        await event_of("started").wait()
+        with caplog.at_level(logging.WARNING):
+            await cluster.stop("worker-0")
+        assert "closure 0 does not stop although it was cancelled" in caplog.text
+        event_of("go on").set()
+        await asyncio.sleep(1)
+
+
+async def test_a_plain_step_that_hangs_does_not_hold_up_the_next_session():
+    async with cluster_of(1, 1) as cluster:
+        go_on = memory_cluster.shared["go on"] = threading.Event()
+
+        def hangs():
+            psync.wait(memory_cluster.note("started"))
+            memory_cluster.shared["go on"].wait(30)
+
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            coordinator.schedule(hangs)
+            await event_of("started").wait()
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            assert await asyncio.wait_for(coordinator.schedule(lambda: 1).fetch(), 20) == 1
+        go_on.set()
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_cannot_reach_a_ps_begins_anew_and_the_step_never_knows(caplog):
+    async with coordinating(2, 2, ps_timeout=15, max_losses=1) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]  # one on each ps
+
+        async def step():
+            try:
+                for counter in counters:
+                    await counter.assign_add(1)
+            except ParameterServerLost:
+                event_of("a step has seen it").set()
+                raise
+            return psync.get_worker_index()
+
+        assert {await coordinator.schedule(step).fetch() for _ in range(2)} <= {0, 1}
+        before = coordinator.statistics()["closures"].finished
+        cluster.network.partition("worker-0", "ps-1")
+        cluster.network.cut("ps-1:1")
+        with caplog.at_level(logging.WARNING):
+            values = [coordinator.schedule(step) for _ in range(6)]
+            await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {1}
+        assert not event_of("a step has seen it").is_set()
+        assert "/job:worker/task:0 cannot go on (/job:ps/task:1 at ps-1:1 " in caplog.text
+        cluster.network.heal("worker-0", "ps-1")
+        await asyncio.sleep(400)  # it may have been set aside
+
+        async def slow():
+            await asyncio.sleep(1)
+            return await step()
+
+        values = [coordinator.schedule(slow) for _ in range(6)]
+        await coordinator.join(timeout=200)
+        assert set(await coordinator.fetch(values)) == {0, 1}
+        assert [int(await counter.read()) for counter in counters] == [before + 12] * 2
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_is_lost_to_all_is_the_coordinators_to_report():
+    async with coordinating(2, 2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            counters = [psync.Variable(0, name=f"v{i}") for i in range(2)]
+
+        async def step():
+            await psync.pull(counters)
+
+        await coordinator.schedule(step)
+        await cluster.stop("ps-1")
+        values = [coordinator.schedule(step) for _ in range(6)]
+        with pytest.raises(ParameterServerLost):
+            await coordinator.join(timeout=200)
+        assert all(value.done() for value in values)
+        coordinator.schedule(step)
+        with pytest.raises(ParameterServerLost):
+            await coordinator.join(timeout=200)

@@ -1,0 +1,210 @@
+"""The checkpoints of a program: their numbers, which are kept, and which is gone back to."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import training
+from psync.api.cluster_coordinator import coordinator_of
+from psync.checkpoints.files import remove
+from psync.errors import CheckpointError, ConfigurationError
+from psync.store.snapshot_state import ImageState
+
+
+async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(
+            psync.Checkpoint(w=w), tmp_path / "run", max_to_keep=2, keep_every_n_steps=3
+        )
+        assert manager.latest_checkpoint is None
+        assert await manager.restore_or_initialize() is None
+        for number in range(7):
+            await w.assign([number])
+            await manager.save()
+        names = [path.name for path in manager.checkpoints]
+        assert names == [f"ckpt-{number:08d}" for number in (3, 6, 7)]
+        assert manager.latest_checkpoint == manager.checkpoints[-1]
+        await w.assign([50])
+        assert await manager.restore_or_initialize() == manager.latest_checkpoint
+        assert (await w.read())[0] == 6
+        await psync.Checkpoint(w=w).restore(manager.checkpoints[0])
+        assert (await w.read())[0] == 2
+
+
+async def test_a_number_may_be_given_once(tmp_path: Path) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+        assert (await manager.save(checkpoint_number=120)).name == "ckpt-00000120"
+        with pytest.raises(CheckpointError, match="exists already"):
+            await manager.save(checkpoint_number=120)
+        assert (await manager.save()).name == "ckpt-00000121"
+
+
+async def test_what_a_program_left_that_died_over_a_checkpoint_goes_with_the_next_save(
+    tmp_path: Path,
+) -> None:
+    async with training() as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(1), name="w")
+        manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+        removed = await manager.save()
+        removed.rename(removed.with_name(f"{removed.name}.tmp"))
+        (tmp_path / "ckpt-00000002.abandoned.tmp").mkdir()
+        written = tmp_path / "ckpt-00000009.tmp"  # perhaps
+        written.mkdir()
+        path = await manager.save(checkpoint_number=8)
+        assert sorted(tmp_path.iterdir()) == [path, written]
+
+
+async def test_a_number_is_a_whole_one(tmp_path: Path) -> None:
+    async with training():
+        manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
+        assert (await manager.save(np.array(7))).name == "ckpt-00000007"  # type: ignore[arg-type]
+        for number in (-1, 1.5, "8", True, 10**18):
+            with pytest.raises(ConfigurationError, match="expected a whole number from 0"):
+                await manager.save(number)  # type: ignore[arg-type]
+        assert len(manager.checkpoints) == 1
+
+
+def test_arguments_that_are_none_are_refused(tmp_path: Path) -> None:
+    checkpoint = psync.Checkpoint(state=psync.SavedState())
+    with pytest.raises(ConfigurationError, match="expected max_to_keep above 0"):
+        psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)
+    with pytest.raises(ConfigurationError, match="expected a Checkpoint, got str"):
+        psync.CheckpointManager("checkpoint", tmp_path)  # type: ignore[arg-type]
+
+
+def source_of(strategy: psync.ParameterServerStrategy) -> Any:
+    """Where a lost ps would be recovered from."""
+    coordinator = coordinator_of(strategy.origin)
+    assert coordinator is not None
+    return coordinator.recovery.from_checkpoint.source
+
+
+def handed(strategy: psync.ParameterServerStrategy) -> Path | None:
+    """The checkpoint of which images would be taken."""
+    images = source_of(strategy)()
+    return None if images is None else images[0].file.parent
+
+
+class TestRecovery:
+    async def test_what_was_saved_last_is_gone_back_to(self, tmp_path: Path) -> None:
+        async with training(2, 1) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            manager = psync.CheckpointManager(checkpoint, tmp_path / "run")
+            assert source_of(strategy) is None
+            await checkpoint.save(tmp_path / "elsewhere")  # which nobody keeps
+            assert source_of(strategy) is None
+            for _ in range(2):
+                path = await manager.save()
+                assert handed(strategy) == path
+            first, second = (
+                ImageState.from_bytes(image.state, "") for image in source_of(strategy)()
+            )
+            assert [spec.variable for spec in (*first.shards, *second.shards)] == ["w"]
+
+    async def test_of_several_managers_the_one_that_saved_last_is_asked(
+        self, tmp_path: Path
+    ) -> None:
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            often, best = (
+                psync.CheckpointManager(checkpoint, tmp_path / name) for name in ("often", "best")
+            )
+            await best.save()
+            path = await often.save()
+            assert handed(strategy) == path
+            path = await best.save()
+            del often, best  # the files are there, whoever has written them
+            gc.collect()
+            assert handed(strategy) == path
+
+    async def test_what_was_restored_is_gone_back_to_until_something_is_saved(
+        self, tmp_path: Path
+    ) -> None:
+        paths: list[Path] = []
+        for _ in range(2):
+            async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(2), name="w")
+                manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+                await manager.restore_or_initialize()
+                assert (source_of(strategy) is None) == (paths == [])
+                if paths:
+                    assert handed(strategy) == paths[0]
+                paths.append(await manager.save())
+                assert handed(strategy) == paths[-1]
+                remove(paths[-1])
+                assert handed(strategy) == (paths[0] if len(paths) > 1 else None)
+                paths[:] = [await manager.save()]
+
+    @pytest.mark.parametrize(
+        ("num_ps", "num_shards", "rate", "reason"),
+        [
+            (3, 3, 0.1, "it is of 2 ps tasks, here are 3"),
+            (2, 2, 0.1, 'it has no shard "w/part_0" as it is declared here'),
+            (2, 3, 0.2, "optimizer 1 is another one here"),
+            (2, 3, 0.0, "optimizer 2 is another one here"),  # as if another was made before it
+        ],
+    )
+    async def test_what_was_restored_into_something_else_is_not_gone_back_to(
+        self,
+        tmp_path: Path,
+        caplog: pytest.LogCaptureFixture,
+        num_ps: int,
+        num_shards: int,
+        rate: float,
+        reason: str,
+    ) -> None:
+        for ps, shards, each in ((2, 3, 0.1), (num_ps, num_shards, rate)):
+            async with training(ps, 1, psync.FixedShardsPartitioner(shards)) as (strategy, _):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(6), name="w")
+                sgd = psync.optimizers.SGD(each or 0.1)
+                sgd.number = 1 if each else 2  # that of a process of its own
+                manager = psync.CheckpointManager(psync.Checkpoint(w=w, sgd=sgd), tmp_path)
+                with caplog.at_level(logging.INFO, "psync.training.checkpoint_manager"):
+                    found = await manager.restore_or_initialize()
+                if found is not None:
+                    assert source_of(strategy) is None
+                    assert reason in caplog.text
+                await sgd.apply_gradients([(np.ones(6), w)])
+                await manager.save()
+                assert source_of(strategy) is not None
+
+    async def test_what_is_being_gone_back_to_is_not_removed(self, tmp_path: Path) -> None:
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(1), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            manager = psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
+            first = await manager.save()
+            source = source_of(strategy)
+            written = checkpoint._saved
+
+            async def recovery_begins(*arguments: Any) -> Any:
+                saved = await written(*arguments)  # the cut was taken before the ps was lost
+                assert source()[0].file.parent == first
+                return saved
+
+            checkpoint._saved = recovery_begins  # type: ignore[method-assign]
+            second = await manager.save()
+            assert manager.checkpoints == [first, second]
+            checkpoint._saved = written  # type: ignore[method-assign]
+            third = await manager.save()
+            assert manager.checkpoints == [third]

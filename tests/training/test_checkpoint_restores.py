@@ -1,0 +1,166 @@
+"""What was saved is restored into other numbers of ps tasks and shards; training goes on alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, training
+from psync import optimizers, schedules
+
+TABLE = np.linspace(-1, 1, 26, dtype=np.float32).reshape(13, 2)
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optimizers.SGD(0.1),
+    "nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optimizers.Adam(0.1, amsgrad=True),
+    "adamw on a schedule": lambda: optimizers.AdamW(schedules.ExponentialDecay(0.1, 2, 0.5)),
+    "adagrad": lambda: optimizers.Adagrad(0.1, initial_accumulator_value=0.3),
+    "nadam, whose momentum depends on its step": lambda: optimizers.Nadam(0.1),
+    "ftrl": lambda: optimizers.Ftrl(0.1),
+    "lamb, which needs norms": lambda: optimizers.Lamb(0.1),
+    "clipped": lambda: optimizers.RMSprop(0.1, global_clipnorm=0.5),
+    "synchronous": lambda: psync.SyncReplicasOptimizer(optimizers.Adam(0.1), 1),
+}
+
+
+class Program:
+    """Variables of several kinds, and what they are trained with."""
+
+    def __init__(self, strategy: psync.ParameterServerStrategy, make: Callable[[], Any]) -> None:
+        with strategy.scope():
+            self.table = psync.Variable(TABLE, name="table")
+            self.half = psync.Variable(np.full((4, 3), 0.5, ml_dtypes.bfloat16), name="half")
+            self.step = psync.get_or_create_global_step()
+            self.ema = psync.ExponentialMovingAverage(0.5)
+            self.ema.apply([self.table])
+        self.optimizer = make()
+        self.progress = psync.SavedState(epoch=0)
+        self.checkpoint = psync.Checkpoint(
+            model=[self.table, self.half], step=self.step, optimizer=self.optimizer, ema=self.ema,
+            progress=self.progress,
+        )  # fmt: skip
+
+    async def train(self, coordinator: psync.ClusterCoordinator, count: int) -> None:
+        table, half, step, ema, optimizer = (
+            self.table, self.half, self.step, self.ema, self.optimizer,
+        )  # fmt: skip
+
+        async def one(scale: float) -> None:
+            values = await psync.pull([table, half])
+            gradients = [value * value.dtype.type(scale) for value in values]
+            pairs = list(zip(gradients, (table, half), strict=True))
+            await optimizer.apply_gradients(pairs, global_step=step)
+            await ema.update()
+
+        for scale in range(count):
+            coordinator.schedule(one, (scale + 1.5,))
+            await coordinator.join()
+
+    async def contents(self) -> dict[str, Any]:
+        """Values, slots, step."""
+        slots = {
+            f"{slot.name} of {slot.variable.name}": await slot.read()
+            for slot in self.optimizer.variables()
+        }
+        average = self.ema.averages(self.table)
+        values = await psync.pull([self.table, self.half, self.step, average])
+        steps = await self.optimizer.iterations.read()
+        return dict(enumerate(values)) | slots | {"steps": steps, "epoch": self.progress.epoch}
+
+
+@pytest.fixture
+async def saved(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Any, Any]:
+    """A checkpoint of 2 ps and 3 shards; what was in it, and what followed two steps later."""
+    async with training(2, 1, psync.FixedShardsPartitioner(3)) as (strategy, coordinator):
+        program = Program(strategy, OPTIMIZERS[request.param])
+        await program.train(coordinator, 3)
+        program.progress.epoch = 3
+        before = await program.contents()
+        path = await program.checkpoint.save(tmp_path)
+        await program.train(coordinator, 2)
+        return path, before, await program.contents()
+
+
+def assert_same(got: dict[Any, Any], expected: dict[Any, Any], *, exactly: bool = True) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        if exactly:
+            np.testing.assert_array_equal(got[name], value, err_msg=str(name))
+        else:  # norms are summed in another order
+            np.testing.assert_allclose(
+                np.asarray(got[name], np.float64), np.asarray(value, np.float64), rtol=1e-6
+            )
+
+
+@pytest.mark.parametrize(("num_ps", "num_shards"), [(3, 5), (1, 1)])
+@pytest.mark.parametrize("saved", OPTIMIZERS, indirect=True)
+async def test_training_goes_on_with_the_same_next_value_of_everything(
+    saved: tuple[Path, Any, Any],
+    num_ps: int,
+    num_shards: int,
+    request: pytest.FixtureRequest,
+) -> None:
+    path, before, after = saved
+    name = request.node.callspec.params["saved"]
+    async with training(num_ps, 1, psync.FixedShardsPartitioner(num_shards)) as (
+        strategy,
+        coordinator,
+    ):
+        program = Program(strategy, OPTIMIZERS[name])
+        restored = await program.checkpoint.restore(path)
+        assert (restored.missing, restored.extra) == ((), ())
+        assert_same(await program.contents(), before)
+        await program.train(coordinator, 2)
+        assert_same(await program.contents(), after, exactly="norms" not in name)
+
+
+class TestLearningRate:
+    async def test_one_that_was_set_is_restored(self, tmp_path: Path) -> None:
+        rates = [0.25, schedules.PolynomialDecay(0.5, 10)]
+        for number, rate in enumerate(rates):
+            async with training() as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(2, np.float32), name="w")
+                sgd = optimizers.SGD(0.1)
+                checkpoint = psync.Checkpoint(w=w, sgd=sgd)
+                await sgd.set_learning_rate(rate)
+                path = await checkpoint.save(tmp_path, number=number)
+            async with training() as (strategy, coordinator):
+                with strategy.scope():
+                    w = psync.Variable(np.zeros(2, np.float32), name="w")
+                sgd = optimizers.SGD(0.1)
+                await psync.Checkpoint(w=w, sgd=sgd).restore(path)
+                assert sgd.learning_rate == rate
+
+                async def step(sgd: Any = sgd, w: Any = w) -> None:
+                    await sgd.apply_gradients([(np.ones(2, np.float32), w)])
+
+                await in_step(coordinator, step)
+                first = rate if isinstance(rate, float) else rate(0)
+                np.testing.assert_allclose(await w.read(), -first)
+
+    async def test_one_that_was_not_set_is_what_the_program_says(self, tmp_path: Path) -> None:
+        async with training() as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(2, np.float32), name="w")
+            path = await psync.Checkpoint(w=w, sgd=optimizers.SGD(0.1)).save(tmp_path)
+        async with training() as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(2, np.float32), name="w")
+            sgd = optimizers.SGD(0.5)  # the program was changed
+            await sgd.set_learning_rate(0.125)
+            await psync.Checkpoint(w=w, sgd=sgd).restore(path)
+            assert sgd.learning_rate == 0.5
+
+            async def step() -> None:
+                await sgd.apply_gradients([(np.ones(2, np.float32), w)])
+
+            await in_step(coordinator, step)
+            np.testing.assert_allclose(await w.read(), -0.5)

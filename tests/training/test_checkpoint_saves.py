@@ -1,0 +1,376 @@
+"""Saving while training goes on: of which instant it is, and what is left when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import in_step, training
+from psync.checkpoints.files import Reader
+from psync.checkpoints.stored_snapshots import stored_images
+from psync.errors import CheckpointError, CheckpointNotFound, UsageError
+from psync.net.failpoints import Failpoints
+from psync.store.snapshot_state import ImageState
+from psync.testing import MemoryNetwork
+from psync.training.checkpoint import TRIES
+from psync.training.saved_arrays import in_thread
+from session_cluster import session_cluster
+
+SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
+
+
+@contextlib.asynccontextmanager
+async def slow_training(num_ps: int = 3, num_workers: int = 3) -> Any:
+    """A cluster on whose network messages overtake each other."""
+    network = MemoryNetwork(seed=5, **SLOW)
+    async with psync.LocalCluster(num_ps, num_workers, processes=False, network=network) as cluster:
+        strategy = psync.ParameterServerStrategy(
+            cluster.resolver, psync.FixedShardsPartitioner(num_ps)
+        )
+        async with psync.ClusterCoordinator(strategy) as coordinator:
+            yield strategy, coordinator
+
+
+def failpoints_of(strategy: psync.ParameterServerStrategy) -> Failpoints:
+    """Those of all tasks here."""
+    failpoints: Failpoints = strategy.cluster_resolver.platform.failpoints  # type: ignore[attr-defined]
+    return failpoints
+
+
+def fails() -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def saved_while_training(tmp_path: Path, saves: int) -> list[dict[str, Any]]:
+    """The values of checkpoints that were saved while all workers pushed."""
+    async with slow_training() as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros((6, 50), np.float32), name="w")
+            b = psync.Variable(np.float32(0), name="b")
+            pushes = psync.Variable(
+                np.int64(0), name="pushes", aggregation=psync.VariableAggregation.SUM,
+                synchronization=psync.VariableSynchronization.ON_READ,
+            )  # fmt: skip
+        momentum = psync.optimizers.SGD(1.0, momentum=1.0)
+        checkpoint = psync.Checkpoint(w=w, b=b, pushes=pushes, momentum=momentum)
+
+        async def step() -> None:
+            ones = np.full((6, 50), -1, np.float32)
+            await momentum.apply_gradients([(ones, w), (np.float32(-1), b)])
+            await pushes.assign_add(1)
+
+        paths = []
+        for _ in range(saves):
+            values = [coordinator.schedule(step) for _ in range(30)]
+            await values[9]
+            paths.append(await checkpoint.save(tmp_path))
+        await coordinator.join()
+        assert await b.read() == 30 * saves * (30 * saves + 1) / 2
+        return [await checkpoint.read(path, slots=True) for path in paths]
+
+
+async def test_a_push_is_in_it_wholly_or_not_at_all(tmp_path: Path) -> None:
+    for values in await saved_while_training(tmp_path, 4):
+        slots = values["momentum"]
+        count = slots["momentum"]["b"]
+        assert 1 <= count <= slots["step"]  # pushes may overtake each other on the way
+        assert (slots["momentum"]["w"] == count).all()
+        assert values["b"] == count * (count + 1) / 2
+        assert (values["w"] == values["b"]).all()
+        assert count - 3 <= values["pushes"] <= count  # each worker counts after it has pushed
+
+
+async def test_the_image_and_the_tensors_are_of_one_instant(tmp_path: Path) -> None:
+    await saved_while_training(tmp_path, 1)
+    (path,) = tmp_path.iterdir()
+    reader = Reader(path)
+    steps = reader.manifest.states["momentum/step"]
+    states = [ImageState.from_bytes(image.state, "here") for image in stored_images(path)]
+    assert max(state.iterations for state in states) == steps
+    assert {spec.ps for state in states for spec in state.shards} == {0, 1, 2}
+
+
+async def test_objects_are_asked_at_that_instant_and_what_comes_later_does_not_show(
+    tmp_path: Path,
+) -> None:
+    class Epochs:
+        def __init__(self) -> None:
+            self.done = [1]
+
+        def checkpoint_state(self) -> Any:
+            asyncio.get_running_loop().call_soon(self.done.append, 2)
+            return {"done": self.done}
+
+        def restore_checkpoint_state(self, state: Any) -> None:
+            self.done = state["done"]
+
+    epochs = Epochs()
+    async with training():
+        path = await psync.Checkpoint(epochs=epochs).save(tmp_path)
+        assert epochs.done == [1, 2]
+        await psync.Checkpoint(epochs=epochs).restore(path)
+        assert epochs.done == [1]
+
+
+async def test_what_an_object_knows_to_be_done_is_in_it(tmp_path: Path) -> None:
+    """The program adds, and counts what was answered: never more than the checkpoint has."""
+    async with slow_training() as (strategy, _):
+        with strategy.scope():
+            total = psync.Variable(np.int64(0), name="total")
+        answered = psync.SavedState(count=0)
+        checkpoint = psync.Checkpoint(total=total, answered=answered)
+
+        async def add() -> None:
+            while True:
+                await total.assign_add(1)
+                answered.count += 1
+
+        adding = [asyncio.create_task(add()) for _ in range(20)]
+        paths = [await checkpoint.save(tmp_path) for _ in range(8)]
+        for task in adding:
+            task.cancel()
+        await asyncio.gather(*adding, return_exceptions=True)
+        for path in paths:
+            values = await checkpoint.read(path)
+            assert values["answered"]["count"] <= values["total"]
+        assert values["answered"]["count"] > 20
+
+
+async def test_visits_are_done_if_their_updates_are_in_it(tmp_path: Path) -> None:
+    async with slow_training() as (strategy, coordinator):
+        with strategy.scope():
+            seen = psync.Variable(np.zeros((900, 2), np.float32), name="seen")
+        visits = coordinator.distribute_once(list(range(900)), 1)
+        checkpoint = psync.Checkpoint(seen=seen, visits=visits)
+
+        async def step(shard: int) -> None:
+            await seen.scatter_add(
+                psync.IndexedSlices(np.ones((1, 2), np.float32), np.array([shard]))
+            )
+
+        values = visits.schedule(step)
+        paths = []
+        for place in (3, 100, 300):
+            await values[place]
+            paths.append(await checkpoint.save(tmp_path))
+        await coordinator.join()
+        for path in paths:
+            saved = await checkpoint.read(path)
+            done = saved["visits"]["done"]
+            assert 3 < len(done) < 900
+            assert saved["seen"][done].all()
+
+
+class TestFailure:
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "checkpoint.ps.write", "checkpoint.file.written", "checkpoint.before_commit",
+            "checkpoint.before_rename",
+        ],
+    )  # fmt: skip
+    async def test_leaves_the_older_one_whole_and_nothing_of_the_new_one(
+        self, tmp_path: Path, place: str
+    ) -> None:
+        async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
+            first = await manager.save()
+            await w.assign(np.zeros(4))
+            failpoints_of(strategy).arm(place, fails)
+            with pytest.raises(CheckpointError, match="No space left on device") as caught:
+                await manager.save()
+            assert str(tmp_path) in caught.value.message
+            assert list(tmp_path.iterdir()) == [first]
+            assert await in_step(coordinator, w.read) is not None  # the ps tasks go on
+            assert (await manager.save()).name == "ckpt-00000002"
+            await psync.Checkpoint(w=w).restore(first)
+            assert (await w.read()).all()
+
+    async def test_says_of_which_path_and_step_where_the_directory_has_become_a_file(
+        self, tmp_path: Path
+    ) -> None:
+        run = tmp_path / "run"
+        async with training(1, 1) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            sgd = psync.optimizers.SGD(1.0)
+            manager = psync.CheckpointManager(psync.Checkpoint(w=w, optimizer=sgd), run)
+            for _ in range(3):
+                await sgd.apply_gradients([(np.ones(4), w)])
+            first = await manager.save()
+            run.rename(tmp_path / "moved")
+            run.write_text("not a directory")
+            with pytest.raises(CheckpointError) as caught:
+                await manager.save()
+            assert caught.value.message == (
+                f"saving a checkpoint of step 3: looking for checkpoints in {run}: Not a directory"
+            )
+            with pytest.raises(CheckpointError) as caught:
+                await manager.save(7)
+            assert caught.value.message == (
+                f"saving checkpoint 7 of step 3: making {run}/ckpt-00000007.tmp: File exists"
+            )
+            assert isinstance(caught.value.__cause__, FileExistsError)
+            where = rf"looking for checkpoints in {run}: Not a directory"
+            for awaited in (manager.restore_or_initialize, manager.finish):
+                with pytest.raises(CheckpointError, match=where):
+                    await awaited()
+            with pytest.raises(CheckpointError, match=where):
+                _ = manager.checkpoints
+            with pytest.raises(CheckpointNotFound, match=str(first)):
+                await manager._checkpoint.restore(first)
+
+    async def test_says_of_which_path_where_the_name_is_too_long(self, tmp_path: Path) -> None:
+        path = tmp_path / ("x" * 300)
+        async with training(1, 1) as (strategy, _):
+            with strategy.scope():
+                checkpoint = psync.Checkpoint(w=psync.Variable(np.ones(4), name="w"))
+            with pytest.raises(CheckpointError, match=f"saving checkpoint 7: making {path}/"):
+                await checkpoint.save(path, number=7)
+            for read in (checkpoint.restore, checkpoint.read):
+                with pytest.raises(CheckpointError, match=f"looking at {path}: File name too long"):
+                    await read(path)
+
+    @pytest.mark.parametrize("always", [False, True])
+    async def test_if_a_ps_is_cut_off_another_cut_is_taken(
+        self, tmp_path: Path, always: bool
+    ) -> None:
+        """What it held is gone; so is what was written."""
+        async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            checkpoint = psync.Checkpoint(w=w)
+            coordinator = psync.training.checkpoint.coordinator_of(strategy.origin)
+            assert coordinator is not None
+
+            failpoints = failpoints_of(strategy)
+
+            def cut_off() -> None:
+                if always:
+                    failpoints.arm("checkpoint.ps.write", cut_off)
+                for link in coordinator.links.ps.links:
+                    for peer in list(link._peers.values()):
+                        peer.abort()
+
+            failpoints.arm("checkpoint.ps.write", cut_off)
+            if always:
+                with pytest.raises(
+                    CheckpointError, match=r"it was not saved: .* does not hold cut"
+                ):
+                    await checkpoint.save(tmp_path)
+                assert list(tmp_path.iterdir()) == []
+                assert coordinator.cuts.taken == TRIES
+                return
+            path = await checkpoint.save(tmp_path)
+            assert list(tmp_path.iterdir()) == [path]
+            assert coordinator.cuts.taken == 2
+
+    async def test_an_object_that_cannot_say_its_state_ends_it(self, tmp_path: Path) -> None:
+        class Broken:
+            def checkpoint_state(self) -> Any:
+                raise LookupError("lost")
+
+            def restore_checkpoint_state(self, state: Any) -> None: ...
+
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.ones(4), name="w")
+            with pytest.raises(LookupError, match="lost"):
+                await psync.Checkpoint(w=w, broken=Broken()).save(tmp_path)
+            await w.assign(np.zeros(4))  # no gate is shut
+            assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["0", "1"])
+async def test_who_is_cancelled_at_any_moment_leaves_all_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    monkeypatch.setenv("PSYNC_CHECKPOINT_STREAM", stream)
+    async with slow_training(2, 1) as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.ones((4, 30_000), np.float32), name="w")
+        checkpoint = psync.Checkpoint(w=w, adam=psync.optimizers.Adam())
+        first = await checkpoint.save(tmp_path)
+        complete = {first}
+        for turns in (*range(12), 15, 20, 30, 50, 100, 300):
+            saving = asyncio.create_task(checkpoint.save(tmp_path))
+            for _ in range(turns):
+                await asyncio.sleep(0.0005)
+            saving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                complete.add(await saving)
+            found = set(tmp_path.glob("ckpt-*"))
+            complete |= {path for path in found - complete if path.suffix != ".tmp"}
+            assert found == complete
+        for path in complete:
+            assert Reader(path).manifest.images
+        assert (await in_step(coordinator, w.read)).all()
+
+
+async def test_two_saves_at_once_are_two_checkpoints(tmp_path: Path) -> None:
+    async with training(2, 1) as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.ones(4), name="w")
+        checkpoint = psync.Checkpoint(w=w)
+        paths = await asyncio.gather(*(checkpoint.save(tmp_path) for _ in range(3)))
+        assert sorted(path.name for path in paths) == [f"ckpt-0000000{n}" for n in (1, 2, 3)]
+
+
+async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
+    async with training() as (strategy, _), training() as (other, _):
+        with strategy.scope():
+            v = psync.Variable(np.ones(4), name="v")
+        with other.scope():
+            w = psync.Variable(np.ones(4), name="w")
+        with pytest.raises(UsageError, match="belongs to another program or strategy"):
+            await psync.Checkpoint(v=v, w=w).save(tmp_path)
+
+
+async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> None:
+    async with session_cluster(2, 1) as cluster:
+        strategy = cluster.strategy("worker", variable_partitioner=psync.FixedShardsPartitioner(2))
+        with strategy.scope():
+            w = psync.Variable(np.ones((4, 2), np.float32), name="w")
+        sgd = psync.optimizers.SGD(1.0, momentum=0.5)
+        checkpoint = psync.Checkpoint(w=w, sgd=sgd, progress=psync.SavedState(epoch=1))
+        async with psync.MonitoredTrainingSession(strategy):
+            await sgd.apply_gradients([(np.ones((4, 2), np.float32), w)])
+            path = await checkpoint.save(tmp_path)
+            await w.assign(np.ones((4, 2), np.float32))
+            await checkpoint.restore(path)
+            assert not (await w.read()).any()
+            assert await sgd.iterations.read() == 1
+        with pytest.raises(CheckpointNotFound, match="saved without a ClusterCoordinator"):
+            stored_images(path)
+
+
+async def test_work_in_a_thread_that_fails_when_its_waiter_has_gone_is_nobodys_error() -> None:
+    begun, may_fail = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def fail() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_fail.wait()
+        raise OSError("the disk is full")
+
+    heard: list[Any] = []
+    loop.set_exception_handler(lambda _, context: heard.append(context))
+    waiter = asyncio.create_task(in_thread(fail))
+    await begun.wait()
+    waiter.cancel()
+    may_fail.set()
+    await asyncio.wait((waiter,))
+    assert waiter.cancelled()
+    del waiter
+    gc.collect()
+    assert not heard

@@ -1,0 +1,69 @@
+"""How validation data are cut into shards, and what of a batch is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import strategy_of
+from psync.errors import ConfigurationError, GradientError
+from psync.training.evaluation import ArrayShard, Counts, batch_size_of, shards_of
+
+X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+Y = X.sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (5, "got int"),
+        ("text", "got str"),
+        ([], "got list"),
+        ((X, Y[:5]), "arrays of one length"),
+        ((np.float32(1), np.float32(1)), "arrays of one length"),
+    ],
+)
+def test_what_is_no_validation_data_is_refused(data: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        shards_of(data, 3, 8)
+
+
+async def test_coroutines_are_refused() -> None:
+    async def shard(number: int, count: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="expected a plain function"):
+        shards_of(shard, 3, 8)
+
+
+def test_few_examples_make_few_shards() -> None:
+    shards = shards_of((X[:3], Y[:3]), 10, 2)
+    assert [len(shard._arrays[0]) for shard in shards] == [1, 1, 1]
+    assert [len(x) for (x,) in ArrayShard((X[:5],), 2)] == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [((X, Y), 60), ({"x": X[:3]}, 3), ([(X[:4],), Y], 4), (5.0, 1), ((), 0), ("text", 1)],
+)
+def test_a_batch_has_as_many_examples_as_its_first_array_is_long(batch: Any, size: int) -> None:
+    assert batch_size_of(batch) == size
+
+
+def test_losses_of_larger_batches_weigh_more() -> None:
+    with strategy_of().scope():
+        loss = psync.metrics.Mean("loss")
+    counts = Counts(loss, {})
+    counts.note((X[:10], Y[:10]), 1.0, ())
+    counts.note((X[:30], Y[:30]), np.float32(2.0), ())
+    assert loss.value_of(counts.sums[0]) == 1.75
+    assert counts.batches == 2
+
+
+def test_metrics_need_labels() -> None:
+    with strategy_of().scope():
+        loss, mae = psync.metrics.Mean("loss"), psync.metrics.MeanAbsoluteError("mae")
+    with pytest.raises(GradientError, match=r"expected \(x, y\) or \(x, y, sample_weight\)"):
+        Counts(loss, {"mae": mae}).note(X, 1.0, (Y,))

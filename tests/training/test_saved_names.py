@@ -1,0 +1,256 @@
+"""Names of a trainer's variables in checkpoints, also in those of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import psync
+from local_training import strategy_of, training
+from psync.checkpoints.files import COMMIT, MANIFEST, Reader
+from psync.checkpoints.manifest import commit_line
+from psync.cli.checkpoint import checkpoint as command
+from psync.errors import CheckpointMismatch
+from psync.training.trainer import History
+
+
+def batches(context: psync.InputContext) -> Iterator[int]:
+    while True:
+        yield 0
+
+
+def declared(strategy: Any, *names: str, shape: tuple[int, ...] = (2,)) -> list[psync.Variable]:
+    """Variables of one shape, each full of the number of the letter that it is called."""
+    with strategy.scope():
+        return [psync.Variable(np.full(shape, float(ord(name))), name=name) for name in names]
+
+
+def trainer_of(strategy: Any, tree: Any, directory: Path) -> psync.Trainer:
+    """A trainer that makes slots, and leaves values as they are."""
+
+    def value_and_grad(values: Any, batch: int) -> Any:
+        return 0.0, values
+
+    momentum = psync.optimizers.Momentum(0.0)
+    return psync.Trainer(strategy, tree, value_and_grad, momentum, checkpoint_directory=directory)
+
+
+async def saved(tree_of: Any, directory: Path, *names: str) -> None:
+    """Train variables of these names for an epoch, nested by ``tree_of(variables)``."""
+    async with training() as (strategy, _):
+        trainer = trainer_of(strategy, tree_of(*declared(strategy, *names)), directory)
+        await trainer.fit(batches, epochs=1, steps_per_epoch=1, verbose=False)
+
+
+async def resumed(tree_of: Any, directory: Path, *names: str) -> dict[str, float]:
+    """Return the first elements of variables, by name, as training goes on with them.
+
+    They begin as zeros, and are declared in the order of ``names``.
+    """
+    async with training() as (strategy, _):
+        with strategy.scope():
+            variables = [psync.Variable(np.zeros(2), name=name) for name in names]
+        trainer = trainer_of(strategy, tree_of(*variables), directory)
+        await trainer.fit(batches, epochs=1, steps_per_epoch=1, verbose=False)
+        return {variable.name: float((await variable.read())[0]) for variable in variables}
+
+
+VALUES = {"a": float(ord("a")), "b": float(ord("b"))}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}),
+        (lambda a, b: [a, b], lambda b, a: [b, a]),
+        (lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}]),
+        (lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))}),
+    ],
+    ids=["dict", "list", "list of dicts", "dict of tuples"],
+)
+async def test_a_program_that_nests_its_variables_in_another_order_gets_their_own_values(
+    tmp_path: Path, before: Any, after: Any
+) -> None:
+    await saved(before, tmp_path, "a", "b")
+    assert await resumed(after, tmp_path, "b", "a") == VALUES
+
+
+async def test_what_is_no_variable_has_no_name(tmp_path: Path) -> None:
+    await saved(lambda a: {"a": a, "rate": 0.5, "others": [1, {}]}, tmp_path, "a")
+    assert await resumed(lambda a: {"a": a}, tmp_path, "a") == {"a": VALUES["a"]}
+
+
+@pytest.mark.parametrize(
+    "tree_of",
+    [
+        lambda a, b: {"a": a, "b": b},
+        lambda a, b: [a, {"b": b}],
+        lambda a, b: {"pair": (a, b)},
+        lambda a, b: a,
+    ],
+    ids=["dict", "list", "tuple in a dict", "variable"],
+)
+async def test_an_evaluator_reads_what_a_trainer_saves(tmp_path: Path, tree_of: Any) -> None:
+    await saved(tree_of, tmp_path, "a", "b")
+    model = tree_of(*declared(strategy_of(1), "a", "b"))
+    found = []
+
+    def note(values: dict[str, Any]) -> dict[str, float]:
+        found.append(values["model"])
+        return {}
+
+    await psync.SidecarEvaluator(psync.Checkpoint(model=model), note, tmp_path).run()
+    expected = tree_of(*(np.full(2, VALUES[name]) for name in "ab"))
+    np.testing.assert_equal(found, [expected])
+
+
+async def test_exported_tensors_carry_the_names(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    await saved(lambda a, b: {"dense": {"a": a}, "list": [b]}, tmp_path / "run", "a", "b")
+    newest = psync.latest_checkpoint(tmp_path / "run")
+    out = tmp_path / "out"
+    made = CliRunner().invoke(command, ["export", str(newest), str(out), "--only", "model"])
+    assert made.exit_code == 0, made.output
+    arrays = load_file(out / "model.safetensors")
+    assert {name: array[0] for name, array in arrays.items()} == {
+        "dense.a": VALUES["a"], "list.b": VALUES["b"],
+    }  # fmt: skip
+
+
+class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
+    """As those without names of their own, where the program declares them in another order."""
+
+    async def save(self, directory: Path, order: str) -> Path:
+        """Save variables, slots and averages that are full of numbers of the variables' keys."""
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, averages = self.declared(strategy, order)
+            await momentum.apply_gradients([(np.zeros(2), tree[key]) for key in "ab"])
+            for number, key in enumerate("ab"):
+                await tree[key].assign([number, number])
+                slot = momentum.get_slot(tree[key], "momentum")
+                assert slot is not None
+                await slot.assign([10 + number] * 2)
+                await averages.average(tree[key]).assign([20 + number] * 2)
+            return await checkpoint.save(directory, number=1)
+
+    def declared(self, strategy: Any, order: str) -> Any:
+        with strategy.scope():
+            tree = {key: psync.Variable(np.zeros(2)) for key in order}
+            averages = psync.ExponentialMovingAverage(0.5)
+            averages.apply([*tree.values()])
+        momentum = psync.optimizers.Momentum(0.0)
+        checkpoint = psync.Checkpoint(model=tree, averages=averages, optimizer=momentum)
+        return checkpoint, tree, momentum, averages
+
+    async def test_it_is_restored_to_them(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "ab")
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, averages = self.declared(strategy, "ba")
+            await momentum.apply_gradients([(np.zeros(2), tree[key]) for key in "ab"])
+            await checkpoint.restore(path)
+            for number, key in enumerate("ab"):
+                slot = momentum.get_slot(tree[key], "momentum")
+                of_it = (tree[key], slot, averages.average(tree[key]))
+                found = [(await each.read()).tolist() for each in of_it]
+                assert found == [[number] * 2, [10 + number] * 2, [20 + number] * 2]
+
+    async def test_it_is_read_under_their_names(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "ab")
+        checkpoint, tree, _, _ = self.declared(strategy_of(1), "ba")
+        values = await checkpoint.read(path, slots=True)
+        for number, key in enumerate("ab"):
+            name = tree[key].name
+            assert values["averages"][name].tolist() == [20 + number] * 2
+            assert values["optimizer"]["momentum"][name].tolist() == [10 + number] * 2
+
+    async def test_a_variable_that_got_another_name_keeps_it(self, tmp_path: Path) -> None:
+        await saved(lambda a: {"weight": a}, tmp_path, "a")
+        assert await resumed(lambda b: {"weight": b}, tmp_path, "b") == {"b": VALUES["a"]}
+
+    async def test_where_nothing_tells_its_names_those_of_now_are_looked_for(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        path = await self.save(tmp_path, "ab")
+        (image, *_) = Reader(path).manifest.images
+        (path / image.state).write_bytes(bytes((path / image.state).stat().st_size))
+        async with training() as (strategy, _):
+            checkpoint, tree, momentum, _ = self.declared(strategy, "ab")
+            await checkpoint.restore(path)
+            slot = momentum.get_slot(tree["b"], "momentum")
+            assert slot is not None
+            assert (await slot.read()).tolist() == [11, 11]
+        assert f"names of variables in {path} are not known" in caplog.text
+
+
+class TestCheckpointsOfEarlierVersions:
+    """A trainer saved what it trained as a list, "variables"."""
+
+    async def save(self, directory: Path, *names: str, shapes: Any = ((2,), (2,))) -> Path:
+        async with training() as (strategy, _):
+            variables = [
+                *declared(strategy, names[0], shape=shapes[0]),
+                *declared(strategy, *names[1:], shape=shapes[1]),
+            ]
+            momentum = psync.optimizers.Momentum(0.0)
+            await momentum.apply_gradients([(np.zeros(each.shape), each) for each in variables])
+            history = History([0], {"loss": [0.0]})
+            checkpoint = psync.Checkpoint(variables=variables, optimizer=momentum, history=history)
+            return await checkpoint.save(directory, number=1)
+
+    def forget_names(self, path: Path) -> None:
+        """Make a checkpoint one of those that do not say what each ps held."""
+        manifest = replace(Reader(path).manifest, images=()).to_bytes()
+        (path / MANIFEST).write_bytes(manifest)
+        (path / COMMIT).write_bytes(commit_line(manifest))
+
+    async def test_names_are_told_by_what_each_ps_held(self, tmp_path: Path) -> None:
+        await self.save(tmp_path, "a", "b")
+        assert await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a") == VALUES
+
+    async def test_an_evaluator_is_told_them_as_well(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "a", "b")
+        b, a = declared(strategy_of(1), "b", "a")
+        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
+        np.testing.assert_equal(
+            values["model"], {name: np.full(2, value) for name, value in VALUES.items()}
+        )
+
+    async def test_shapes_that_occur_once_tell_them_too(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "a", "b", shapes=((2,), (3,)))
+        self.forget_names(path)
+        (b,) = declared(strategy := strategy_of(1), "b", shape=(3,))
+        (a,) = declared(strategy, "a")
+        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
+        assert {name: value[0] for name, value in values["model"].items()} == VALUES
+
+    async def test_where_nothing_tells_them_it_is_refused_with_both_names(
+        self, tmp_path: Path
+    ) -> None:
+        path = await self.save(tmp_path, "a", "b")
+        self.forget_names(path)
+        with pytest.raises(
+            CheckpointMismatch, match='\'variables/0\' may be the value of "b" or "a"'
+        ) as caught:
+            await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a")
+        assert "psync.Checkpoint(variables=[…]" in (caught.value.hint or "")
+
+    async def test_a_name_that_is_not_declared_is_refused_with_those_that_are(
+        self, tmp_path: Path
+    ) -> None:
+        await self.save(tmp_path, "a", "b")
+        with pytest.raises(CheckpointMismatch, match='\'variables/1\' of "b"; declared here: "c"'):
+            await resumed(lambda c, a: {"c": c, "a": a}, tmp_path, "c", "a")
+
+    async def test_it_is_restored_in_the_order_in_which_it_was_saved(self, tmp_path: Path) -> None:
+        path = await self.save(tmp_path, "a", "b")
+        self.forget_names(path)
+        a, b = declared(strategy_of(1), "a", "b")
+        values = await psync.Checkpoint(variables=[a, b]).read(path)
+        assert [value[0] for value in values["variables"]] == list(VALUES.values())

@@ -1,0 +1,54 @@
+"""Under which names a checkpoint holds what it is given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import psync
+from local_training import strategy_of
+from psync.training.saved_objects import Contents
+
+
+class Layer(psync.Module):
+    def __init__(self) -> None:
+        self.w = psync.Variable(np.zeros((5, 2), np.float32), name="w")
+        self.size = (5, 2)
+        self.activation = np.tanh
+
+
+class Net(psync.Module):
+    def __init__(self) -> None:
+        self.layers = [Layer(), Layer()]
+        self.same = self.layers[0]
+        self.by_name = {"first": self.layers[0].w}
+
+
+def test_names_are_paths_and_each_array_has_one() -> None:
+    strategy = strategy_of(2, psync.FixedShardsPartitioner(2))
+    with strategy.scope():
+        net = Net()
+    contents = Contents()
+    contents.add("net", net)
+    assert list(contents.arrays) == ["net/by_name/first", "net/layers/1/w"]
+    array = contents.arrays["net/layers/1/w"]
+    assert (array.shape, array.dtype) == ((5, 2), "float32")
+    assert [(part.offset, part.shape) for part in array.parts] == [(0, (3, 2)), (3, (2, 2))]
+
+
+def test_an_object_with_a_state_is_asked_for_it() -> None:
+    state = psync.SavedState(epoch=3)
+    contents = Contents()
+    contents.add("progress", {"one": state, "two": state})
+    assert contents.states == {"progress/one": state}
+    state.restore_checkpoint_state({"epoch": 4, "best": 0.5})
+    assert state.checkpoint_state() == {"epoch": 4, "best": 0.5}
+
+
+def test_a_metric_is_held_as_its_aggregate() -> None:
+    with strategy_of().scope():
+        metric = psync.metrics.AUC(10)
+    contents = Contents()
+    contents.add("auc", metric)
+    array = contents.arrays["auc/sums"]
+    assert array.shape == (4, 10)
+    assert len(array.parts) == 1

@@ -1,0 +1,420 @@
+"""Trainer: what a fit does on a cluster, what it says, saves and resumes from."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from local_training import training
+from memory_cluster import coordinating, event_of, note
+from psync.errors import ClosedError, ConfigurationError, GradientError
+
+TRUE = np.array([[2.0], [-1.0]], np.float32)
+X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+Y = X @ TRUE
+
+
+def batches(context: psync.InputContext) -> Iterator[Any]:
+    rng = np.random.default_rng(context.input_pipeline_id)
+    while True:
+        rows = rng.integers(0, len(X), 8)
+        yield X[rows], Y[rows]
+
+
+def value_and_grad(values: Any, batch: Any) -> Any:
+    """Least squares: values are {"w": …}."""
+    x, y, *_ = batch
+    predictions = x @ values["w"]
+    error = predictions - y
+    return np.mean(error**2), {"w": 2 * x.T @ error / len(x)}, predictions
+
+
+def make(strategy: Any, optimizer: Any = None, **options: Any) -> psync.Trainer:
+    with strategy.scope():
+        w = psync.Variable(np.zeros((2, 1), np.float32), name="w")
+        metric = psync.metrics.MeanAbsoluteError("mae")
+    return psync.Trainer(
+        strategy, {"w": w}, value_and_grad, optimizer or psync.optimizers.SGD(0.1), [metric],
+        **options,
+    )  # fmt: skip
+
+
+async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:
+    async with training(num_workers=2) as (strategy, _):
+        trainer = make(strategy)
+        history = await trainer.fit(
+            batches, epochs=4, steps_per_epoch=20, steps_per_execution=3, verbose="lines",
+            validation_data=(X, Y), validation_freq=2,
+        )  # fmt: skip
+        assert history.epoch == [0, 1, 2, 3]
+        assert history.history["loss"][-1] < 1e-3 < history.history["loss"][0]
+        assert history.history["mae"][-1] < 0.05
+        assert len(history.history["val_loss"]) == 2
+        w = await psync.pull(trainer.variables)
+        np.testing.assert_allclose(w["w"], TRUE, atol=0.05)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith("epoch 2/4: 20 steps in ")
+    assert "val_mae" in lines[1]
+
+
+async def test_every_step_is_counted_once() -> None:
+    async with training(num_workers=2) as (strategy, coordinator):
+        trainer = make(strategy)
+        await trainer.fit(
+            batches, epochs=2, steps_per_epoch=7, steps_per_execution=3, verbose=False
+        )
+        statistics = await coordinator.ps_statistics()
+        assert sum(ps["pushes"] for ps in statistics) == 14
+        assert (await trainer._loss._sums.read())[1] == 7 * 8  # examples of the last epoch
+
+
+async def test_synchronous_optimizers_train_as_well() -> None:
+    async with training(num_workers=2) as (strategy, _):
+        optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.1), 2)
+        trainer = make(strategy, optimizer)
+        history = await trainer.fit(batches, epochs=2, steps_per_epoch=30, verbose=False)
+        assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+class TestEvaluation:
+    async def test_each_example_counts_once(self) -> None:
+        async with training(num_workers=3) as (strategy, _):
+            trainer = make(strategy)
+            logs = await trainer.evaluate((X, Y), batch_size=7, num_shards=4)
+            assert logs["loss"] == pytest.approx(float(np.mean(Y**2)), rel=1e-5)
+            assert logs["mae"] == pytest.approx(float(np.mean(np.abs(Y))), rel=1e-5)
+            assert (await trainer.metrics["mae"].result()) == 0.0  # training counts on its own
+
+    async def test_weights_of_examples_are_used(self) -> None:
+        weights = np.zeros(len(X))
+        weights[5] = 2.0
+        async with training() as (strategy, _):
+            logs = await make(strategy).evaluate((X, Y, weights))
+            assert logs["mae"] == pytest.approx(abs(float(Y[5, 0])), rel=1e-5)
+
+    async def test_workers_may_make_their_shards(self) -> None:
+        def shard(number: int, count: int) -> list[Any]:
+            return [(X[number::count], Y[number::count])]
+
+        async with training(num_workers=2) as (strategy, _):
+            trainer = make(strategy)
+            made = await trainer.evaluate(shard, num_shards=3)
+            sent = await trainer.evaluate([[(X, Y)]])
+            assert made == pytest.approx(sent)
+
+    async def test_loss_and_predictions_may_be_computed_without_gradients(self) -> None:
+        def forward(values: Any, batch: Any) -> Any:
+            return 5.0, np.zeros_like(batch[1])
+
+        async with training() as (strategy, _):
+            logs = await make(strategy, loss_and_predictions=forward).evaluate((X, Y))
+            assert logs == {"loss": 5.0, "mae": pytest.approx(float(np.mean(np.abs(Y))), rel=1e-5)}
+
+    async def test_shards_without_examples_are_an_error(self) -> None:
+        async with training() as (strategy, _):
+            with pytest.raises(ConfigurationError, match="at least one batch"):
+                await make(strategy).evaluate(lambda number, count: [])
+
+
+class TestEnds:
+    async def test_data_that_end_end_training_with_the_epoch(self) -> None:
+        def three(context: psync.InputContext) -> list[Any]:
+            return [(X[:8], Y[:8])] * 3
+
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            history = await trainer.fit(
+                three, epochs=5, steps_per_epoch=10, steps_per_execution=2, verbose=False
+            )
+            assert history.epoch == [0]
+            assert (await trainer._loss._sums.read())[1] == 3 * 8
+
+    @pytest.mark.virtual_time
+    async def test_steps_may_run_again_where_there_are_less_data(self) -> None:
+        def data(context: psync.InputContext) -> list[Any]:
+            mine = np.full((4, 2), context.input_pipeline_id, np.float32)
+            return [(mine, np.ones((4, 1), np.float32))] * (3 - 2 * context.input_pipeline_id)
+
+        async def slow(values: Any, batch: Any) -> Any:
+            if batch[0][0, 0] == 0 and np.any(np.isclose(values["w"], -0.2)):
+                await note("two were pushed")
+                await event_of("never").wait()
+            return 1.0, {"w": np.ones((2, 1), np.float32)}, batch[1]
+
+        async with coordinating(num_workers=2) as (cluster, coordinator):
+            trainer = make(coordinator.strategy)
+            trainer._value_and_grad = slow
+            fit = asyncio.create_task(
+                trainer.fit(data, steps_per_epoch=3, steps_per_execution=3, verbose=False)
+            )
+            await event_of("two were pushed").wait()
+            await cluster.stop("worker-0")
+            history = await fit
+            assert history.history["loss"] == [1.0]
+            w = await psync.pull(trainer.variables)
+            np.testing.assert_allclose(w["w"], [[-0.2], [-0.2]], rtol=1e-6)
+            assert (await trainer._loss._sums.read())[1] == 4
+
+    async def test_a_callback_may_end_it(self) -> None:
+        class Stop(psync.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: Any) -> None:
+                self.trainer.stop_training = epoch == 1
+
+        async with training() as (strategy, _):
+            history = await make(strategy).fit(
+                batches, epochs=9, steps_per_epoch=2, callbacks=[Stop()], verbose=False
+            )
+            assert history.epoch == [0, 1]
+
+    async def test_an_error_of_a_step_comes_out_and_callbacks_end(self) -> None:
+        ended = []
+
+        class Note(psync.callbacks.Callback):
+            def on_train_end(self, logs: Any) -> None:
+                ended.append(dict(logs))
+
+        def broken(values: Any, batch: Any) -> Any:
+            raise ZeroDivisionError("in the step")
+
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            trainer._value_and_grad = broken
+            with pytest.raises(ZeroDivisionError, match="in the step"):
+                await trainer.fit(batches, steps_per_epoch=2, callbacks=[Note()], verbose=False)
+        assert ended == [{}]
+
+    async def test_an_error_of_a_callback_at_the_end_keeps_neither_others_from_ending_nor_the_cause(
+        self, tmp_path: Path
+    ) -> None:
+        class Broken(psync.callbacks.Callback):
+            def on_train_end(self, logs: Any) -> None:
+                raise RuntimeError("at the end")
+
+        def broken(values: Any, batch: Any) -> Any:
+            raise ZeroDivisionError("in the step")
+
+        log = psync.callbacks.CSVLogger(tmp_path / "log.csv")
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            with pytest.raises(RuntimeError, match="at the end"):
+                await trainer.fit(
+                    batches, steps_per_epoch=2, callbacks=[Broken(), log], verbose=False
+                )
+            assert log._file is None
+            trainer._value_and_grad = broken
+            with pytest.raises(ZeroDivisionError, match="in the step") as caught:
+                await trainer.fit(
+                    batches, steps_per_epoch=2, callbacks=[Broken(), log], verbose=False
+                )
+            assert log._file is None
+        assert "Broken.on_train_end: RuntimeError: at the end" in caught.value.__notes__
+
+
+class TestMistakes:
+    async def test_outside_of_a_coordinator_it_cannot_train(self) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+        with pytest.raises(ClosedError):
+            await trainer.fit(batches, steps_per_epoch=2)
+
+    async def test_numbers_out_of_range_are_refused(self) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            with pytest.raises(ConfigurationError, match="steps_per_epoch above 0, got 0"):
+                await trainer.fit(batches, steps_per_epoch=0)
+            with pytest.raises(ConfigurationError, match="batch_size above 0, got 0"):
+                await trainer.evaluate((X, Y), batch_size=0)
+            with pytest.raises(ConfigurationError, match="initial_epoch from 0, or None, got -1"):
+                await trainer.fit(batches, steps_per_epoch=1, initial_epoch=-1)
+
+    async def test_what_is_wrong_is_said_before_anything_is_trained(self) -> None:
+        async with training() as (strategy, coordinator):
+            trainer = make(strategy)
+            for options, text in (
+                ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
+                ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
+                (
+                    {"callbacks": [print]},
+                    "expected psync.callbacks, got builtin_function_or_method",
+                ),
+            ):
+                with pytest.raises(ConfigurationError, match=text):
+                    await trainer.fit(batches, steps_per_epoch=1, verbose=False, **options)
+            statistics = await coordinator.ps_statistics()
+            assert sum(ps["pushes"] for ps in statistics) == 0
+
+    async def test_arguments_that_are_none_are_refused(self) -> None:
+        async with training() as (strategy, _):
+            with strategy.scope():
+                w = psync.Variable(np.zeros(2), name="w")
+                twice = [psync.metrics.Mean("m"), psync.metrics.Sum("m")]
+            sgd = psync.optimizers.SGD()
+            with pytest.raises(ConfigurationError, match="expected an optimizer, got float"):
+                psync.Trainer(strategy, w, value_and_grad, 0.1)  # type: ignore[arg-type]
+            with pytest.raises(ConfigurationError, match="different names"):
+                psync.Trainer(strategy, w, value_and_grad, sgd, twice)
+            with pytest.raises(ConfigurationError, match="metrics, got str"):
+                psync.Trainer(strategy, w, value_and_grad, sgd, ["mae"])  # type: ignore[list-item]
+            with pytest.raises(ConfigurationError, match="expected variables to train"):
+                psync.Trainer(strategy, [], value_and_grad, sgd)
+
+    async def test_metrics_without_predictions_say_what_to_return(self) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            trainer._value_and_grad = lambda values, batch: (0.0, {"w": np.zeros((2, 1), "f4")})
+            with pytest.raises(GradientError, match="mae need predictions"):
+                await trainer.fit(batches, steps_per_epoch=1, verbose=False)
+
+    async def test_gradients_are_nested_as_the_variables_are(self) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            trainer._value_and_grad = lambda values, batch: (0.0, [1], batch[1])
+            with pytest.raises(GradientError, match="gradients: expected a dict with the keys"):
+                await trainer.fit(batches, steps_per_epoch=1, verbose=False)
+
+    @pytest.mark.parametrize(
+        ("made", "text"),
+        [
+            (3.0, r"expected \(loss, gradients\) or .*, got float"),
+            ((1.0, 2.0, 3.0, 4.0), "got 4 values"),
+            ((np.ones(8), {"w": np.zeros((2, 1), "f4")}, Y[:8]), r"a number, got shape \(8,\)"),
+        ],
+    )
+    async def test_what_a_step_computes_is_checked(self, made: Any, text: str) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            trainer._value_and_grad = trainer._evaluated = lambda values, batch: made
+            with pytest.raises(GradientError, match=text):
+                await trainer.fit(batches, steps_per_epoch=1, verbose=False)
+            with pytest.raises(GradientError, match=text):
+                await trainer.evaluate((X[:8], Y[:8]), num_shards=1)
+
+    async def test_data_without_a_batch_are_no_training(self) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            with pytest.raises(ConfigurationError, match="expected at least one batch, got none"):
+                await trainer.fit(lambda: [], steps_per_epoch=3, verbose=False)
+            with pytest.raises(ConfigurationError, match="or False, got 'quiet'"):
+                await trainer.fit(batches, steps_per_epoch=3, verbose="quiet")
+
+
+class TestResuming:
+    async def test_it_goes_on_where_it_was(self, tmp_path: Path) -> None:
+        async with training() as (strategy, _):
+            trainer = make(strategy, psync.optimizers.Adam(0.1), checkpoint_directory=tmp_path)
+            await trainer.fit(batches, epochs=2, steps_per_epoch=5, verbose=False)
+            before = await psync.pull(trainer.variables)
+            slots = [await slot.read() for slot in trainer.optimizer.variables()]
+        async with training(num_ps=3) as (strategy, _):
+            trainer = make(strategy, psync.optimizers.Adam(0.1), checkpoint_directory=tmp_path)
+            seen = []
+
+            class Look(psync.callbacks.Callback):
+                async def on_train_begin(self) -> None:
+                    seen.append(await psync.pull(self.trainer.variables))
+                    seen.append([await s.read() for s in self.trainer.optimizer.variables()])
+
+            history = await trainer.fit(
+                batches, epochs=4, steps_per_epoch=5, callbacks=[Look()], verbose=False
+            )
+            np.testing.assert_array_equal(seen[0]["w"], before["w"])
+            for restored, saved in zip(seen[1], slots, strict=True):
+                np.testing.assert_array_equal(restored, saved)
+            assert history.epoch == [0, 1, 2, 3]
+            assert len(history.history["loss"]) == 4
+            assert await trainer.optimizer.iterations.read() == 20
+
+    async def test_a_learning_rate_that_was_lowered_stays_low(self, tmp_path: Path) -> None:
+        seen = []
+
+        def halved(epoch: int, rate: float) -> float:
+            seen.append(rate)
+            return rate / 2
+
+        for epochs in (2, 4):
+            async with training() as (strategy, _):
+                trainer = make(strategy, psync.optimizers.SGD(0.5), checkpoint_directory=tmp_path)
+                rates = psync.callbacks.LearningRateScheduler(halved)
+                await trainer.fit(
+                    batches, epochs=epochs, steps_per_epoch=2, callbacks=[rates], verbose=False
+                )
+        assert seen == [0.5, 0.25, 0.125, 0.0625]
+
+    async def test_what_is_done_is_not_done_again(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            async with training() as (strategy, coordinator):
+                trainer = make(strategy, checkpoint_directory=tmp_path)
+                history = await trainer.fit(batches, epochs=1, steps_per_epoch=2, verbose=False)
+                assert history.epoch == [0]
+                statistics = await coordinator.ps_statistics()
+        assert sum(ps["pushes"] for ps in statistics) == 0
+
+
+class TestCallbacks:
+    async def fit(self, *callbacks: Any, epochs: int = 4, **options: Any) -> psync.Trainer:
+        async with training() as (strategy, _):
+            trainer = make(strategy)
+            await trainer.fit(
+                batches, epochs=epochs, steps_per_epoch=3, callbacks=callbacks, verbose=False,
+                **options,
+            )  # fmt: skip
+            trainer.values = await psync.pull(trainer.variables)  # type: ignore[attr-defined]
+            return trainer
+
+    async def test_a_line_of_values_for_each_epoch(self, tmp_path: Path) -> None:
+        path = tmp_path / "log.csv"
+        await self.fit(psync.callbacks.CSVLogger(path), epochs=2)
+        await self.fit(psync.callbacks.CSVLogger(path, append=True), epochs=1)
+        rows = list(csv.reader(path.read_text().splitlines()))
+        assert rows[0] == ["epoch", "loss", "mae"]
+        assert [row[0] for row in rows[1:]] == ["0", "1", "0"]
+        assert all(float(value) >= 0 for row in rows[1:] for value in row)
+
+    async def test_learning_rates_hold_on_the_ps(self) -> None:
+        trainer = await self.fit(psync.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0))
+        np.testing.assert_array_equal(trainer.values["w"], np.zeros((2, 1)))  # type: ignore[attr-defined]
+        assert trainer.optimizer.learning_rate == 0.0
+
+    async def test_it_stops_when_nothing_gets_better_and_goes_back_to_the_best(self) -> None:
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -0.5)
+        stop = psync.callbacks.EarlyStopping(patience=1, restore_best_weights=True)
+        trainer = await self.fit(rates, stop, epochs=20, validation_data=(X, Y))
+        assert stop.best_epoch == 1
+        assert stop.stopped_epoch == 2
+        w = trainer.values["w"]  # type: ignore[attr-defined]
+        losses = trainer.history.history["val_loss"]
+        assert float(np.mean((X @ w - Y) ** 2)) == pytest.approx(min(losses), rel=1e-4)
+
+    async def test_a_value_that_there_is_not_is_named(self) -> None:
+        with pytest.raises(ConfigurationError, match="no 'val_loss' to monitor, there are loss"):
+            await self.fit(psync.callbacks.EarlyStopping())
+
+    async def test_epochs_without_validation_are_passed_over(self, tmp_path: Path) -> None:
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 4 else -0.5)
+        stop = psync.callbacks.EarlyStopping()
+        best = psync.callbacks.ModelCheckpoint(tmp_path / "best", save_best_only=True)
+        log = psync.callbacks.CSVLogger(tmp_path / "log.csv")
+        await self.fit(rates, stop, best, log, epochs=20, validation_data=(X, Y), validation_freq=2)
+        assert (stop.best_epoch, stop.stopped_epoch) == (3, 5)
+        assert best.manager is not None
+        assert len(best.manager.checkpoints) == 2
+        rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+        assert [row["val_loss"] != "" for row in rows] == [False, True] * 3
+
+    async def test_the_best_is_saved(self, tmp_path: Path) -> None:
+        best = psync.callbacks.ModelCheckpoint(tmp_path / "best", "loss", save_best_only=True)
+        all_of_them = psync.callbacks.ModelCheckpoint(tmp_path / "all", every_n_epochs=2)
+        rates = psync.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else -5.0)
+        await self.fit(rates, best, all_of_them, epochs=5)
+        assert best.manager is not None
+        assert len(best.manager.checkpoints) < 5
+        assert all_of_them.manager is not None
+        assert len(all_of_them.manager.checkpoints) == 2

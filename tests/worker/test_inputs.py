@@ -1,0 +1,171 @@
+"""Functions once, arguments inline or fetched, iterators where needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psync.api.datasets import PerWorkerDataset, PerWorkerIterator
+from psync.closures.closure import Closure
+from psync.errors import CaptureError, ClosureInputError, RemoteProtocolError
+from psync.net.peer import Received
+from psync.replicas.closure_messages import (
+    ScheduledCall,
+    arguments_reply,
+    function_reply,
+    run_closures,
+)
+from psync.serialization.functions import FunctionTable
+from psync.serialization.payloads import EMPTY, pack_arguments
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.worker_messages import FetchArguments, FetchFunction
+from psync.worker.inputs import ClosureInputs, HeldClosure
+from psync.worker.iterators import IteratorTable
+
+
+async def positions_of(iterator: PerWorkerIterator) -> dict[int, int]:
+    raise AssertionError("there is nobody to ask")
+
+
+class World:
+    """A coordinator that answers at once, and the inputs of a worker."""
+
+    def __init__(self) -> None:
+        self.functions = FunctionTable()
+        self.calls: dict[int, ScheduledCall] = {}
+        self.asked: Counter[str] = Counter()
+        self.iterators = IteratorTable()
+        self.inputs = ClosureInputs(self.fetch, self.iterators, 1, threads=False)
+        self.answer: Message | None = None  # what comes instead
+
+    async def fetch(self, message: Message) -> Received:
+        self.asked[type(message).__name__] += 1
+        if self.answer is not None:
+            return Received(self.answer, [])
+        if isinstance(message, FetchFunction):
+            function = self.functions.lookup(message.key)
+            assert function is not None
+            reply = function_reply(function)
+        else:
+            assert isinstance(message, FetchArguments)
+            reply = arguments_reply(self.calls[message.closure])
+        return Received(reply.message, [memoryview(bytearray(s)) for s in reply.segments])
+
+    def held(self, fn: Any, *args: Any, **kwargs: Any) -> HeldClosure:
+        arguments = pack_arguments("step", args, kwargs) if args or kwargs else EMPTY
+        call = ScheduledCall(self.functions.register(fn), arguments)
+        closure_id = len(self.calls)
+        self.calls[closure_id] = call
+        message, segments = run_closures([Closure(closure_id, call)])
+        ((_, key, count, counts),) = message.closures
+        return HeldClosure(closure_id, key, count, counts, [memoryview(s) for s in segments])
+
+    def dataset(self, fn: Any) -> PerWorkerDataset:
+        return PerWorkerDataset(
+            fn, self.functions.register_dataset(fn), 2, lambda uid: None, positions_of
+        )
+
+    async def of(self, closure: HeldClosure) -> tuple[Any, Any, Any]:
+        step = await self.inputs.step(closure.key)
+        return step, *await self.inputs.arguments(closure, step)
+
+
+async def test_a_function_is_fetched_once():
+    world = World()
+
+    def step(a, b=0):
+        return a + b
+
+    one, two = world.held(step, 1, b=2), world.held(step)
+    loaded, args, kwargs = await world.of(one)
+    assert loaded.fn(*args, **kwargs) == 3
+    assert loaded.name.endswith("step")
+    assert not loaded.is_coroutine
+    again, args, kwargs = await world.of(two)
+    assert again is loaded
+    assert (args, kwargs) == ((), {})
+    assert world.asked == {"FetchFunction": 1}
+
+
+async def test_large_arguments_are_fetched():
+    world = World()
+    _, (array,), _ = await world.of(world.held(lambda a: a, np.arange(10_000)))
+    assert array[-1] == 9_999
+    assert array.flags.writeable
+    assert world.asked == {"FetchFunction": 1, "FetchArguments": 1}
+
+
+async def test_iterators_are_built_where_they_arrive_captured_or_passed():
+    world = World()
+    dataset = world.dataset(lambda context: [context.input_pipeline_id, context])
+    passed, captured = iter(dataset), iter(dataset)
+    _, (handle,), _ = await world.of(world.held(lambda it: 0, passed))
+    assert handle.uid == passed.uid
+    iterator = world.iterators.get(passed.uid)
+    assert iterator is not None
+    assert next(iterator) == 1
+    context = next(iterator)
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (2, 1)
+    closure = world.held(lambda: captured)
+    await world.of(closure)
+    await world.of(closure)
+    assert len(world.iterators) == 2
+
+
+async def test_an_iterator_begins_at_the_position_of_its_worker():
+    world = World()
+    dataset = world.dataset(lambda: range(10))
+    iterator = dataset.iterator({0: 2, 1: 5})
+    await world.of(world.held(lambda it: 0, iterator))
+    built = world.iterators.get(iterator.uid)
+    assert built is not None
+    assert (next(built), built.position) == (5, 6)  # this is worker 1
+
+
+async def test_a_dataset_that_cannot_be_built_is_an_input_error():
+    world = World()
+
+    class Unloadable:
+        def __reduce__(self):
+            return int, ("x",)
+
+    unloadable = Unloadable()
+
+    def broken():
+        raise OSError("gone")
+
+    for fn, text in ((broken, "OSError: gone"), (lambda: unloadable, "cannot be loaded")):
+        it = iter(world.dataset(fn))
+        with pytest.raises(ClosureInputError, match=text) as info:
+            await world.of(world.held(lambda it: 0, it))
+        assert info.value.__cause__ is not None
+
+
+async def test_a_function_that_cannot_be_loaded_is_named_and_asked_for_again():
+    world = World()
+
+    class Unloadable:
+        def __reduce__(self):
+            return int, ("x",)
+
+    unloadable = Unloadable()
+    closure = world.held(lambda: unloadable)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="cannot be loaded on this worker: ValueError"):
+            await world.of(closure)
+    assert world.asked == {"FetchFunction": 2}
+
+
+async def test_another_answer_than_was_asked_for_is_a_protocol_error():
+    world = World()
+    closure = world.held(lambda a: a, np.arange(10_000))
+    step = await world.inputs.step(closure.key)
+    world.answer = Done()
+    with pytest.raises(RemoteProtocolError, match="expected the arguments of closure 0, got Done"):
+        await world.inputs.arguments(closure, step)
+    with pytest.raises(RemoteProtocolError, match="expected a function, got Done"):
+        await world.inputs.step(b"k" * 16)

@@ -1,0 +1,492 @@
+"""Per-worker iterators: loaded ahead in a thread, handed out in order, ended for good."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from psync.client.context import ClosureContext, enter_closure, forbid_in_dataset, get_worker_index
+from psync.client.runtime import Runtime
+from psync.errors import ClosedError, ClosureInputError, EndOfData, UsageError
+from psync.worker.dataset_functions import InputContext
+from psync.worker.iterators import IteratorHandle, IteratorTable, WorkerIterator, arriving
+
+ONE = InputContext()
+
+
+@pytest.fixture
+def made() -> Iterator[list[WorkerIterator]]:
+    """Iterators of the test; their threads end with it."""
+    iterators: list[WorkerIterator] = []
+    yield iterators
+    for iterator in iterators:
+        iterator.close()
+        assert iterator.join(20)
+    assert not [t for t in threading.enumerate() if t.name.startswith("psync dataset")]
+
+
+@pytest.fixture(params=[2, 0], ids=["threaded", "inline"])
+def make(
+    request: pytest.FixtureRequest, made: list[WorkerIterator]
+) -> Callable[..., WorkerIterator]:
+    """Makes iterators that behave alike, with a loader thread and without one."""
+
+    def make(dataset_fn: Any, context: InputContext = ONE, **options: Any) -> WorkerIterator:
+        made.append(WorkerIterator(dataset_fn, context, ahead=request.param, **options))
+        return made[-1]
+
+    return make
+
+
+class Gated:
+    """A dataset that yields 0, 1, … each when it is let."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.loading = threading.Semaphore(0)  # released when a batch is asked for
+        self.closed = threading.Event()
+
+    def __call__(self) -> Iterator[int]:
+        try:
+            for index in itertools.count():
+                self.loading.release()
+                self.gate.acquire()
+                yield index
+        finally:
+            self.closed.set()
+
+
+# --- handing out ------------------------------------------------------------------------------
+
+
+def test_batches_are_handed_out_in_order_and_counted(make: Callable[..., WorkerIterator]) -> None:
+    iterator = make(lambda: range(5))
+    assert iter(iterator) is iterator
+    assert [next(iterator) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert iterator.position == 5
+
+
+def test_an_iterator_can_go_on_where_another_one_was(make: Callable[..., WorkerIterator]) -> None:
+    iterator = make(lambda: range(5), position=3)
+    assert iterator.position == 3
+    assert [next(iterator), iterator.position, next(iterator)] == [3, 4, 4]
+    beyond = make(lambda: range(5), position=6)
+    with pytest.raises(EndOfData, match="has no further batch"):
+        next(beyond)
+    assert beyond.position == 6
+
+
+def test_the_dataset_function_gets_its_context(make: Callable[..., WorkerIterator]) -> None:
+    context = InputContext(3, 2)
+    assert next(make(lambda context: [context], context)) is context
+
+
+def test_dataset_code_knows_its_worker_and_must_not_call_psync(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    def dataset_fn() -> Iterator[int]:
+        yield get_worker_index()
+        forbid_in_dataset("pull")
+
+    with enter_closure(ClosureContext(worker_index=9, closure_id=1)):
+        iterator = make(dataset_fn, InputContext(5, 3))
+        assert next(iterator) == 3
+        with pytest.raises(UsageError, match=r"^pull in dataset code"):
+            next(iterator)
+        assert get_worker_index() == 9
+    assert next(make(dataset_fn, worker_index=4)) == 4
+
+
+def test_batches_are_loaded_ahead_but_not_further(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE, ahead=2))
+    dataset.gate.release(100)
+    for _ in range(2):
+        assert dataset.loading.acquire(timeout=20)
+    assert next(iterator) == 0  # both are loaded at last, and now there is room for a third
+    assert dataset.loading.acquire(timeout=20)
+    assert not dataset.loading.acquire(blocking=False)
+    assert iterator.position == 1
+
+
+def test_next_blocks_until_a_batch_is_loaded(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    got: list[int] = []
+    step = threading.Thread(target=lambda: got.append(next(iterator)))
+    step.start()
+    assert dataset.loading.acquire(timeout=20)
+    assert got == []
+    dataset.gate.release()
+    step.join(20)
+    assert got == [0]
+    dataset.gate.release(5)
+
+
+def test_repr_tells_the_state(make: Callable[..., WorkerIterator]) -> None:
+    def dataset_fn() -> list[int]:
+        return []
+
+    iterator = make(dataset_fn)
+    with pytest.raises(EndOfData):
+        next(iterator)
+    assert repr(iterator) == (
+        "<dataset dataset_fn on worker 0, ended, 0 batches handed out, 0 ahead>"
+    )
+    iterator.close()
+    assert "closed" in repr(iterator)
+    assert "open" in repr(make(itertools.count))
+
+
+# --- the end ----------------------------------------------------------------------------------
+
+
+def test_the_end_of_data_comes_after_the_last_batch_and_stays(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    iterator = make(lambda: iter([1]))
+    assert next(iterator) == 1
+    for _ in range(2):
+        with pytest.raises(EndOfData, match=r"^dataset <lambda> has no further batch$"):
+            next(iterator)
+    assert iterator.position == 1
+
+
+def test_an_error_of_dataset_code_is_raised_in_its_turn_with_its_traceback(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    def dataset_fn() -> Iterator[int]:
+        yield 1
+        raise OSError("file is gone")
+
+    iterator = make(dataset_fn)
+    assert next(iterator) == 1
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(OSError, match=r"^file is gone$") as caught:
+            next(iterator)
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert frames[-1].name == "dataset_fn"
+        lengths.append(len(frames))
+    assert len(set(lengths)) == 1  # the same exception is raised again; its traceback stays short
+
+
+def test_a_dataset_that_cannot_be_built_is_a_failed_input(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    original = StopIteration("not the end of data")
+
+    def dataset_fn() -> Any:
+        raise original
+
+    iterator = make(dataset_fn)
+    for _ in range(2):
+        with pytest.raises(ClosureInputError) as caught:
+            next(iterator)
+        assert str(caught.value) == (
+            "dataset dataset_fn could not be built: StopIteration: not the end of data"
+        )
+        assert caught.value.__cause__ is original
+
+
+async def test_ready_raises_if_the_dataset_cannot_be_built(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    iterator = make(lambda: None)
+    for _ in range(2):
+        with pytest.raises(ClosureInputError, match=r"could not be built: UsageError: dataset_fn"):
+            await iterator.ready()
+
+
+async def test_ready_waits_for_a_batch_without_taking_it(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    iterator = make(lambda: iter([1]))
+    await iterator.ready()
+    await iterator.ready()
+    assert iterator.position == 0
+    assert next(iterator) == 1
+    await iterator.ready()  # the end is something that next need not wait for
+    with pytest.raises(EndOfData):
+        next(iterator)
+
+
+async def test_ready_leaves_errors_of_dataset_code_to_next(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    def dataset_fn() -> Iterator[int]:
+        raise OSError("file is gone")
+        yield
+
+    iterator = make(dataset_fn)
+    await iterator.ready()
+    with pytest.raises(OSError, match="file is gone"):
+        next(iterator)
+
+
+async def test_ready_does_not_block_the_loop(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    waiting = [asyncio.create_task(iterator.ready()) for _ in range(2)]
+    await asyncio.to_thread(dataset.loading.acquire)
+    assert not any(each.done() for each in waiting)
+    dataset.gate.release()
+    await asyncio.gather(*waiting)
+    assert next(iterator) == 0
+    dataset.gate.release(5)
+
+
+async def test_cancelling_ready_loses_no_batch(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    waiting = asyncio.create_task(iterator.ready())
+    await asyncio.to_thread(dataset.loading.acquire)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    dataset.gate.release(5)
+    await iterator.ready()
+    assert next(iterator) == 0
+
+
+async def test_a_cancellation_that_comes_with_the_batch_is_harmless(
+    made: list[WorkerIterator],
+) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    waiting = asyncio.create_task(iterator.ready())
+    await asyncio.to_thread(dataset.loading.acquire)
+    dataset.gate.release(5)
+    assert dataset.loading.acquire(timeout=20)  # loaded: the wake-up is on its way
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert next(iterator) == 0
+
+
+def test_a_loop_that_is_closed_meanwhile_does_not_stop_the_loader(
+    made: list[WorkerIterator],
+) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    loop = asyncio.new_event_loop()
+    ready = iterator.ready()
+
+    async def start_waiting() -> None:
+        ready.send(None)  # as a task that is never resumed
+
+    loop.run_until_complete(start_waiting())
+    loop.close()
+    dataset.gate.release(5)
+    assert next(iterator) == 0
+    with pytest.raises(GeneratorExit):
+        ready.throw(GeneratorExit)
+
+
+# --- closing ----------------------------------------------------------------------------------
+
+
+async def test_a_closed_iterator_hands_out_nothing(make: Callable[..., WorkerIterator]) -> None:
+    iterator = make(itertools.count)
+    await iterator.ready()
+    iterator.close()
+    iterator.close()
+    for attempt in (iterator.__next__, lambda: asyncio.run(iterator.ready())):
+        with pytest.raises(ClosedError, match=r"^the iterator over dataset count was released$"):
+            await asyncio.to_thread(attempt)
+
+
+def test_close_ends_the_thread_and_closes_the_generator(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    closed = threading.Event()
+
+    def dataset_fn() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            forbidden = get_worker_index()  # still dataset code
+            closed.set()
+            assert forbidden == 0
+
+    iterator = make(dataset_fn)
+    assert next(iterator) == 0
+    iterator.close()
+    assert iterator.join(20)
+    assert closed.is_set()
+
+
+def test_the_thread_ends_with_the_data(make: Callable[..., WorkerIterator]) -> None:
+    iterator = make(lambda: iter([1]))
+    assert iterator.join(20)
+    assert next(iterator) == 1
+
+
+async def test_close_wakes_who_waits(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    asking = asyncio.create_task(asyncio.to_thread(next, iterator))
+    waiting = asyncio.create_task(iterator.ready())
+    await asyncio.to_thread(dataset.loading.acquire)
+    iterator.close()
+    for each in (asking, waiting):
+        with pytest.raises(ClosedError):
+            await each
+    assert not iterator.join(0)  # dataset code does not return
+    dataset.gate.release()
+    assert iterator.join(20)
+    assert dataset.closed.is_set()
+
+
+def test_a_stuck_dataset_does_not_keep_the_process_alive(made: list[WorkerIterator]) -> None:
+    dataset = Gated()
+    made.append(WorkerIterator(dataset, ONE))
+    (thread,) = [t for t in threading.enumerate() if t.name == "psync dataset Gated"]
+    assert thread.daemon
+    dataset.gate.release(5)
+
+
+def test_an_error_while_closing_a_dataset_is_logged(
+    make: Callable[..., WorkerIterator], caplog: pytest.LogCaptureFixture
+) -> None:
+    def dataset_fn() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            raise OSError("cannot close")
+
+    iterator = make(dataset_fn)
+    next(iterator)
+    iterator.close()
+    assert iterator.join(20)
+    assert caplog.messages == ["dataset dataset_fn raised when it was closed"]
+
+
+# --- the table --------------------------------------------------------------------------------
+
+
+def test_the_table_holds_iterators_until_they_are_released(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    table = IteratorTable()
+    iterator = make(itertools.count)
+    assert table.get("a") is None
+    table.add("a", iterator)
+    assert table.get("a") is iterator
+    assert len(table) == 1
+    table.release("a")
+    table.release("a")
+    assert table.get("a") is None
+    with pytest.raises(ClosedError):
+        next(iterator)
+    assert table.join(20) == []
+
+
+def test_a_uid_is_given_once(make: Callable[..., WorkerIterator]) -> None:
+    table = IteratorTable()
+    first, second = make(itertools.count), make(itertools.count)
+    table.add("a", first)
+    with pytest.raises(UsageError, match=r"^iterator a exists already$"):
+        table.add("a", second)
+    assert next(first) == 0
+    with pytest.raises(ClosedError):
+        next(second)
+    table.close()
+
+
+def test_closing_the_table_closes_all_and_refuses_more(
+    make: Callable[..., WorkerIterator],
+) -> None:
+    table = IteratorTable()
+    iterators = [make(itertools.count) for _ in range(3)]
+    for uid, iterator in zip("ab", iterators[:2], strict=True):
+        table.add(uid, iterator)
+    table.close()
+    table.close()
+    assert len(table) == 0
+    with pytest.raises(ClosedError, match=r"^this worker's iterators are closed$"):
+        table.add("c", iterators[2])
+    assert table.join(20) == []
+    for iterator in iterators:
+        with pytest.raises(ClosedError):
+            next(iterator)
+
+
+def test_the_table_names_iterators_whose_dataset_does_not_return(
+    made: list[WorkerIterator],
+) -> None:
+    dataset = Gated()
+    made.append(iterator := WorkerIterator(dataset, ONE))
+    table = IteratorTable()
+    table.add("a", iterator)
+    assert dataset.loading.acquire(timeout=20)
+    table.close()
+    assert table.join(0) == [iterator]
+    dataset.gate.release()
+    assert table.join(20) == []
+
+
+# --- what a step holds ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def in_step(table: IteratorTable | None) -> Iterator[None]:
+    """Be a step of a worker that has these iterators; None: of no worker."""
+    find = None if table is None else table.get
+    runtime = Runtime(None, "strategy", find_iterator=find)  # type: ignore[arg-type]
+    with enter_closure(ClosureContext(worker_index=0, closure_id=7, runtime=runtime)):
+        yield
+
+
+class TestIteratorHandle:
+    def test_it_stands_for_the_iterator_of_the_worker_it_is_on(
+        self, make: Callable[..., WorkerIterator]
+    ) -> None:
+        handle = IteratorHandle("it", b"key", 2)
+        assert iter(handle) is handle
+        table = IteratorTable()
+        table.add("it", make(lambda: range(1, 3)))
+        with in_step(table):
+            assert [next(handle), next(handle)] == [1, 2]
+            with pytest.raises(EndOfData):
+                next(handle)
+
+    def test_the_program_has_no_data(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            next(IteratorHandle("it", b"key", 2))
+        assert str(caught.value) == (
+            "next() on a per-worker iterator outside a step: each worker has its own data\n"
+            "hint: pass the iterator to a step: schedule(step, args=(iterator,))"
+        )
+
+    def test_one_that_came_by_a_hidden_way_is_an_error(self) -> None:
+        with in_step(IteratorTable()), pytest.raises(UsageError) as caught:
+            next(IteratorHandle("it", b"key", 2))
+        assert str(caught.value) == (
+            "a per-worker iterator reached the step in a way that psync cannot see\n"
+            "hint: pass it as an argument of the step, or let the step capture it"
+        )
+
+    def test_a_runtime_without_iterators_is_no_worker(self) -> None:
+        with in_step(None), pytest.raises(UsageError, match="outside a step"):
+            next(IteratorHandle("it", b"key", 2))
+
+    def test_those_that_arrive_are_noted(self) -> None:
+        sent = pickle.dumps([IteratorHandle("it", b"key", 2)])
+        (unnoted,) = pickle.loads(sent)
+        noted: list[IteratorHandle] = []
+        token = arriving.set(noted)
+        (handle,) = pickle.loads(sent)
+        arriving.reset(token)
+        assert noted == [handle]
+        assert (handle.uid, handle.key, handle.num_pipelines) == ("it", b"key", 2)
+        assert unnoted is not handle
+        assert handle.starts == {}

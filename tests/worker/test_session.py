@@ -1,0 +1,238 @@
+"""One closure after the other, and each of them reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+
+import pytest
+
+import memory_cluster
+import psync
+from memory_cluster import cluster_of, coordinating, event_of
+from psync.errors import RemoteError
+from psync.net.failpoints import FailpointError
+from psync.worker.session import Session
+from psync.worker_task import WorkerTask
+
+
+def session_of(cluster: memory_cluster.MemoryCluster, name: str = "worker-0") -> Session:
+    task = cluster.tasks[name]
+    assert isinstance(task, WorkerTask)
+    assert task._session is not None
+    return task._session
+
+
+async def test_closures_of_one_worker_run_one_at_a_time():
+    async with coordinating(num_workers=1) as (_, coordinator):
+        memory_cluster.shared["running"] = 0
+
+        async def step():
+            memory_cluster.shared["running"] += 1
+            await asyncio.sleep(0)
+            found = memory_cluster.shared["running"]
+            memory_cluster.shared["running"] -= 1
+            return found
+
+        assert set(await coordinator.fetch([coordinator.schedule(step) for _ in range(50)])) == {1}
+
+
+async def test_short_steps_that_never_await_give_others_a_turn():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def short():
+            total = 0
+            for i in range(300):
+                total += i
+            return total
+
+        for _ in range(3000):
+            coordinator.schedule(short)
+        join = asyncio.create_task(coordinator.join())
+        loop = asyncio.get_running_loop()
+        longest, last = 0.0, loop.time()
+        while not join.done():
+            await asyncio.sleep(0)
+            now = loop.time()
+            longest, last = max(longest, now - last), now
+        assert longest < 0.5
+
+
+async def test_a_step_sees_its_worker_and_the_program_does_not():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step():
+            return psync.get_worker_index()
+
+        found = await coordinator.fetch([coordinator.schedule(step) for _ in range(8)])
+        assert set(found) <= {0, 1}
+        with pytest.raises(psync.errors.UsageError, match="outside a step"):
+            psync.get_worker_index()
+
+
+async def test_timeouts_and_task_groups_work_inside_a_step():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def step(i):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await asyncio.sleep(1)
+            with pytest.raises(ExceptionGroup):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fails())
+            return i
+
+        async def fails():
+            raise ValueError("inside")
+
+        values = [coordinator.schedule(step, args=(i,)) for i in range(20)]
+        await coordinator.join()
+        assert await coordinator.fetch(values) == list(range(20))
+
+
+async def test_what_a_step_raises_is_its_outcome_whatever_it_is():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        def exits():
+            raise SystemExit(3)
+
+        def stops():
+            raise StopIteration
+
+        def closes():
+            raise GeneratorExit
+
+        def interrupts():
+            raise KeyboardInterrupt("no key was pressed")
+
+        async def interrupts_on_the_loop():
+            interrupts()
+
+        class Odd(BaseException):
+            pass
+
+        async def odd():
+            raise Odd("odd")
+
+        for step, text in (
+            (exits, "SystemExit on /job:worker/task:0: 3"),
+            (interrupts, "KeyboardInterrupt on /job:worker/task:0: no key was pressed"),
+            (interrupts_on_the_loop, "KeyboardInterrupt on /job:worker/task:0: no key was"),
+            (closes, "GeneratorExit on /job:worker/task:0"),
+            (odd, "Odd on /job:worker/task:0: odd"),
+        ):
+            coordinator.schedule(step)
+            with pytest.raises(RemoteError, match=text):
+                await coordinator.join()
+        coordinator.schedule(stops)
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await coordinator.join()
+        assert await coordinator.schedule(lambda: 1) == 1
+
+
+async def test_results_of_many_sizes_arrive_whole_and_in_place():
+    async with coordinating(num_workers=2) as (_, coordinator):
+
+        async def step(n):
+            return b"x" * n
+
+        sizes = [0, 1, 100, 70_000, 5, 200_000, 60_000, 10_000, 3, 65_536] * 5
+        values = [coordinator.schedule(step, args=(n,)) for n in sizes]
+        await coordinator.join()
+        assert [len(each) for each in await coordinator.fetch(values)] == sizes
+
+
+async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again(caplog):
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        results = session_of(cluster)._results
+        add = results.add
+
+        def breaks(closure_id, end):
+            results.add = add
+            raise ZeroDivisionError("a bug")
+
+        results.add = breaks
+        assert await coordinator.schedule(lambda: 5) == 5
+        assert "worker 0 cannot go on" in caplog.text
+        assert coordinator.statistics()["closures"].put_back == 1
+
+
+async def test_failpoints_around_a_step_are_its_errors():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        for name in ("worker.closure.start", "worker.closure.end"):
+
+            def fail(name=name):
+                raise FailpointError(f"failpoint {name}")
+
+            session_of(cluster)._failpoints.arm(name, fail)
+            coordinator.schedule(lambda: 1)
+            with pytest.raises(FailpointError, match=name):
+                await coordinator.join()
+
+
+@pytest.mark.virtual_time
+async def test_losing_the_bulk_connection_while_arguments_are_fetched_is_no_error_of_the_step():
+    async with coordinating(num_workers=1) as (cluster, coordinator):
+        argument = b"x" * 100_000
+        cut = {"done": False}
+
+        def cut_once(link, direction, num_bytes):
+            if num_bytes > 50_000 and not cut["done"]:
+                cut["done"] = True
+                asyncio.get_running_loop().call_soon(link.cut)
+
+        cluster.network.trace_deliveries(cut_once)
+
+        async def step(argument):
+            return len(argument)
+
+        values = [coordinator.schedule(step, args=(argument,)) for _ in range(5)]
+        await coordinator.join()
+        assert cut["done"]
+        assert await coordinator.fetch(values) == [100_000] * 5
+
+
+async def test_a_cancelled_closure_in_the_middle_of_its_queue_ends_at_once():
+    async with coordinating(num_workers=1) as (_, coordinator):
+
+        async def quick():
+            return 0
+
+        async def waits():
+            event_of("started").set()
+            await event_of("go on").wait()
+
+        for _ in range(300):
+            coordinator.schedule(quick)
+        await coordinator.join()  # the worker is known to be fast: much is sent ahead
+        coordinator.schedule(waits)
+        values = [coordinator.schedule(quick) for _ in range(30)]
+        await event_of("started").wait()
+        await asyncio.sleep(0.01)
+        values[3].cancel()
+        with pytest.raises(psync.errors.ClosureCancelled):
+            await values[3]
+        event_of("go on").set()
+        await coordinator.join()
+        assert await coordinator.fetch([*values[:3], *values[4:]]) == [0] * 29
+
+
+async def test_the_session_is_over_with_its_coordinator_and_iterators_are_closed():
+    async with cluster_of(1, 1) as cluster:
+        async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
+            iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
+            assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
+            session = session_of(cluster)
+            (worker_iterator,) = session._iterators._iterators.values()
+        await asyncio.wait((session._runner,))
+        with pytest.raises(psync.errors.ClosedError):
+            next(worker_iterator)
+
+
+async def test_context_variables_of_the_program_are_not_seen_by_steps():
+    marker: contextvars.ContextVar[int] = contextvars.ContextVar("marker", default=0)
+    memory_cluster.shared["marker"] = marker
+    async with coordinating(num_workers=1) as (_, coordinator):
+        memory_cluster.shared["marker"] = marker
+        marker.set(7)
+        assert await coordinator.schedule(lambda: memory_cluster.shared["marker"].get()) == 0
