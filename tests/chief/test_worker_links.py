@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator
 
 import pytest
-from test_cluster_links import Owner
 
+from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
 from psync.closures.flapping import FIRST_S

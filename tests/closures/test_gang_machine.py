@@ -1,6 +1,6 @@
 """Gangs among closures, workers that die and errors, in every order hypothesis finds.
 
-The simulation is that of ``test_closures_machine``; a gang is begun when the queue allows it, and
+The simulation is that of ``queue_machine``; a gang is begun when the queue allows it, and
 is over when all its replicas are.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from test_closures_machine import ClosureQueueMachine
 
 from psync.closures.closure import Closure, Replica, State
 from psync.closures.queue import Action
 from psync.closures.waits import Barrier
+from queue_machine import ClosureQueueMachine
 
 
 @dataclass(eq=False)

@@ -9,64 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import psync
 from image_store import keep_images
 from memory_cluster import event_of
 from psync.chief.events import FailoverEvent, RollbackEvent
 from replica_cluster import ReplicaCluster, replicated
+from replica_training import LARGE, SMALL, ColumnsTraining, push_column
 
 pytestmark = pytest.mark.virtual_time
-
-SMALL, LARGE = 64, 10_000  # columns: pushes come whole to ps 0, or in parts to every ps
-
-
-async def step(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
-    """Push one to a column, on both shards; return what became of it."""
-    await psync.pull(v)
-    gradient = np.zeros(v.shape, np.float32)
-    gradient[:, column] = 1
-    result = await optimizer.apply_gradients([(gradient, v)], global_step)
-    return str(result.outcome.value)
-
-
-class Training:
-    """A variable of which each closure changes a column of its own, by one."""
-
-    def __init__(
-        self, coordinator: psync.ClusterCoordinator, size: int, step_ps: int = 0, **options: Any
-    ) -> None:
-        self.coordinator = coordinator
-        self.size = size
-        with coordinator.strategy.scope():
-            self.v = psync.Variable(np.zeros((2, size), np.float32), name="v")
-            self.global_step = psync.get_or_create_global_step()  # on ps 0
-            if step_ps:
-                for name in ("on ps 0", "on ps 1"):  # in turn
-                    self.global_step = psync.Variable(np.zeros((), np.int64), name=name)
-        options = {"replicas_to_aggregate": 2, "reduction": "sum", **options}
-        self.optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), **options)
-        self.results: list[Any] = []
-
-    def schedule(self, count: int) -> None:
-        for _ in range(count):
-            column = len(self.results)
-            args = (self.v, self.optimizer, self.global_step, column)
-            self.results.append(self.coordinator.schedule(step, args=args))
-
-    async def check(self) -> None:
-        """All that was answered "accepted" is there once, on both shards; nothing else is."""
-        outcomes = await self.coordinator.fetch(self.results)
-        expected = np.zeros((2, self.size), np.float32)
-        for column, outcome in enumerate(outcomes):
-            assert outcome in ("accepted", "duplicate", "stale")
-            expected[:, column] = 0 if outcome == "stale" else -1
-        np.testing.assert_array_equal(await self.v.read(), expected)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_synchronous_steps_without_a_death_are_those_without_backups(size: int) -> None:
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, size)
+        training = ColumnsTraining(coordinator, size)
         training.schedule(20)
         await coordinator.join()
         await training.check()
@@ -94,7 +49,7 @@ async def test_wherever_a_ps_dies_each_push_counts_once_and_everywhere(
     if place == "ps.assign.applied" and not step_ps:
         return  # only a global step is assigned
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, size, step_ps)
+        training = ColumnsTraining(coordinator, size, step_ps)
         training.schedule(4)
         await coordinator.join()
         died = cluster.kill_at(lost, place, count)
@@ -117,7 +72,7 @@ async def test_wherever_a_ps_dies_each_push_counts_once_and_everywhere(
 async def test_what_the_backup_has_not_heard_of_is_not_answered(size: int) -> None:
     """One worker makes two pushes a step: the first one gets an initial token, without a step."""
     async with replicated(num_workers=1) as (cluster, coordinator):
-        training = Training(coordinator, size, total_num_replicas=1)
+        training = ColumnsTraining(coordinator, size, total_num_replicas=1)
         training.schedule(2)
         await coordinator.join()
         cluster.network.partition("ps-0", "ps-1")
@@ -135,7 +90,7 @@ async def test_what_the_backup_has_not_heard_of_is_not_answered(size: int) -> No
 async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
     """It would take the step for applied, and not know how to let the others apply it."""
     async with replicated(3) as (cluster, coordinator):
-        training = Training(coordinator, SMALL)
+        training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
         cluster.network.partition("ps-0", "ps-2")
@@ -166,7 +121,9 @@ async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> Non
 async def test_join_ends_where_a_step_waits_for_the_log() -> None:
     """Nobody else comes, so the step is closed; but the backup does not answer for a while."""
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, SMALL, replicas_to_aggregate=2, total_num_replicas=1)
+        training = ColumnsTraining(
+            coordinator, SMALL, replicas_to_aggregate=2, total_num_replicas=1
+        )
         training.schedule(1)
         await coordinator.fetch(training.results)  # with an initial token: its step is not closed
         cluster.network.partition("ps-0", "ps-1")
@@ -185,7 +142,7 @@ async def test_ps_0_looks_for_a_ps_that_it_cannot_reach_until_it_can(
 ) -> None:
     """The coordinator and the workers can reach it, so nobody replaces it."""
     async with replicated(3) as (cluster, coordinator):
-        training = Training(coordinator, size, step_ps)
+        training = ColumnsTraining(coordinator, size, step_ps)
         training.schedule(4)
         await coordinator.join()
         cluster.network.partition("ps-0", "ps-2")
@@ -205,7 +162,7 @@ async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_th
 ) -> None:
     """It is there again, empty, before anybody has looked."""
     async with replicated(3) as (cluster, coordinator):
-        training = Training(coordinator, size)
+        training = ColumnsTraining(coordinator, size)
         for name in ("ps-1", "ps-0", "ps-1"):  # then all are served in the process of ps 2
             await cluster.kill(name)
             training.schedule(4)
@@ -226,7 +183,7 @@ async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_th
 
 async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
     await event_of("go on").wait()
-    return await step(v, optimizer, global_step, column)
+    return await push_column(v, optimizer, global_step, column)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -234,7 +191,7 @@ async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> s
 async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> None:
     """Ps 0 has asked the other one whether the push fits; its backup was asked nothing."""
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, size)
+        training = ColumnsTraining(coordinator, size)
         training.schedule(1)
         args = (training.v, training.optimizer, training.global_step, 1)
         training.results.append(coordinator.schedule(step_later, args=args))
@@ -256,7 +213,7 @@ async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size
     the present step, though that is the first one that the backup decides: nobody has kept them.
     """
     async with replicated(3, num_workers=3) as (cluster, coordinator):
-        training = Training(coordinator, size, replicas_to_aggregate=2, total_num_replicas=3)
+        training = ColumnsTraining(coordinator, size, replicas_to_aggregate=2, total_num_replicas=3)
         died = cluster.kill_at("ps-0", "ps.step.applied")  # in the log, and no other ps was told
         training.schedule(12)
         await died.wait()
@@ -284,7 +241,7 @@ async def push_only(v: Any, optimizer: Any, global_step: Any, column: int) -> st
 async def test_a_step_that_pulls_nothing_knows_no_step_in_a_new_session(size: int) -> None:
     """Each death of a ps ends all sessions, and with them what workers had been told."""
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, size)
+        training = ColumnsTraining(coordinator, size)
         training.schedule(4)
         await coordinator.join()
         await cluster.kill("ps-0")
@@ -308,7 +265,7 @@ ABOUT_STEPS = (
 @pytest.mark.parametrize("kind", ABOUT_STEPS)
 async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:
     async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
-        training = Training(coordinator, size, 1)
+        training = ColumnsTraining(coordinator, size, 1)
         for name in ("ps-0", "ps-1", "ps-0"):
             training.schedule(6)
             await coordinator.join(timeout=100)
@@ -327,7 +284,7 @@ async def test_steps_go_on_after_a_double_death_and_a_checkpoint(
     size: int, step_ps: int, tmp_path: Path
 ) -> None:
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, size, step_ps)
+        training = ColumnsTraining(coordinator, size, step_ps)
         events = coordinator.events()
         training.schedule(4)
         await coordinator.join()

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_replica_attach_steps import Training as StepsOfTwo
-from test_replica_steps import LARGE, SMALL, Training
 
 import psync
 from attach_cluster import backing_one_another_up, life, silence
@@ -28,6 +26,7 @@ from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
 from replica_cluster import ReplicaCluster, replicated
+from replica_training import LARGE, SMALL, ColumnsTraining, StepsTraining
 from sync_cluster import GROUP, SyncCluster
 
 
@@ -71,7 +70,7 @@ def order_anew(coordinator: psync.ClusterCoordinator) -> None:
 
 async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on() -> None:
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, SMALL)
+        training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
         ordered: list[int] = []
@@ -177,7 +176,7 @@ async def test_a_chief_of_another_number_of_ps_tasks_may_attach(addresses: list[
 
 async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, SMALL)
+        training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
         follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task._follower)
@@ -199,7 +198,7 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
     with fresh_process():
         async with backing_one_another_up() as cluster:
             async with life(cluster) as first:
-                training = StepsOfTwo(first, size, step_ps)
+                training = StepsTraining(first, size, step_ps)
                 training.schedule(6)
                 await first.join()
                 with held_up(cluster.ps("ps-1"), CloseStep) as held:
@@ -209,7 +208,7 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
                     attaching = asyncio.create_task(attached(cluster, held))
                     async with life(cluster) as second:
                         await attaching
-                        training = StepsOfTwo(second, size, step_ps)
+                        training = StepsTraining(second, size, step_ps)
                         assert await training.check() == 4
 
 
@@ -256,7 +255,7 @@ async def test_two_processes_die_at_once_and_steps_go_on(
 ) -> None:
     """Neither had the backup of the other. Nobody waits for what has ended with them."""
     async with replicated(4) as (cluster, coordinator):
-        training = Training(coordinator, size)
+        training = ColumnsTraining(coordinator, size)
         training.schedule(6)
         await coordinator.join()
         training.schedule(30)
@@ -276,7 +275,7 @@ async def test_two_processes_die_at_once_and_steps_go_on(
 async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
     """Sent before a fail-over, over a connection that was lost, and served after it."""
     async with replicated() as (cluster, coordinator):
-        training = Training(coordinator, SMALL)
+        training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
         links = coordinator._coordinator.links

@@ -1,4 +1,4 @@
-"""What the optimizers compute, compared with Keras 3: see golden/make_optimizers.py.
+"""What the optimizers compute, compared with Keras 3: see helpers/golden_optimizers.py.
 
 Gradients take the way of an asynchronous push: clipped by norm on the worker, then applied, or
 accumulated, by the store of a ps.
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden.make_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
 
+from golden_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
 from psync import optimizers, schedules
 from psync.numerics.clipping import clipped_by_norm
 from psync.specs import ShardSpec

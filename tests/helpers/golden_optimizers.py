@@ -3,8 +3,8 @@
 Run by hand, in an environment that has keras 3 (the tests need only the file):
 
     python -m venv /tmp/keras && /tmp/keras/bin/pip install keras jax
-    cd tests/numerics/golden
-    KERAS_BACKEND=jax JAX_ENABLE_X64=1 /tmp/keras/bin/python make_optimizers.py
+    cd tests/helpers
+    KERAS_BACKEND=jax JAX_ENABLE_X64=1 /tmp/keras/bin/python golden_optimizers.py
 
 (With numpy as its backend Keras computes float64 in float32.)
 
@@ -204,7 +204,7 @@ def main() -> None:
             )
             for variable, values in enumerate(_values(optimizer, dtype)):
                 arrays[f"{case}/{dtype}/{variable}"] = values
-    path = Path(__file__).with_name("optimizers.npz")
+    path = Path(__file__).parents[1] / "numerics" / "golden" / "optimizers.npz"
     np.savez_compressed(
         path, cases=np.array(json.dumps(CASES)), keras=np.array(keras.__version__), **arrays
     )
