@@ -20,7 +20,6 @@ from psync.chief.enquiry import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.transport import Listener
@@ -506,14 +505,11 @@ class PsTask:
         host, _, _ = self._address.rpartition(":")
         address = f"{host}:0" if host else f"{self._address}.{index}"
         # One that is damaged ends the process.
-        made = PsTask(self._backup_platform(), index, address, self.stopped, is_hosted=True)
+        platform = self._platform
+        platform = dataclasses.replace(platform, failpoints=platform.failpoints.of_backup())
+        made = PsTask(platform, index, address, self.stopped, is_hosted=True)
         self.chief.watch(made._endpoint)
         return made
-
-    def _backup_platform(self) -> Platform:
-        """A test that lets a task die at some place means the one that serves."""
-        failpoints = Failpoints(without=self._platform.failpoints.without)
-        return dataclasses.replace(self._platform, failpoints=failpoints)
 
     def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
         """Hold what an image of another one holds; see ``replica_host.BackupTask``."""

@@ -49,3 +49,10 @@ def test_what_a_plan_has_shown_is_seen_again_if_the_rule_is_wrong(mutant: str, o
     plan = Plan.from_json((PLANS / f"{mutant}.json").read_text())
     assert not simulate(plan).violation
     assert simulate(plan, mutant=mutant).oracle == oracle
+
+
+def test_places_of_a_promoted_backup_are_reached() -> None:
+    """Nothing could happen at a place of a backup that serves: 20,000 seeds never were there."""
+    report = simulate(Plan.from_json((PLANS / "promoted_closes.json").read_text()))
+    assert not report.violation
+    assert "a promoted ps 0 closes a step again" in report.marks

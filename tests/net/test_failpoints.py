@@ -40,6 +40,12 @@ def test_a_test_gives_an_action_of_its_own() -> None:
         assert acted == expected
 
 
+def test_a_backup_in_the_same_process_has_none_that_is_armed() -> None:
+    of_backup = Failpoints("ps.push.applied=error", without=frozenset({"dedup"})).of_backup()
+    of_backup.hit("ps.push.applied")
+    assert of_backup.without == {"dedup"}
+
+
 def test_the_environment_arms_them() -> None:
     armed = Failpoints.from_environment({"PSYNC_FAILPOINTS": "ps.create.done=error"})
     assert armed.armed("ps.create.done")

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,29 @@ def test_a_history_depends_on_the_seed_and_on_nothing_that_ran_before() -> None:
     simulate(drawn(12))
     assert simulate(plan).trace_hash == first.trace_hash
     assert simulate(dataclasses.replace(plan, seed=9)).trace_hash != first.trace_hash
+
+
+def test_what_is_imported_in_the_midst_of_a_run_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would keep the sizes of that run, and later seeds in the process another history."""
+    start = WorkerTask.start
+
+    async def importing(self: WorkerTask) -> None:
+        monkeypatch.setitem(sys.modules, "psync.late", types.ModuleType("psync.late"))
+        await start(self)
+
+    monkeypatch.setattr(WorkerTask, "start", importing)
+    with pytest.raises(RuntimeError, match=r"imported in the midst of a run.*: psync\.late"):
+        simulate(drawn(8))
+
+
+def test_no_run_imports_anything_in_a_fresh_process() -> None:
+    program = (
+        "from psync.testing.simulation.sweep import Job\n"
+        "for seed in (14190, 14194, 14200): Job(seed).run()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_history_does_not_depend_on_where_the_source_lies(tmp_path: Path) -> None:

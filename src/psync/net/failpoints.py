@@ -111,6 +111,13 @@ class Failpoints:
         """Return whether ``name`` may still act: tests whose order of things matters ask."""
         return name in self._armed
 
+    def of_backup(self) -> Failpoints:
+        """Return those of a backup in the same process: who arms a place means the one that serves.
+
+        It may be promoted; nothing is armed there then, either.
+        """
+        return Failpoints(without=self.without)
+
     def hit(self, name: str) -> None:
         """The place ``name`` is reached."""
         armed = self._armed.get(name)

@@ -387,6 +387,10 @@ class Places(Failpoints):
         self._world = world
         self._process = name
 
+    def of_backup(self) -> Failpoints:
+        """Return these: what a backup reaches that serves, or follows, is reached, too."""
+        return self
+
     def hit(self, name: str) -> None:
         """The place ``name`` is reached."""
         self._world.reach("place", name, self._process)

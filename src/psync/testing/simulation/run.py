@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psync
 from psync.client import scopes
 from psync.net.process_state import fresh_process
 from psync.serialization import failures
@@ -46,6 +47,9 @@ def _without_directories(format_exception: Callable[..., list[str]]) -> Callable
         re.sub(r'File ".*/', 'File "', line) for line in format_exception(*args, **options)
     ]
 
+
+for _name in psync.__all__:  # names are loaded when they are first used, which is here
+    getattr(psync, _name)
 
 ALIKE = (
     (scopes, "place_of", lambda _: lambda frame: "program.py:1"),
@@ -102,10 +106,15 @@ def simulate(
         canary: Whether one seed in a hundred fails on purpose.
         turns: Whether each turn of the loop is put on the trace.
     """
+    there = set(sys.modules)
     with fresh_process(), _quiet_end(), replaced(ALIKE), mutated(mutant), tightened(plan.sizes):
         if mutant:
             without |= MUTANTS[mutant].without
-        return _simulate(plan, without, canary, turns)
+        report = _simulate(plan, without, canary, turns)
+    late = sorted(name for name in set(sys.modules) - there if name.startswith("psync."))
+    if late:  # and have kept, for all runs to come, what was replaced during this one
+        raise RuntimeError(f"imported in the midst of a run, not before it: {', '.join(late)}")
+    return report
 
 
 def _simulate(plan: Plan, without: frozenset[str], canary: bool, turns: bool) -> Report:

@@ -73,7 +73,7 @@ class World:
         self.over = asyncio.Event()  # the program is at its end
         self.closing = asyncio.Event()  # the program is to close its coordinator
         self.gone: set[str] = set()  # who is never started again
-        self._died: set[str] = set()  # ps tasks, at some time
+        self._lost: set[str] = set()  # ps tasks that died, or were stopped, at some time
         self.injected: Counter[str] = Counter()  # faults that happened, by kind
         self.trace: list[tuple[float, int, str, str, str]] = []
         self._graves: list[Process] = []
@@ -207,11 +207,11 @@ class World:
                 self._judge(name, each)
         else:
             may = LOSSES if name == "chief-0" else ()
-            if self.gone & self._died and isinstance(exc, may):
+            if self.gone & self._lost and isinstance(exc, may):
                 # Nobody can go on: that is said, and names one that was lost.
-                lost = sorted(self._died)
+                lost = sorted(self._lost)
                 said = any(f"/job:ps/task:{each[3:]}" in str(exc) for each in lost)
-                self.journal.look(said, f"{lost} have died, and the error is {exc}", "gone")
+                self.journal.look(said, f"{lost} were lost, and the error is {exc}", "gone")
                 self.journal.say("mark", "a program ends because a ps is gone for good")
                 self.over.set()
             text = "".join(traceback.format_exception(exc))
@@ -270,7 +270,7 @@ class World:
             return
         self.note("kill", name)
         if name.startswith("ps"):
-            self._died.add(name)
+            self._lost.add(name)
         process.kill()
         self.tasks.pop(name, None)
         self.network.crash(name, silently=silently)
@@ -289,6 +289,8 @@ class World:
         process = self.processes[name]
         if not process.is_dead and not process.is_stopped:
             self.note("stop", name)
+            if name.startswith("ps"):
+                self._lost.add(name)  # if it is for long
             process.stop()
             self.network.stop(name)
 
