@@ -567,6 +567,7 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
         other.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(4))
 async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> None:

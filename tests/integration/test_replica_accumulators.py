@@ -96,6 +96,7 @@ async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: boo
         assert same[0]["accumulators"] == 1
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("count", [1, 3, 5, 10])
 @pytest.mark.parametrize("place", ["ps.backup.sending", "ps.backup.taken"])
@@ -115,6 +116,7 @@ async def test_wherever_a_ps_dies_each_gradient_is_taken_once(
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
+@pytest.mark.slow
 @each_kind
 async def test_backups_that_are_made_anew_have_all_of_it(size: int, sparse: bool) -> None:
     async with replicated() as (cluster, coordinator):

@@ -597,6 +597,7 @@ async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
         await asyncio.sleep(2)  # it had backups only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 async def test_whoever_dies_in_whatever_order_each_answered_update_is_there_once(seed: int) -> None:
     """An error is only where a ps process and the chief die at one time."""

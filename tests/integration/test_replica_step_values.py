@@ -85,6 +85,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "size"),
     [("momentum", SMALL), ("adam", LARGE), ("clipnorm", SMALL), ("global_clipnorm", LARGE),

@@ -261,6 +261,7 @@ ABOUT_STEPS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("kind", ABOUT_STEPS)
 async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:

@@ -246,6 +246,7 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         await asyncio.gather(pushing, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("turns", [0, 5, 20, 60])  # of the loop, that steps are under way
 @pytest.mark.parametrize("size", [SMALL, LARGE])

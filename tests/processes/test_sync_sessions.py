@@ -62,6 +62,7 @@ def begun(cluster: ByHand, steps: int) -> dict[str, subprocess.Popen[str]]:
 # --- psync run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_run_to_its_end() -> None:
     run = ended(sessions(20))
     assert run.code == 0
