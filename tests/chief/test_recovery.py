@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from image_store import keep_images
+from inside import chief_of, handlers_of
 from memory_cluster import cluster_of, coordinating, event_of, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
@@ -31,7 +32,7 @@ from replica_cluster import ReplicaCluster, declared, replicated, run
 def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
     """What a task is told meanwhile, of these kinds."""
     heard: list[Any] = []
-    handlers = task._endpoint.handlers
+    handlers = handlers_of(task)
 
     def listening(handler: Handler) -> Handler:
         def run(peer: Any, message: Any, body: Any) -> Any:
@@ -131,7 +132,7 @@ async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_no
 
 async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> None:
     async with coordinating(num_workers=1) as (_, coordinator):
-        recovery = coordinator._running("test").recovery
+        recovery = chief_of(coordinator).recovery
         recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
         recovery.replaced(FencedError("it works for a newer coordinator"))
         recovery.replaced(FencedError("it works for the newest coordinator"))
@@ -200,7 +201,7 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
-            coordinator._running("test").recovery.recovery_ended()
+            chief_of(coordinator).recovery.recovery_ended()
             await asyncio.sleep(5)
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
         (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
@@ -214,7 +215,7 @@ async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
-            coordinator._running("test").recovery.end_sessions()
+            chief_of(coordinator).recovery.end_sessions()
             await asyncio.sleep(5)
         assert heard
         assert [report.missing for report in heard] == [[]] * len(heard)
@@ -267,7 +268,7 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
     async with coordinating(2, 1) as (_, coordinator):
         await run(coordinator, 1, *declared(coordinator))
         await keep_images(coordinator, tmp_path)
-        recovery = coordinator._running("test").recovery
+        recovery = chief_of(coordinator).recovery
     error = ParameterServerLost("/job:ps/task:1", "went as well")
     assert not recovery.will_recover(error)
     with caplog.at_level(logging.ERROR):
@@ -292,7 +293,7 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
             v = psync.Variable(0.0, name="v")
         await asyncio.wait_for(coordinator.backed_up(), 5)
         await coordinator.join()
-        describe = coordinator._running("test").describe
+        describe = chief_of(coordinator).describe
         assert f"{unsaved}: a ps that is lost ends the program" in describe()
         assert unsaved not in caplog.text
         await cluster.stop("ps-0")
@@ -303,7 +304,7 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
         with coordinator.strategy.scope():
             v = psync.Variable(0.0, name="v")
         await psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path).save()
-        assert unsaved not in "".join(coordinator._running("test").describe())
+        assert unsaved not in "".join(chief_of(coordinator).describe())
 
 
 async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpoints(
@@ -313,7 +314,7 @@ async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpo
     async with replicated() as (_, coordinator):
         await coordinator.join()
         where = "/job:ps/task:0 is served in the process of /job:ps/task:0, its backup in that of"
-        assert f"{where} /job:ps/task:1" in coordinator._running("test").describe()
+        assert f"{where} /job:ps/task:1" in chief_of(coordinator).describe()
         assert "no CheckpointManager has saved anything yet" not in caplog.text
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from inside import chief_of
 from memory_cluster import coordinating, event_of
 from psync.errors import EndOfData, ParameterServerLost
 from psync.net.peer import Peer
@@ -185,6 +186,6 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
         await asyncio.sleep(60)
-        assert coordinator._coordinator._reporting.done()
+        assert chief_of(coordinator)._reporting.done()
     assert not [r for r in caplog.records if r.name == "psync.chief.schedule_reporter"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR]  # of the loss itself

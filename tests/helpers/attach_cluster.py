@@ -10,6 +10,7 @@ from typing import Any
 
 import psync
 from chief_lives import life_of
+from inside import handlers_of
 from psync.chief.events import FailoverEvent
 from psync.net.peer import Handler
 from psync.wire.codec import Message
@@ -86,7 +87,7 @@ def at(
     If that returns False, the message is not heard. What is yielded is set when it came.
     """
     reached = asyncio.Event()
-    handlers = cluster.ps(name)._endpoint.handlers
+    handlers = handlers_of(cluster.ps(name))
     handler = handlers[kind]
     unheard: list[asyncio.Future[Any]] = []
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from inside import handlers_of, store_of, work_of
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
@@ -174,25 +175,25 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
-    return lambda: task._store.busy((variable.variable_id, 0))
+    return lambda: store_of(task).busy((variable.variable_id, 0))
 
 
 def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
     """Keep a variable's first shard busy; return what ends that."""
     shard = variable.shards[0]
-    work = task._store.assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
+    work = store_of(task).assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
 
     def release() -> None:
         for _ in work:
             pass
-        task._work.wake()
+        work_of(task).wake()
 
     return release
 
 
 def heard(task: PsTask, kind: type[Message]) -> list[Any]:
     """All messages of a kind that a ps gets from now on."""
-    handlers, messages = task._endpoint.handlers, list[Message]()
+    handlers, messages = handlers_of(task), list[Message]()
     handler = handlers[kind]
 
     def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:

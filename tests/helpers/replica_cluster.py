@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import psync
+from inside import failpoints_of, platform_of
 from memory_cluster import MemoryCluster, shared
 from psync.net.failpoints import Failpoints
 from psync.net.message_loss import MessageLosses
@@ -45,7 +46,7 @@ class ReplicaCluster(MemoryCluster):
             self.cut_off(name)
             died.set()  # what it does from here on reaches nobody
 
-        self.ps(name)._platform.failpoints.arm(place, die, count)
+        failpoints_of(self.ps(name)).arm(place, die, count)
         return died
 
     def cut_off(self, name: str) -> None:
@@ -54,7 +55,7 @@ class ReplicaCluster(MemoryCluster):
         async def refused(*_: object) -> Any:
             raise ConnectionRefusedError(errno.ECONNREFUSED, f"{name} is dead")
 
-        self.ps(name)._platform.network.connect = refused  # type: ignore[method-assign]
+        platform_of(self.ps(name)).network.connect = refused  # type: ignore[method-assign]
         self.network.refuse(name)
         self.network.cut(name)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from inside import store_of, sync_of
 from ps_cluster import CONFIG, PsCluster, pull
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
@@ -101,12 +102,12 @@ class SyncCluster(PsCluster):
 
     def staged_bytes(self) -> list[int]:
         """On each ps."""
-        return [task._sync.statistics()["bytes"] for task in self.ps]
+        return [sync_of(task).statistics()["bytes"] for task in self.ps]
 
     def versions(self, *variables: VariableSpec) -> list[int]:
         """Of each shard."""
         return [
-            self.ps[shard.ps]._store.version(shard.key)
+            store_of(self.ps[shard.ps]).version(shard.key)
             for variable in variables
             for shard in variable.shards
         ]

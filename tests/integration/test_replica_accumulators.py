@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import backups_of
 from ps_cluster import until
 from psync.chief.events import FailoverEvent
 from replica_cluster import ReplicaCluster, replicated
@@ -89,7 +90,7 @@ async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: boo
         for _ in range(3):
             await program.round()
         await program.check()
-        backup = cluster.ps("ps-1")._host._backups[0]
+        backup = backups_of(cluster.ps("ps-1"))[0]
         await backup.settle()
         same = [task.statistics()["accumulators"] for task in (cluster.ps("ps-0"), backup.task)]
         assert same[0] == same[1]

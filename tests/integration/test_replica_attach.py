@@ -16,6 +16,7 @@ import psync
 from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
 from chief_lives import life_of
 from image_store import keep_images
+from inside import chief_of, host_of
 from ps_cluster import heard, until
 from psync.chief.enquiry import CHIEF
 from psync.chief.events import FailoverEvent
@@ -39,12 +40,12 @@ def _own_process() -> Iterator[None]:
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    return coordinator._running("incarnation").links.incarnation
+    return chief_of(coordinator).links.incarnation
 
 
 def served(cluster: ChiefsCluster, name: str) -> list[str]:
     """Say which ps tasks a process serves, beside that of its own address."""
-    return sorted(task.task for task in cluster.ps(name)._host.serving)  # type: ignore[attr-defined]
+    return sorted(task.task for task in host_of(cluster.ps(name)).serving)  # type: ignore[attr-defined]
 
 
 def own_store_is_empty(cluster: ChiefsCluster, name: str) -> bool:
@@ -116,7 +117,7 @@ async def test_all_ps_tasks_in_a_process_whose_own_one_was_started_again_and_is_
         assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
         before = incarnation_of_hosted = max(
             task.newest
-            for task in cluster.ps("ps-0")._host.serving  # type: ignore[attr-defined]
+            for task in host_of(cluster.ps("ps-0")).serving  # type: ignore[attr-defined]
         )
         async with life(cluster) as second:
             assert second.attached
@@ -194,7 +195,7 @@ async def test_one_that_is_about_to_serve_is_waited_for() -> None:
         async with life(cluster) as first:
             variables = declared(first)
             await run(first, 3, *variables)
-            host = cluster.ps("ps-1")._host
+            host = host_of(cluster.ps("ps-1"))
             serve, may_serve = host._serve, asyncio.Event()
 
             async def late(*args: Any) -> Any:
@@ -377,7 +378,7 @@ async def test_a_chief_that_lives_on_can_let_no_backup_serve_any_more() -> None:
             await run(first, 2, *variables)
             async with life(cluster) as second:
                 promote = Promote(0, 99, incarnation(first), [])
-                inner = first._running("a test")
+                inner = chief_of(first)
                 peer = await inner.links.endpoint.connect("worker-0:1", "/job:worker/task:0")
                 peer.close()
                 with pytest.raises(FencedError):
@@ -398,9 +399,9 @@ async def test_a_copy_that_a_newer_chief_refuses_costs_no_values() -> None:
             variables = declared(first)
             await run(first, 3, *variables)
             await fail_over(cluster, "ps-0")
-            link = first._running("a test").links.ps.links[1]
+            link = chief_of(first).links.ps.links[1]
             peer = await link.peer("control")
-            cluster.ps("ps-0")._host.fence(incarnation(first) + RANGE)
+            host_of(cluster.ps("ps-0")).fence(incarnation(first) + RANGE)
             for epoch in (1000, 1001):
                 with pytest.raises(psync.PsyncError, match="serves a newer coordinator"):
                     await peer.call(BackUp(epoch, "/job:ps/task:0", "ps-0:1", False))
@@ -476,7 +477,7 @@ async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> No
             await check(variables, 5)
             for name in ("ps-0", "ps-1"):
                 assert cluster.ps(name).describe()
-                assert not cluster.ps(name)._host.describe()
+                assert not host_of(cluster.ps(name)).describe()
 
 
 # A program that begins anew.
@@ -589,7 +590,7 @@ class Counts:
 
 async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
     """Wait until the chief has done what there was to do since a process died."""
-    replicas = coordinator._running("a test").recovery.replicas
+    replicas = chief_of(coordinator).recovery.replicas
     assert replicas is not None
     if int(victim[-1]) in replicas._home:
         await anext(coordinator.events())

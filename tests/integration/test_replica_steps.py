@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from image_store import keep_images
+from inside import host_of, sync_of
 from memory_cluster import event_of
 from psync.chief.events import FailoverEvent, RollbackEvent
 from replica_cluster import ReplicaCluster, replicated
@@ -27,10 +28,10 @@ async def test_synchronous_steps_without_a_death_are_those_without_backups(size:
         await training.check()
         assert int(await training.global_step.read()) >= 10
         for ps in ("ps-0", "ps-1"):
-            host = cluster.ps(ps)._host
+            host = host_of(cluster.ps(ps))
             await asyncio.gather(*(each.settle() for each in host._backups.values()))
             (backup,) = host._backups.values()
-            assert backup.task._sync.steps() == cluster.ps(ps)._sync.steps()
+            assert sync_of(backup.task).steps() == sync_of(cluster.ps(ps)).steps()
 
 
 PLACES = [
@@ -221,7 +222,7 @@ async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size
         await cluster.bury("ps-0")
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         await asyncio.sleep(1)  # closures run again, pull, and push
-        assert cluster.ps("ps-1")._sync.steps() == []
+        assert sync_of(cluster.ps("ps-1")).steps() == []
         cluster.network.heal("ps-1", "ps-2")
         await coordinator.join(timeout=60)
         await training.check()

@@ -14,6 +14,7 @@ import pytest
 
 import psync
 from attach_cluster import backing_one_another_up, life, silence
+from inside import backups_of, chief_of, closer_of, endpoint_of, handlers_of, store_of, sync_of
 from ps_cluster import CHIEF, hold, pull, until
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -41,7 +42,7 @@ class Held:
 @contextlib.contextmanager
 def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
     held = Held()
-    handlers = task._endpoint.handlers
+    handlers = handlers_of(task)
     handler = handlers[kind]
 
     async def later(peer: Any, message: Any, body: Any) -> Any:
@@ -60,7 +61,7 @@ def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
 
 def order_anew(coordinator: psync.ClusterCoordinator) -> None:
     """Let all backups be made anew, as after a fail-over: what was being made is given up."""
-    replicas = coordinator._running("replicas").recovery.replicas
+    replicas = chief_of(coordinator).recovery.replicas
     assert replicas is not None
     replicas._pause()
     for ps in range(len(replicas._links)):
@@ -74,7 +75,7 @@ async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on()
         training.schedule(4)
         await coordinator.join()
         ordered: list[int] = []
-        handlers = cluster.ps("ps-0")._endpoint.handlers
+        handlers = handlers_of(cluster.ps("ps-0"))
         handler = handlers[BackUp]
 
         def note(peer: Any, message: BackUp, body: Any) -> Any:
@@ -106,7 +107,7 @@ async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
         link = holder.links[1]
         await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
         pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
-        groups = cluster.ps[1]._sync._groups
+        groups = sync_of(cluster.ps[1])._groups
         await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
         order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
         copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
@@ -156,10 +157,10 @@ async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next()
         await asyncio.gather(
             *(each.push((v,), (1.0,), token) for each, token in zip(replicas, tokens, strict=True))
         )
-        (backup,) = cluster.ps[0]._host._backups.values()
+        (backup,) = backups_of(cluster.ps[0]).values()
         await backup.settle()
         key = v.shards[0].key
-        assert backup.task._store.version(key) == task._store.version(key)
+        assert store_of(backup.task).version(key) == store_of(task).version(key)
 
 
 @pytest.mark.parametrize("addresses", [["ps0:1"], ["ps0:1", "ps1:1", "ps2:1"]])
@@ -179,7 +180,7 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task._follower)
+        follower = weakref.ref(backups_of(cluster.ps("ps-1"))[0].task._follower)
         assert follower() is not None
         await cluster.kill("ps-0")
         training.schedule(4)
@@ -237,7 +238,7 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         await until(lambda: cluster.group()["counted"])
         release()
         await copying
-        (backup,) = cluster.ps[1]._host._backups.values()
+        (backup,) = backups_of(cluster.ps[1]).values()
         await backup.settle()
         assert isinstance(backup.task, PsTask)
         assert backup.task._follower is not None
@@ -279,18 +280,18 @@ async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        links = coordinator._coordinator.links
+        links = chief_of(coordinator).links
         before = links._ps_attachment(0)
         await cluster.kill("ps-1")
         training.schedule(4)
         await coordinator.join()
         ps_0 = cluster.ps("ps-0")
-        now = ps_0._closer._all_ps._addresses if ps_0._closer is not None else []
+        now = closer_of(ps_0)._all_ps._addresses if closer_of(ps_0) is not None else []
         assert now != before.ps_addresses
-        chief = next(peer for peer in ps_0._endpoint.peers if peer.task == CHIEF)
+        chief = next(peer for peer in endpoint_of(ps_0).peers if peer.task == CHIEF)
         await ps_0._attach(chief, before, [])
-        assert ps_0._closer is not None
-        assert ps_0._closer._all_ps._addresses == now
+        assert closer_of(ps_0) is not None
+        assert closer_of(ps_0)._all_ps._addresses == now
         training.schedule(4)
         await coordinator.join()
         await training.check()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import locks_of, work_of
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -123,7 +124,7 @@ async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
         holder, other = cluster.client(WORKER), cluster.client(OTHER)
         release = hold(task, v)
         update = asyncio.ensure_future(assign(other, v, [1.0], "add"))
-        await until(lambda: task._work.waiting)
+        await until(lambda: work_of(task).waiting)
         locking = asyncio.ensure_future(lock(holder, v))
         await settle()
         assert not locking.done()
@@ -195,7 +196,7 @@ async def test_a_lock_can_be_renewed() -> None:
         v = await cluster.create("v", [0.0])
         holder = cluster.client()
         await lock(holder, v)
-        lock_held = next(iter(cluster.ps[0]._locks._locks.values()))
+        lock_held = next(iter(locks_of(cluster.ps[0])._locks.values()))
         first = lock_held.timer
         await say(holder, RenewLock(1))
         assert first.cancelled()
@@ -254,7 +255,7 @@ async def test_a_lock_whose_turn_comes_as_all_of_them_end_is_not_held() -> None:
         await lock(holder, v)
         waiting = asyncio.ensure_future(lock(other, v))
         await settle()
-        cluster.ps[0]._locks.close()
+        locks_of(cluster.ps[0]).close()
         with pytest.raises(LockLost, match="lock 1 has ended"):
             await waiting
         assert cluster.ps[0].statistics()["locks"] == {"held": 0, "taken": 1, "expired": 0}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import closer_of, sync_of
 from ps_cluster import RATE, heard, pull
 from psync.errors import (
     GradientError,
@@ -205,10 +206,10 @@ class TestWholePushes:
                 if step:
                     points = Failpoints()
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                    task._sync.applier._failpoints = points
-                    assert task._closer is None or cluster.ps[0] is task
-                    if task._closer is not None:
-                        task._closer._failpoints = points
+                    sync_of(task).applier._failpoints = points
+                    assert closer_of(task) is None or cluster.ps[0] is task
+                    if closer_of(task) is not None:
+                        closer_of(task)._failpoints = points
                 answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
                 assert [answer.token for answer in answers] == [step + 1] * 2
             (got,) = await pull(cluster.chief, w)

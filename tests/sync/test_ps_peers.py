@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from backups import say
+from inside import failpoints_of, platform_of, pool_of, sync_of, work_of
 from ps_cluster import CHIEF, hold, until
 from psync.errors import (
     ClosedError,
@@ -39,7 +40,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
     attach = AttachPs(coordinator, 0, addresses, 15.0)
-    all_ps = AllPs(task._platform, attach, task._sync, task._work, task._pool)
+    all_ps = AllPs(platform_of(task), attach, sync_of(task), work_of(task), pool_of(task))
     try:
         yield all_ps
     finally:
@@ -77,7 +78,7 @@ async def test_all_others_are_asked_at_once() -> None:
 async def test_a_step_is_applied_everywhere() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))
-        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
@@ -87,13 +88,13 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
         connection = (await all_ps._links().links[1].peer("control")).connection
         sent = [connection.bytes_sent]
-        apply = all_ps._sync.applier._apply
+        apply = sync_of(cluster.ps[0]).applier._apply
 
         def noting(*args: Any) -> Awaitable[None] | None:
             sent.append(connection.bytes_sent)
             return apply(*args)
 
-        monkeypatch.setattr(all_ps._sync.applier, "_apply", noting)
+        monkeypatch.setattr(sync_of(cluster.ps[0]).applier, "_apply", noting)
         await closed(all_ps, close_step(cluster, 1))
         assert sent[1] > sent[0]
 
@@ -101,10 +102,10 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        cluster.ps[broken]._sync.applier._failpoints = Failpoints("ps.step.applied=error")
+        sync_of(cluster.ps[broken]).applier._failpoints = Failpoints("ps.step.applied=error")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
-        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 @pytest.mark.parametrize("step_ps", [0, 1])
@@ -133,9 +134,7 @@ async def test_a_global_step_of_one_dimension_will_do() -> None:
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
-        cluster.ps[1]._platform.failpoints.arm(
-            "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
-        )
+        failpoints_of(cluster.ps[1]).arm("ps.assign.applied", lambda: cluster.network.cut("ps1:1"))
         await all_ps.raise_global_step(config, GROUP, 0)
         assert await cluster.global_step() == 1
 
@@ -145,7 +144,7 @@ async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
         config = SyncConfig.from_config(cluster.config)
         release = hold(cluster.ps[0], cluster.step)
         raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
-        await until(lambda: cluster.ps[0]._work.waiting)
+        await until(lambda: work_of(cluster.ps[0]).waiting)
         release()
         await raising
         assert await cluster.global_step() == 1

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import closer_of, failpoints_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, hold, pull, until
 from psync.errors import (
     ConfigurationError,
@@ -147,7 +148,7 @@ class TestSteps:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(1)
             assert await cluster.replica().push((w,), (1.0,)) == accepted(1, 1)
-            closer = cluster.ps[0]._closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             assert closer._all_ps._client is None
 
@@ -195,14 +196,14 @@ class TestFirstStep:
             cluster.configure(1)
             release = hold(cluster.ps[0], cluster.step)
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             release()
             assert await pushing == accepted(4, 1)
 
     async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
         async with SyncCluster(2, step_ps=1, first=3) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0]._closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushes = [
@@ -220,7 +221,7 @@ class TestFirstStep:
     async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
         async with SyncCluster(2, step_ps=1) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0]._closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
@@ -337,7 +338,7 @@ class TestWaiting:
             assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE * 2).all()
-            closer = cluster.ps[0]._closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             assert len(closer._waits) == 0
 
@@ -497,7 +498,7 @@ class TestLosses:
             replicas = [cluster.replica(index) for index in range(2)]
             waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
             assert await waits(waiting)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
@@ -512,7 +513,7 @@ class TestLosses:
     async def test_another_ps_that_is_cut_off_for_a_while_is_waited_for(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -529,7 +530,7 @@ class TestLosses:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
             points = Failpoints("ps.step.applied=error")
-            cluster.ps[1]._sync.applier._failpoints = points
+            sync_of(cluster.ps[1]).applier._failpoints = points
             pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, PsyncError)
@@ -541,7 +542,7 @@ class TestLosses:
     async def test_a_new_coordinator_while_a_step_is_closed(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -556,8 +557,8 @@ class TestLosses:
             await attaching
             assert cluster.ps[0].statistics()["sync"] == {}
             for task in cluster.ps:
-                assert task._sync.steps() == []
-                assert task._sync.statistics()["parts"] == 0
+                assert sync_of(task).steps() == []
+                assert sync_of(task).statistics()["parts"] == 0
 
     async def test_a_step_of_an_earlier_coordinator_reaches_no_ps_that_serves_a_newer(
         self,
@@ -572,7 +573,7 @@ class TestLosses:
             pushes = [cluster.replica(index).push((u,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
-            assert cluster.ps[1]._sync.steps() == []
+            assert sync_of(cluster.ps[1]).steps() == []
 
     async def test_ps_0_ends_while_replicas_wait(self) -> None:
         async with SyncCluster() as cluster:

@@ -1,0 +1,106 @@
+"""The inside of tasks: the one place in the tests that knows which parts a task is made of.
+
+A test that needs a part by itself, to hold it up or to give it something from below, asks here:
+when a task is arranged anew, this file changes and no test does. What a task says by itself, in
+``statistics()``, ``describe()`` and to its clients, is the better question where it answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psync
+from psync.coordinator import Coordinator
+from psync.net.endpoint import Endpoint
+from psync.net.failpoints import Failpoints
+from psync.net.peer import Handler
+from psync.net.platform import Platform
+from psync.numerics.blocks import BlockPool
+from psync.ps.accumulators import AccumulatorService
+from psync.ps.backup_host import ReplicaHost
+from psync.ps.cooperative_work import LongWork
+from psync.ps.locks import PsLocks
+from psync.store.ledger import Ledger
+from psync.store.store import ShardStore
+from psync.sync.ps_sync import PsSync
+from psync.wire.codec import Message
+
+# Of any task, and of a link to one.
+
+
+def endpoint_of(owner: Any) -> Endpoint:
+    return owner._endpoint
+
+
+def platform_of(task: Any) -> Platform:
+    return task._platform
+
+
+def failpoints_of(task: Any) -> Failpoints:
+    return platform_of(task).failpoints
+
+
+def handlers_of(task: Any) -> dict[type[Message], Handler]:
+    """Who serves which message; a test may put others in their places."""
+    return endpoint_of(task).handlers
+
+
+def pool_of(owner: Any) -> BlockPool:
+    return owner._pool
+
+
+# Of a ps task.
+
+
+def store_of(ps: Any) -> ShardStore:
+    return ps._store
+
+
+def ledger_of(ps: Any) -> Ledger:
+    return ps._ledger
+
+
+def work_of(ps: Any) -> LongWork:
+    """The updates that run, and those that wait for their turn."""
+    return ps._work
+
+
+def locks_of(ps: Any) -> PsLocks:
+    return ps._locks
+
+
+def accumulators_of(ps: Any) -> AccumulatorService:
+    return ps._accumulators
+
+
+def sync_of(ps: Any) -> PsSync:
+    """Its part of synchronous steps."""
+    return ps._sync
+
+
+def closer_of(ps: Any) -> Any:
+    """What closes synchronous steps; None but on ps 0."""
+    return ps._closer
+
+
+def host_of(ps: Any) -> ReplicaHost:
+    """The backups of other ps tasks in its process."""
+    return ps._host
+
+
+def backups_of(ps: Any) -> dict[int, Any]:
+    """The same, by the index of the other ps."""
+    return host_of(ps)._backups
+
+
+# Of the others.
+
+
+def session_of(worker: Any) -> Any:
+    """What a worker has for the coordinator that it serves; None without one."""
+    return worker._session
+
+
+def chief_of(coordinator: psync.ClusterCoordinator) -> Coordinator:
+    """What a running ClusterCoordinator is made of."""
+    return coordinator._running("a test")
