@@ -120,7 +120,7 @@ async def test_those_declared_meanwhile_are_created_too() -> None:
 async def test_a_connection_that_is_cut_in_the_middle_repeats_it(size: int) -> None:
     async with PsCluster(2) as cluster:
         for task in cluster.ps:
-            cut = functools.partial(cluster.network.cut, task._address)
+            cut = functools.partial(cluster.network.cut, cluster.address(task))
             failpoints_of(task).arm("ps.create.done", cut)
         v = cluster.declare("v", np.ones((4, size), np.float32), shards=4)
         w = cluster.declare("w", np.float32(5))
@@ -222,7 +222,7 @@ async def test_a_constant_that_was_updated_is_not_created_anew_by_a_repetition()
         def cut() -> None:
             for _ in store_of(task).assign((0, 0), "add", np.ones(6, np.float32)):
                 pass
-            cluster.network.cut(task._address)
+            cluster.network.cut(cluster.address(task))
 
         failpoints_of(task).arm("ps.create.done", cut)
         v = declare(cluster, "v", np.broadcast_to(np.float32(0.5), (6,)), (6,))
@@ -238,7 +238,7 @@ def declare_copy(cluster: PsCluster, name: str, original: VariableSpec) -> Varia
 
 
 def bytes_received(cluster: PsCluster) -> int:
-    links = [link for task in cluster.ps for link in cluster.network.links(task._address)]
+    links = [link for task in cluster.ps for link in cluster.network.links(cluster.address(task))]
     return sum(link.to_server.delivered_bytes for link in links)
 
 
@@ -304,7 +304,7 @@ async def test_copying_is_repeated_after_a_lost_connection_and_done_once(size: i
         def cut() -> None:  # and let the original go on before the repetition comes
             for _ in store_of(task).assign((0, 0), "add", np.ones(size, np.float32)):
                 pass
-            cluster.network.cut(task._address)
+            cluster.network.cut(cluster.address(task))
 
         failpoints_of(task).arm("ps.create.done", cut)
         c = declare_copy(cluster, "c", v)

@@ -85,7 +85,7 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         await until(lambda: ledger_of(ps).statistics().fresh == 2)
 
         async def answer() -> None:
-            await until(lambda: ps._timeline == 1)
+            await until(lambda: ps.statistics()["image"]["timeline"] == 1)
             let_go()
             for _ in range(100):
                 await asyncio.sleep(0)

@@ -353,7 +353,7 @@ class TestClose:
         async with PsCluster() as cluster:
             link = cluster.client().links[0]
             link.notify(AskStatistics())
-            assert not link._peers
+            assert link.state == "unconnected"
 
 
 async def test_acknowledged_are_the_answers_below_the_oldest_open_one() -> None:
@@ -418,7 +418,7 @@ async def test_a_question_that_is_given_up_is_answered_no_more() -> None:
         await until(lambda: len(waiting) == 1)
         for _ in range(2):
             question.give_up()
-        assert peer._calls == {}
+        assert peer.statistics()["calls"] == 0
         await until(lambda: given_up == waiting)
         assert got == []
         assert not link._asking

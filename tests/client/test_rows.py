@@ -205,7 +205,7 @@ class TestRanges:
             await cluster.chief.read_range(v, 2, 7)
             store = cluster.ps[0].statistics()["store"]
             assert (store["rows"], store["row_blocks"], store["row_bytes"]) == (5, 1, 60)
-            assert store_of(cluster.ps[0])._shards[v.shards[0].key].values.num_made == 1
+            assert store_of(cluster.ps[0]).shards()[v.shards[0].key].values.num_made == 1
 
 
 @given(
@@ -262,7 +262,7 @@ class TestPushes:
             expected[1] -= RATE
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
-            assert [store_of(task)._optimizers[1].step for task in cluster.ps] == [1, 1]
+            assert [store_of(task).optimizer_step(1) for task in cluster.ps] == [1, 1]
 
     async def test_a_push_whose_answer_was_lost_is_applied_once(self) -> None:
         async with PsCluster() as cluster:

@@ -7,13 +7,15 @@ when a task is arranged anew, this file changes and no test does. What a task sa
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import psync
+from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
 from psync.net.endpoint import Endpoint
 from psync.net.failpoints import Failpoints
-from psync.net.peer import Handler
+from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
@@ -45,6 +47,11 @@ def handlers_of(task: Any) -> dict[type[Message], Handler]:
     return endpoint_of(task).handlers
 
 
+def peers_of(link: PsLink) -> list[Peer]:
+    """The connections of a link to a ps, one a lane."""
+    return list(link._peers.values())
+
+
 def pool_of(owner: Any) -> BlockPool:
     return owner._pool
 
@@ -65,6 +72,16 @@ def work_of(ps: Any) -> LongWork:
     return ps._work
 
 
+def is_deposed(ps: Any) -> bool:
+    """Whether its backup serves in its place."""
+    return ps._is_deposed
+
+
+def depose(ps: Any) -> None:
+    """Let it find that its backup serves in its place."""
+    ps._depose()
+
+
 def locks_of(ps: Any) -> PsLocks:
     return ps._locks
 
@@ -76,6 +93,17 @@ def accumulators_of(ps: Any) -> AccumulatorService:
 def sync_of(ps: Any) -> PsSync:
     """Its part of synchronous steps."""
     return ps._sync
+
+
+def steps_from(ps: Any, group: int, *, closing: int) -> None:
+    """Let a step of a group be under way there."""
+    sync_of(ps)._groups[group].closing = closing
+
+
+def is_closing(ps: Any, group: int) -> bool:
+    """Whether a step of a group is under way there."""
+    groups = sync_of(ps)._groups
+    return group in groups and groups[group].closing is not None
 
 
 def closer_of(ps: Any) -> Any:
@@ -91,6 +119,16 @@ def host_of(ps: Any) -> ReplicaHost:
 def backups_of(ps: Any) -> dict[int, Any]:
     """The same, by the index of the other ps."""
     return host_of(ps)._backups
+
+
+def backup_of(ps: Any, index: int) -> Any:
+    """The task that is the backup of another ps, in the process of this one."""
+    return backups_of(ps)[index].task
+
+
+async def settled(ps: Any) -> None:
+    """Wait until backups have done all that their logs say."""
+    await asyncio.gather(*(each.settle() for each in backups_of(ps).values()))
 
 
 # Of the others.

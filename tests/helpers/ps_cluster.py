@@ -54,6 +54,10 @@ class PsCluster:
         self._incarnations = itertools.count(1000)
         self._stack = AsyncExitStack()
 
+    def address(self, task: PsTask) -> str:
+        """Where a ps listens."""
+        return f"ps{self.ps.index(task)}:1"
+
     def platform(self, failpoints: Failpoints | None = None, incarnation: int = 7) -> Platform:
         return Platform(
             self.network,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from image_store import keep_images
+from inside import depose
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
 from psync.net.message_loss import FORMS
@@ -102,7 +103,7 @@ async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path)
         variables = declared(coordinator)
         await run(coordinator, 3, *variables)
         await keep_images(coordinator, tmp_path)
-        cluster.ps("ps-0")._depose()
+        depose(cluster.ps("ps-0"))
         event = await anext(coordinator.events())
         assert isinstance(event, RollbackEvent)
         await coordinator.backed_up()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from image_store import keep_images
-from inside import host_of, sync_of
+from inside import backups_of, settled, sync_of
 from memory_cluster import event_of
 from psync.chief.events import FailoverEvent, RollbackEvent
 from replica_cluster import ReplicaCluster, replicated
@@ -28,9 +28,8 @@ async def test_synchronous_steps_without_a_death_are_those_without_backups(size:
         await training.check()
         assert int(await training.global_step.read()) >= 10
         for ps in ("ps-0", "ps-1"):
-            host = host_of(cluster.ps(ps))
-            await asyncio.gather(*(each.settle() for each in host._backups.values()))
-            (backup,) = host._backups.values()
+            await settled(cluster.ps(ps))
+            (backup,) = backups_of(cluster.ps(ps)).values()
             assert sync_of(backup.task).steps() == sync_of(cluster.ps(ps)).steps()
 
 
@@ -105,7 +104,7 @@ async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         backed_up = asyncio.create_task(coordinator.backed_up())
         await asyncio.sleep(3)
-        assert cluster.ps("ps-0")._backup.statistics()["state"] != "paired"
+        assert cluster.ps("ps-0").statistics()["backup"]["state"] != "paired"
         cluster.network.heal("ps-0", "ps-2")
         await backed_up
         await cluster.kill("ps-0")

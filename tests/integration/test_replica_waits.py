@@ -14,7 +14,7 @@ import pytest
 
 import psync
 from attach_cluster import backing_one_another_up, life, silence
-from inside import backups_of, chief_of, closer_of, endpoint_of, handlers_of, store_of, sync_of
+from inside import backups_of, chief_of, closer_of, endpoint_of, handlers_of, is_closing, store_of
 from ps_cluster import CHIEF, hold, pull, until
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -107,8 +107,7 @@ async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
         link = holder.links[1]
         await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
         pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
-        groups = sync_of(cluster.ps[1])._groups
-        await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
+        await until(lambda: is_closing(cluster.ps[1], GROUP))
         order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
         copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
         await until(lambda: cluster.ps[1].statistics()["backup"])
@@ -216,8 +215,8 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
 async def attached(cluster: ReplicaCluster, held: Held) -> None:
     """Let what was held up go on once ps 0 serves the next chief."""
     ps_0 = cluster.ps("ps-0")
-    before = ps_0._coordinator
-    await until(lambda: ps_0._coordinator != before)
+    (before, *_) = ps_0.describe()
+    await until(lambda: ps_0.describe()[0] != before)
     await settle()
     held.go_on.set()
 

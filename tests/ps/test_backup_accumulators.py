@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backups import alone, back_up, take_over
-from inside import accumulators_of, backups_of
+from inside import accumulators_of, backup_of, peers_of, settled
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.net.peer import Received
@@ -106,13 +106,13 @@ class Scene:
 
     @property
     def backup(self) -> PsTask:
-        task = backups_of(self.cluster.ps[1])[0].task
+        task = backup_of(self.cluster.ps[1], 0)
         assert isinstance(task, PsTask)
         return task
 
     async def check_same(self) -> None:
         """The backup is what the primary is."""
-        await backups_of(self.cluster.ps[1])[0].settle()
+        await settled(self.cluster.ps[1])
         assert everything(self.backup) == everything(self.cluster.ps[0])
 
 
@@ -236,7 +236,7 @@ async def test_takes_whose_connection_is_lost_wait_at_the_end_on_both(scene: Sce
     g = dense()
     await back_up(scene.cluster)
     first, second = await busy(scene, g)
-    for peer in list(scene.cluster.chief.links[0]._peers.values()):
+    for peer in peers_of(scene.cluster.chief.links[0]):
         peer.close()
     assert await second
     await until(lambda: len(accumulators_of(scene.cluster.ps[0]).hosted["g"].waiting) == 1)

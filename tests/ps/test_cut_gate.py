@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, ledger_of
+from inside import endpoint_of, ledger_of, peers_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client.ps_client import PsClient
 from psync.errors import CutLost, FencedError, UsageError
@@ -132,7 +132,7 @@ async def test_a_repetition_is_answered_while_the_gate_is_shut() -> None:
         await until(lambda: ledger_of(cluster.ps[0]).statistics().answers)
         shut = asyncio.ensure_future(say(cluster.chief, Gate(1)))
         await settle()
-        (peer,) = worker.links[0]._peers.values()
+        (peer,) = peers_of(worker.links[0])
         peer.abort()  # the client sends it again
         await settle()
         release()
@@ -157,7 +157,7 @@ async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> No
         waiting = asyncio.ensure_future(push(worker, [v], [1]))
         await settle()
         assert not waiting.done()
-        for peer in cluster.chief.links[0]._peers.values():
+        for peer in peers_of(cluster.chief.links[0]):
             peer.abort()
         await waiting
 
@@ -183,7 +183,7 @@ async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() 
         newer = cluster.client("/job:chief/task:0", 200)
         await cluster.attach(newer, 200)
         await asyncio.gather(waiting, return_exceptions=True)  # it ends where it began
-        assert not cluster.ps[0]._gate.is_shut
+        assert "gate" not in "".join(cluster.ps[0].describe())
 
 
 async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:

@@ -138,7 +138,7 @@ class TestFreeze:
             await freeze(cluster)
             block = store_of(cluster.ps[0]).shards()[v.shards[0].key].values.block(1)
             assert block.held()
-            cluster.chief.links[0]._peers["control"].abort()
+            (await cluster.chief.links[0].peer("control")).abort()
             await until(lambda: not held(cluster)["held"])
             assert not block.held()
             with pytest.raises(CutLost):
@@ -152,7 +152,7 @@ class TestFreeze:
             await until(lambda: work_of(cluster.ps[0]).waiting)
             peers = endpoint_of(cluster.ps[0]).peers
             (peer,) = [peer for peer in peers if peer.lane == "control"]
-            cluster.chief.links[0]._peers["control"].abort()
+            (await cluster.chief.links[0].peer("control")).abort()
             freezing.cancel()  # so that nobody asks again
             await until(lambda: peer.is_closed)
             release()

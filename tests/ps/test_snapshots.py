@@ -86,6 +86,11 @@ def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.asyncio
+def sender_of(cluster: PsCluster, task: str) -> Any:
+    """What the ledger of ps 0 knows of a client."""
+    return ledger_of(cluster.ps[0])._senders[task]
+
+
 class TestWho:
     @pytest.mark.parametrize(
         "message",
@@ -140,7 +145,7 @@ class TestGoingBack:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(5, np.float32))
             (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
-            sender = ledger_of(cluster.ps[0])._senders[CHIEF]
+            sender = sender_of(cluster, CHIEF)
             state, _ = await freeze(cluster)
             (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
             assert unpack_answer(kept.answers[-1][2]) == first
@@ -148,7 +153,7 @@ class TestGoingBack:
                 cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
             )
             await take(cluster)
-            restored = ledger_of(cluster.ps[0])._senders[CHIEF]
+            restored = sender_of(cluster, CHIEF)
             assert restored is not sender
             assert restored.incarnation == sender.incarnation
             assert [m.answer for m in restored.messages.values()][-1] == first
@@ -156,7 +161,7 @@ class TestGoingBack:
     async def test_final_closures_stay_final(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(5, np.float32))
-            cluster.chief.links[0]._peers["control"].notify(FinalBelow(7))
+            cluster.chief.links[0].notify(FinalBelow(7))
             await adam(cluster, v, 1.0, closure=8)
             state, _ = await freeze(cluster)
             await prepare(

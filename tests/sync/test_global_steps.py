@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from backups import alone, back_up, take_over
-from inside import sync_of
+from inside import depose, sync_of
 from ps_cluster import CONFIG, PsCluster, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
@@ -98,7 +98,7 @@ async def test_one_that_has_been_replaced_raises_nothing() -> None:
     async with PsCluster(2) as cluster:
         step, closer = await created(cluster), cluster.client(CLOSER, 100)
         await back_up(cluster)
-        cluster.ps[0]._depose()
+        depose(cluster.ps[0])
         await asyncio.sleep(0)
         with pytest.raises(FencedError):
             await raise_for(closer, step, 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from backups import say
-from inside import failpoints_of, platform_of, pool_of, sync_of, work_of
+from inside import depose, failpoints_of, platform_of, pool_of, sync_of, work_of
 from ps_cluster import CHIEF, hold, until
 from psync.errors import (
     ClosedError,
@@ -231,7 +231,7 @@ async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> Non
         promoted = await say(cluster, 0, Promote(1, 9, 100, []))
         assert isinstance(promoted, Promoted)
         all_ps.expect_moves()
-        cluster.ps[1]._depose()
+        depose(cluster.ps[1])
         closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
         config = SyncConfig.from_config(cluster.config)
         raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))

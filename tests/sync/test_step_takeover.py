@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from inside import closer_of, sync_of
+from inside import closer_of, steps_from, sync_of
 from ps_cluster import heard, pull
 from psync.errors import RemoteProtocolError
 from psync.specs import VariableSpec
@@ -79,7 +79,7 @@ async def test_what_no_other_ps_has_heard_of_is_closed_there_and_the_global_step
 async def test_it_says_why_a_step_cannot_be_closed() -> None:
     async with SyncCluster(2) as cluster:
         sync_of(cluster.ps[1]).define(GROUP, cluster.config)
-        sync_of(cluster.ps[1])._groups[GROUP].closing = 7
+        steps_from(cluster.ps[1], GROUP, closing=7)
         sync_of(cluster.ps[0]).define(GROUP, cluster.config)
         with pytest.raises(RemoteProtocolError, match="step 7 is being applied"):
             await takes_over(cluster, LastStep(0, CLOSED))
@@ -90,7 +90,7 @@ async def test_nothing_is_counted_where_the_last_step_cannot_be_closed() -> None
         v = await cluster.create("v", np.zeros(2, np.float32))
         cluster.configure(2)
         sync_of(cluster.ps[1]).define(GROUP, cluster.config)
-        sync_of(cluster.ps[1])._groups[GROUP].closing = 7
+        steps_from(cluster.ps[1], GROUP, closing=7)
         told = heard(cluster.ps[1], CloseStep)
         closer = closer_of(cluster.ps[0])
         assert closer is not None

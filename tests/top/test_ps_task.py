@@ -274,7 +274,7 @@ class TestBadInput:
             n = await cluster.create("n", np.zeros(3, np.int32))
             client = cluster.client()
             await pull(client, v)
-            peer = client.links[0]._peers["control"]
+            peer = await client.links[0].peer("control")
             floats = to_bytes_view(np.zeros(3, np.float32))
             members = [(v.variable_id, 0)]
 
@@ -329,7 +329,7 @@ class TestBadInput:
                 with pytest.raises(error) as caught:
                     await ask(client, message, segments)
                 assert text.lower() in str(caught.value).lower()
-            assert client.links[0]._peers["control"] is peer
+            assert await client.links[0].peer("control") is peer
             assert peer.is_open
             assert not (await pull(client, v))[0].any()
             assert (await counters(cluster))["ledger"]["answers"] == 0

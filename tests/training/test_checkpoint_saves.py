@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import peers_of
 from local_training import in_step, training
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
@@ -204,7 +205,8 @@ class TestFailure:
             with strategy.scope():
                 w = psync.Variable(np.ones(4), name="w")
             sgd = psync.optimizers.SGD(1.0)
-            manager = psync.CheckpointManager(psync.Checkpoint(w=w, optimizer=sgd), run)
+            checkpoint = psync.Checkpoint(w=w, optimizer=sgd)
+            manager = psync.CheckpointManager(checkpoint, run)
             for _ in range(3):
                 await sgd.apply_gradients([(np.ones(4), w)])
             first = await manager.save()
@@ -228,7 +230,7 @@ class TestFailure:
             with pytest.raises(CheckpointError, match=where):
                 _ = manager.checkpoints
             with pytest.raises(CheckpointNotFound, match=str(first)):
-                await manager._checkpoint.restore(first)
+                await checkpoint.restore(first)
 
     async def test_says_of_which_path_where_the_name_is_too_long(self, tmp_path: Path) -> None:
         path = tmp_path / ("x" * 300)
@@ -259,7 +261,7 @@ class TestFailure:
                 if always:
                     failpoints.arm("checkpoint.ps.write", cut_off)
                 for link in coordinator.links.ps.links:
-                    for peer in list(link._peers.values()):
+                    for peer in peers_of(link):
                         peer.abort()
 
             failpoints.arm("checkpoint.ps.write", cut_off)
