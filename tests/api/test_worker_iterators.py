@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 import psync
-from inside import session_of
+from inside import iterators_of as held_by
 from memory_cluster import MemoryCluster, coordinating
 from psync.errors import ClosedError
 from psync.worker_task import WorkerTask
@@ -18,11 +18,7 @@ from psync.worker_task import WorkerTask
 
 def iterators_of(cluster: MemoryCluster) -> list[int]:
     """How many iterators each worker holds."""
-    return [
-        len(session_of(task)._iterators)
-        for task in cluster.tasks.values()
-        if isinstance(task, WorkerTask)
-    ]
+    return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
 async def take(batches):

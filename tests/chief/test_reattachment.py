@@ -428,8 +428,8 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             inner = chief_of(coordinator)
             assert inner is not None
             taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            gates = [cluster.tasks[name]._gate for name in ("ps-0", "ps-1")]
-            await until(lambda: any(gate.is_shut for gate in gates))
+            both = [cluster.tasks[name] for name in ("ps-0", "ps-1")]
+            await until(lambda: any("the gate is shut" in "".join(ps.describe()) for ps in both))
             adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
             await asyncio.sleep(0)
             taking.cancel()
@@ -459,10 +459,10 @@ async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_
             await asyncio.sleep(1)
             starting = asyncio.create_task(life(cluster).__aenter__())
             await asyncio.sleep(1)
-            assert first._coordinator > second._coordinator
+            assert first.newest > second.newest
             release()
             _, new = await starting
-            assert first._coordinator == second._coordinator
+            assert first.newest == second.newest
             await adding
             await new.close()
 

@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 
-from inside import failpoints_of, handlers_of, ledger_of, pool_of, store_of, work_of
+from inside import failpoints_of, handlers_of, ledger_of, pool_of, pushes_of, store_of, work_of
 from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client import plans, ps_client
 from psync.client.pulled_steps import PulledSteps
@@ -213,7 +213,7 @@ class TestPushes:
             client = cluster.client()
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(client, (v,), (2.0,)))
-            await until(lambda: client._pushes)
+            await until(lambda: pushes_of(client))
             pushing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await pushing
@@ -231,7 +231,7 @@ class TestPushes:
             v = await cluster.create("v", np.zeros(3, np.float32))
             with caplog.at_level(logging.INFO):
                 pushing = asyncio.create_task(push(cluster.chief, (v,), (np.zeros(2, np.int8),)))
-                await until(lambda: cluster.chief._pushes)
+                await until(lambda: pushes_of(cluster.chief))
                 pushing.cancel()
                 await cluster.chief.drain()
                 await asyncio.gather(pushing, return_exceptions=True)
@@ -247,7 +247,7 @@ class TestPushes:
             await client.close()
             with pytest.raises(asyncio.CancelledError):
                 await pushing
-            assert not client._pushes
+            assert not pushes_of(client)
             with pytest.raises(ClosedError):
                 await pull(client, v)
             release()

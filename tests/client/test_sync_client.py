@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import closer_of, handlers_of
+from inside import closer_of, handlers_of, pushes_of
 from ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
 from psync.client import plans
 from psync.client.ps_client import PsClient
@@ -424,7 +424,7 @@ class TestCancellation:
             contributed = heard(cluster.ps[0], Contribute)
             async with in_background(cluster.push(worker, v, 1.0)) as (pushing,):
                 await until(lambda: _counted(cluster) == 1)
-                assert not client._pushes  # nothing that the end of a step would wait for
+                assert not pushes_of(client)  # nothing that the end of a step would wait for
                 pushing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await pushing

@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import psync
+from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
 from psync.net.endpoint import Endpoint
@@ -50,6 +51,11 @@ def handlers_of(task: Any) -> dict[type[Message], Handler]:
 def peers_of(link: PsLink) -> list[Peer]:
     """The connections of a link to a ps, one a lane."""
     return list(link._peers.values())
+
+
+def pushes_of(client: PsClient) -> set[asyncio.Future[Any]]:
+    """What a client has begun and will end, whoever is cancelled."""
+    return client._pushes
 
 
 def pool_of(owner: Any) -> BlockPool:
@@ -111,6 +117,12 @@ def closer_of(ps: Any) -> Any:
     return ps._closer
 
 
+def addresses_told(ps: Any) -> list[str]:
+    """Where ps 0 takes the others to be; none without a coordinator."""
+    closer = closer_of(ps)
+    return [] if closer is None else closer._all_ps._addresses
+
+
 def host_of(ps: Any) -> ReplicaHost:
     """The backups of other ps tasks in its process."""
     return ps._host
@@ -126,6 +138,11 @@ def backup_of(ps: Any, index: int) -> Any:
     return backups_of(ps)[index].task
 
 
+def follower_of(backup: Any) -> Any:
+    """What replays the log of steps on a backup; None once it serves."""
+    return backup._follower
+
+
 async def settled(ps: Any) -> None:
     """Wait until backups have done all that their logs say."""
     await asyncio.gather(*(each.settle() for each in backups_of(ps).values()))
@@ -137,6 +154,11 @@ async def settled(ps: Any) -> None:
 def session_of(worker: Any) -> Any:
     """What a worker has for the coordinator that it serves; None without one."""
     return worker._session
+
+
+def iterators_of(worker: Any) -> list[Any]:
+    """The iterators of datasets that it holds."""
+    return list(session_of(worker)._iterators._iterators.values())
 
 
 def chief_of(coordinator: psync.ClusterCoordinator) -> Coordinator:

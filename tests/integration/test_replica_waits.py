@@ -14,7 +14,17 @@ import pytest
 
 import psync
 from attach_cluster import backing_one_another_up, life, silence
-from inside import backups_of, chief_of, closer_of, endpoint_of, handlers_of, is_closing, store_of
+from inside import (
+    addresses_told,
+    backup_of,
+    backups_of,
+    chief_of,
+    endpoint_of,
+    follower_of,
+    handlers_of,
+    is_closing,
+    store_of,
+)
 from ps_cluster import CHIEF, hold, pull, until
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -179,7 +189,7 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        follower = weakref.ref(backups_of(cluster.ps("ps-1"))[0].task._follower)
+        follower = weakref.ref(follower_of(backup_of(cluster.ps("ps-1"), 0)))
         assert follower() is not None
         await cluster.kill("ps-0")
         training.schedule(4)
@@ -240,8 +250,7 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         (backup,) = backups_of(cluster.ps[1]).values()
         await backup.settle()
         assert isinstance(backup.task, PsTask)
-        assert backup.task._follower is not None
-        assert len(backup.task._follower.steps.left()[GROUP]) == 1
+        assert len(follower_of(backup.task).steps.left()[GROUP]) == 1
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)
 
@@ -285,12 +294,11 @@ async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
         training.schedule(4)
         await coordinator.join()
         ps_0 = cluster.ps("ps-0")
-        now = closer_of(ps_0)._all_ps._addresses if closer_of(ps_0) is not None else []
+        now = addresses_told(ps_0)
         assert now != before.ps_addresses
         chief = next(peer for peer in endpoint_of(ps_0).peers if peer.task == CHIEF)
         await ps_0._attach(chief, before, [])
-        assert closer_of(ps_0) is not None
-        assert closer_of(ps_0)._all_ps._addresses == now
+        assert addresses_told(ps_0) == now
         training.schedule(4)
         await coordinator.join()
         await training.check()

@@ -374,11 +374,12 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
     await scene.apply(scene.a, large)
 
     def adding(values: np.ndarray, weight: float) -> Any:
-        hosted.rule._sum.is_torn = True
+        kept.is_torn = True
         yield
         raise MemoryError
 
-    hosted.rule._sum.adding = adding
+    kept = hosted.rule._sum
+    kept.adding = adding
     with pytest.raises(PsyncError):
         await scene.apply(scene.a, large)
     (ps,) = scene.cluster.ps
@@ -468,9 +469,15 @@ async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
     taking.cancel()
 
 
+def waits_for(scene: Scene) -> Any:
+    """The connection whose take waits."""
+    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    return peer
+
+
 async def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait(scene):
     taking = await scene.waiting(scene.a)
-    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    peer = waits_for(scene)
     scene.cluster.network.cut("a")
     await until(lambda: peer.is_closed)
     with pytest.raises(ConnectionLost, match="has gone"):
@@ -498,7 +505,7 @@ async def test_a_connection_does_not_remember_takes_that_have_ended(scene):
     await scene.apply(scene.a, [1, 3])
     await scene.value(scene.a)
     taking = await scene.waiting(scene.a, number=2)
-    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    peer = waits_for(scene)
     assert len(peer.state["takes"]) == 1
     await scene.apply(scene.b, [1, 3], local_step=1)
     await taking

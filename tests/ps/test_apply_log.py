@@ -99,7 +99,7 @@ def test_what_is_taken_up_from_an_earlier_store_is_written_down_with_its_slots(
 ) -> None:
     earlier = ShardStore("here")
     earlier.create(SPEC, fill=np.float32(3))
-    earlier.define_optimizer(1, psync.optimizers.Adam(0.1)._config)
+    earlier.define_optimizer(1, psync.optimizers.Adam(0.1).get_config())
     gradient = np.ones((2, 3), np.float32)
     for _ in earlier.apply(1, SPEC.key, gradient, earlier.begin_push(1, 0)):
         pass

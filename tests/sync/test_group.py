@@ -82,7 +82,7 @@ def test_a_final_closure_counts_no_more() -> None:
     steps.final_below(3)
     assert steps.calls() == []
     assert steps.push(1, 1, closure=4) == []
-    assert steps._group(GROUP).num_counted == 0
+    assert steps.counted() == 0
     assert closes(steps.push(0, 1, closure=7)) == [(1, [0], False)]
     assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
 

@@ -9,7 +9,7 @@ import pytest
 
 import memory_cluster
 import psync
-from inside import session_of
+from inside import iterators_of, session_of
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.errors import RemoteError
 from psync.net.failpoints import FailpointError
@@ -222,7 +222,7 @@ async def test_the_session_is_over_with_its_coordinator_and_iterators_are_closed
             iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
             assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
             session = session_at(cluster)
-            (worker_iterator,) = session._iterators._iterators.values()
+            (worker_iterator,) = iterators_of(cluster.tasks["worker-0"])
         await asyncio.wait((session._runner,))
         with pytest.raises(psync.errors.ClosedError):
             next(worker_iterator)
