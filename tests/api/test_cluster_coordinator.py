@@ -259,7 +259,7 @@ async def test_a_dropped_remote_value_is_not_kept():
             coordinator.schedule(step)
         await coordinator.join()
         gc.collect()
-        assert not chief_of(coordinator)._closures
+        assert chief_of(coordinator).done()
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inside import chief_of
+from inside import chief_of, clocks_of
 from memory_cluster import coordinating, event_of
 from psync.errors import EndOfData, ParameterServerLost
 from psync.net.peer import Peer
@@ -169,7 +169,7 @@ async def test_a_report_is_repeated_after_a_lost_connection(reports):
 
         coordinator.schedule(step)
         await asyncio.sleep(3)
-        assert cluster.tasks["ps-0"]._clocks._busy == {"/job:worker/task:0"}
+        assert clocks_of(cluster.tasks["ps-0"])._busy == {"/job:worker/task:0"}
         await coordinator.join()
 
 

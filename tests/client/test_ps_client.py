@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 
-from inside import failpoints_of, handlers_of, ledger_of, pool_of, pushes_of, store_of, work_of
+from inside import handlers_of, ledger_of, points_of, pool_of, pushes_of, store_of, work_of
 from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client import plans, ps_client
 from psync.client.pulled_steps import PulledSteps
@@ -340,7 +340,7 @@ async def test_an_average_whose_answer_was_lost_happens_once() -> None:
         s = await cluster.create("s", np.zeros(3, np.float32))
         task = cluster.ps[0]
         cut = functools.partial(cluster.network.cut, cluster.address(task))
-        failpoints_of(task).arm("ps.assign.applied", cut)
+        points_of(task).arm("ps.assign.applied", cut)
         client = cluster.client()
         plan = client.plan((s,))
         originals = {s.variable_id: v.variable_id}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inside import failpoints_of, handlers_of, store_of, sync_of
+from inside import handlers_of, points_of, store_of, sync_of
 from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 from psync.client import rows
 from psync.client.ps_client import PsClient
@@ -268,7 +268,7 @@ class TestPushes:
         async with PsCluster() as cluster:
             v = await cluster.create("v", table())
             cut = lambda: cluster.network.cut("w")  # noqa: E731
-            failpoints_of(cluster.ps[0]).arm("ps.push.applied", cut)
+            points_of(cluster.ps[0]).arm("ps.push.applied", cut)
             gradient = IndexedSlices(np.ones((1, 3), np.float32), rows_of(1))
             assert await push_rows(cluster.client(WORKER, host="w"), v, gradient) == ["accepted"]
             expected = table()

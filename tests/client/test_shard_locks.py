@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 import psync
-from inside import endpoint_of, locks_of, platform_of
+from inside import locks_of
 from local_training import training
 from ps_cluster import OTHER, WORKER, PsCluster, assign, heard, pull, until
 from psync.client import shard_locks
@@ -345,11 +344,9 @@ async def test_the_global_step_is_read_at_one_instant_with_the_variables() -> No
 
 @virtual
 async def test_updates_that_wait_do_not_stand_in_the_way_of_who_holds_the_lock() -> None:
-    async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
-        for task in cluster.ps:
-            task._platform = endpoint_of(task).platform = dataclasses.replace(
-                platform_of(task), limits=Limits(unfinished_bytes=1 << 16)
-            )
+    limits = Limits(unfinished_bytes=1 << 16)
+    network = {"chunk": (1 << 16, 1 << 20), "check_buffers": False}
+    async with PsCluster(2, limits=limits, **network) as cluster:
         value = np.zeros((2, 1 << 16), np.float32)  # one update is more than a ps reads ahead
         v = await cluster.create("v", value, shards=2)
         holder, worker = cluster.client(OTHER), cluster.client(WORKER)

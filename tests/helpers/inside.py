@@ -26,6 +26,7 @@ from psync.ps.locks import PsLocks
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.ps_sync import PsSync
+from psync.sync.staleness_service import ClockService
 from psync.wire.codec import Message
 
 # Of any task, and of a link to one.
@@ -39,7 +40,8 @@ def platform_of(task: Any) -> Platform:
     return task._platform
 
 
-def failpoints_of(task: Any) -> Failpoints:
+def points_of(task: Any) -> Failpoints:
+    """Its failpoints."""
     return platform_of(task).failpoints
 
 
@@ -101,14 +103,19 @@ def sync_of(ps: Any) -> PsSync:
     return ps._sync
 
 
+def groups_of(ps: Any) -> dict[int, Any]:
+    """The groups that it knows, and their steps that are under way."""
+    return sync_of(ps)._groups
+
+
 def steps_from(ps: Any, group: int, *, closing: int) -> None:
     """Let a step of a group be under way there."""
-    sync_of(ps)._groups[group].closing = closing
+    groups_of(ps)[group].closing = closing
 
 
 def is_closing(ps: Any, group: int) -> bool:
     """Whether a step of a group is under way there."""
-    groups = sync_of(ps)._groups
+    groups = groups_of(ps)
     return group in groups and groups[group].closing is not None
 
 
@@ -121,6 +128,11 @@ def addresses_told(ps: Any) -> list[str]:
     """Where ps 0 takes the others to be; none without a coordinator."""
     closer = closer_of(ps)
     return [] if closer is None else closer._all_ps._addresses
+
+
+def clocks_of(ps: Any) -> ClockService:
+    """The clocks of bounded staleness."""
+    return ps._clocks
 
 
 def host_of(ps: Any) -> ReplicaHost:

@@ -27,6 +27,7 @@ from psync.ps_task import PsTask
 from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
 from psync.wire.codec import Message
+from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.ps_messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
@@ -44,7 +45,15 @@ class PsCluster:
     Everything a test sends goes through ``network``, whose check ends the test.
     """
 
-    def __init__(self, num_ps: int = 1, *, lost_after_s: float = 15.0, **network: Any) -> None:
+    def __init__(
+        self,
+        num_ps: int = 1,
+        *,
+        lost_after_s: float = 15.0,
+        limits: Limits = DEFAULT_LIMITS,
+        **network: Any,
+    ) -> None:
+        self.limits = limits  # of ps tasks
         self.network = MemoryNetwork(**network)
         self.ps = [PsTask(self.platform(), index, f"ps{index}:1") for index in range(num_ps)]
         self.declared: list[Declaration] = []
@@ -63,6 +72,7 @@ class PsCluster:
             self.network,
             SECRET,
             failpoints=failpoints or Failpoints(),
+            limits=self.limits,
             new_incarnation=lambda: incarnation,
         )
 

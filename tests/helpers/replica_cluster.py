@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import psync
-from inside import failpoints_of, platform_of
+from inside import platform_of, points_of
 from memory_cluster import MemoryCluster, shared
 from psync.net.failpoints import Failpoints
 from psync.net.message_loss import MessageLosses
@@ -46,7 +46,7 @@ class ReplicaCluster(MemoryCluster):
             self.cut_off(name)
             died.set()  # what it does from here on reaches nobody
 
-        failpoints_of(self.ps(name)).arm(place, die, count)
+        points_of(self.ps(name)).arm(place, die, count)
         return died
 
     def cut_off(self, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,16 +44,14 @@ class SyncCluster(PsCluster):
         failpoints: Failpoints | None = None,
         **options: Any,
     ) -> None:
-        self._limits = Limits(staging_bytes=staging_bytes)
         self._of_tasks = failpoints
-        super().__init__(num_ps, **options)
+        super().__init__(num_ps, limits=Limits(staging_bytes=staging_bytes), **options)
         self._step_ps = step_ps
         self._first = first
         self.config: dict[str, Any] = {}
 
     def platform(self, failpoints: Failpoints | None = None, incarnation: int = 7) -> Platform:
-        platform = super().platform(failpoints or self._of_tasks, incarnation)
-        return dataclasses.replace(platform, limits=self._limits)
+        return super().platform(failpoints or self._of_tasks, incarnation)
 
     async def __aenter__(self) -> SyncCluster:
         await super().__aenter__()

@@ -189,7 +189,7 @@ async def test_the_chief_dies_when_a_backup_serves_and_it_has_not_heard_of_it() 
             await check(variables, 5)
 
 
-async def test_one_that_is_about_to_serve_is_waited_for() -> None:
+async def test_one_that_is_about_to_serve_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has much to do before; a chief that asks meanwhile is not told that nobody serves."""
     async with backing_one_another_up() as cluster:
         async with life(cluster) as first:
@@ -202,7 +202,7 @@ async def test_one_that_is_about_to_serve_is_waited_for() -> None:
                 await may_serve.wait()
                 return await serve(*args)
 
-            host._serve = late  # type: ignore[method-assign]
+            monkeypatch.setattr(host, "_serve", late)
             with at(cluster, "ps-1", Promote, lambda: None) as reached:
                 await cluster.kill("ps-0")
                 await reached.wait()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from attach_cluster import at, backing_one_another_up, fail_over, life, silence
-from inside import failpoints_of
+from inside import points_of
 from psync.net.process_state import fresh_process
 from psync.wire.recovery_messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
@@ -69,7 +69,7 @@ async def test_wherever_a_step_is_when_the_chief_dies(
                 silence(cluster, first)
                 reached.set()
 
-            failpoints_of(cluster.ps(where)).arm(place, die, count)
+            points_of(cluster.ps(where)).arm(place, die, count)
             training.schedule(40)
             await reached.wait()
         async with life(cluster) as second:

@@ -196,9 +196,7 @@ class TestWriting:
         async with PsCluster() as cluster:
             await cluster.create("v", np.ones(LARGE, np.float32))
             state, _ = await freeze(cluster)
-            service = cluster.ps[0]._images._frozen
-            assert service._cut is not None
-            reading = service._cut.frozen.letting_go(0)
+            reading = cluster.ps[0]._images._frozen._cut.frozen.letting_go(0)
             next(reading)
             await call(cluster.chief, DropFrozen(1))
             with pytest.raises(CheckpointError, match="not held any more"):

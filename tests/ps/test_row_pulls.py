@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import numpy as np
 import pytest
@@ -74,10 +73,8 @@ async def test_what_does_not_fit_is_refused(
 
 @aio
 async def test_no_more_is_gathered_than_the_limit_allows() -> None:
-    async with PsCluster() as cluster:
+    async with PsCluster(limits=Limits(gathered_bytes=24)) as cluster:
         await cluster.create("v", VALUE)
-        rows = cluster.ps[0]._rows
-        rows._limits = dataclasses.replace(Limits(), gathered_bytes=24)
         assert parts_of(await ask(cluster, PullRows([ALL], -1, "")))  # nothing is gathered
         message = PullRows([(0, 0, 3, 0, 0, 0)], -1, "")
         with pytest.raises(UsageError, match="36 bytes of rows asked for at once, at most 24"):

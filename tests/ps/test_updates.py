@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, failpoints_of, ledger_of, store_of, work_of
+from inside import endpoint_of, ledger_of, points_of, store_of, work_of
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -70,7 +70,7 @@ class TestIdentity:
             v = await cluster.create("v", np.zeros(size, np.float32))
             client = cluster.client(host="w")
             failpoint = "ps.push.applied" if op == "push" else "ps.assign.applied"
-            failpoints_of(cluster.ps[0]).arm(failpoint, lambda: cluster.network.cut("w"))
+            points_of(cluster.ps[0]).arm(failpoint, lambda: cluster.network.cut("w"))
             if op == "push":
                 (answer,) = await push(client, (v,), (2.0,), closure=1)
                 assert (answer.outcome, answer.step) == ("accepted", 1)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from backups import say
-from inside import depose, failpoints_of, platform_of, pool_of, sync_of, work_of
+from inside import depose, platform_of, points_of, pool_of, sync_of, work_of
 from ps_cluster import CHIEF, hold, until
+from psync.client.ps_link import PsLink
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -65,6 +66,11 @@ async def closed(all_ps: AllPs, message: CloseStep) -> Values:
     return await ended
 
 
+def link_of(all_ps: AllPs) -> PsLink:
+    """How ps 0 reaches ps 1."""
+    return all_ps._links().links[1]
+
+
 async def test_all_others_are_asked_at_once() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         calls = all_ps.ask_others(AskStatistics())
@@ -86,7 +92,7 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 ) -> None:
     async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
-        connection = (await all_ps._links().links[1].peer("control")).connection
+        connection = (await link_of(all_ps).peer("control")).connection
         sent = [connection.bytes_sent]
         apply = sync_of(cluster.ps[0]).applier._apply
 
@@ -134,7 +140,7 @@ async def test_a_global_step_of_one_dimension_will_do() -> None:
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
-        failpoints_of(cluster.ps[1]).arm("ps.assign.applied", lambda: cluster.network.cut("ps1:1"))
+        points_of(cluster.ps[1]).arm("ps.assign.applied", lambda: cluster.network.cut("ps1:1"))
         await all_ps.raise_global_step(config, GROUP, 0)
         assert await cluster.global_step() == 1
 
@@ -197,7 +203,7 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
         all_ps.expect_moves()
-        link = all_ps._links().links[1]
+        link = link_of(all_ps)
 
         async def replaced(*_: object, **__: object) -> None:
             monkeypatch.undo()
@@ -219,7 +225,7 @@ async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -
             cluster.network.refuse("ps1:1")
             cluster.network.cut("ps1:1")
             raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 1))
-            await until(lambda: all_ps._links().links[1]._attempts)
+            await until(lambda: link_of(all_ps)._attempts)
         with pytest.raises(ClosedError):
             async with asyncio.timeout(5):
                 await raising

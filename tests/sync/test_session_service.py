@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from endpoints import connected
-from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
+from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, heard, until
 from psync.chief.session_links import ENQUIRER
 from psync.client.ps_client import PsClient
 from psync.errors import (
@@ -195,8 +195,9 @@ async def test_the_end_reaches_all_and_the_chief_waits_for_those_who_are_left() 
 async def test_a_new_chief_ends_the_sessions_of_the_last_one() -> None:
     async with PsCluster() as cluster:
         await ask(cluster.chief, OPEN)
+        asked = heard(cluster.ps[0], AwaitEnd)
         watching = later(await enter(cluster), AwaitEnd())
-        await until(lambda: cluster.ps[0]._sessions._members._watching)
+        await until(lambda: asked)
         chief = cluster.client(CHIEF, 200)
         await cluster.attach(chief, 200)
         over = await watching

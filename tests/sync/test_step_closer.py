@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import closer_of, failpoints_of, sync_of, work_of
+from inside import closer_of, points_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, hold, pull, until
 from psync.errors import (
     ConfigurationError,
@@ -498,7 +498,7 @@ class TestLosses:
             replicas = [cluster.replica(index) for index in range(2)]
             waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
             assert await waits(waiting)
-            points = failpoints_of(cluster.ps[0])
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
@@ -513,7 +513,7 @@ class TestLosses:
     async def test_another_ps_that_is_cut_off_for_a_while_is_waited_for(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = failpoints_of(cluster.ps[0])
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -542,7 +542,7 @@ class TestLosses:
     async def test_a_new_coordinator_while_a_step_is_closed(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = failpoints_of(cluster.ps[0])
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import failpoints_of, store_of, sync_of, work_of
+from inside import points_of, store_of, sync_of, work_of
 from norm_training import Training
 from ps_cluster import CHIEF, heard, hold, pull, until
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
@@ -227,7 +227,7 @@ class TestRounds:
             cluster.configure(2, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
             turns, measured = 0, asyncio.Event()
             asked = heard(cluster.ps[1], MeasureStep)
-            failpoints_of(cluster.ps[0]).arm("ps0.step.measured", measured.set)
+            points_of(cluster.ps[0]).arm("ps0.step.measured", measured.set)
             pushes = asyncio.gather(
                 *(cluster.replica(i).push((v, u), (1.0 + 2 * i, 0.0)) for i in range(2))
             )
