@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, coordinating, event_of, note
+from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.api.global_step import check_step
 from psync.api.on_read import CopyAccess
 from psync.api.sync_arguments import checked_step
@@ -22,7 +22,6 @@ from psync.errors import (
     UsageError,
     VariableIndexError,
 )
-from session_cluster import session_cluster
 
 ON_READ = psync.VariableSynchronization.ON_READ
 NONE, SUM, MEAN, FIRST = (

@@ -15,17 +15,16 @@ import pytest
 import psync
 from image_store import keep_images
 from inside import chief_of, handlers_of
-from memory_cluster import cluster_of, coordinating, event_of, shared
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
-from psync.net.message_loss import MessageLosses
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
-from replica_cluster import ReplicaCluster, declared, replicated, run
+from replica_training import declared, run
 
 
 @contextlib.contextmanager
@@ -320,8 +319,7 @@ async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpo
 
 @pytest.mark.virtual_time
 async def test_first_backups_that_are_not_made_in_time_are_named() -> None:
-    cluster = ReplicaCluster(2, 1)
-    cluster.losses = MessageLosses({"BackUp": {"request": 1}})
+    cluster = MemoryCluster(2, 1, losses={"BackUp": {"request": 1}})
     await cluster.start_all()
     try:
         coordinator = psync.ClusterCoordinator(cluster.replica_strategy(), connect_timeout=3)

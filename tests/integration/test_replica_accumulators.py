@@ -10,9 +10,9 @@ import pytest
 
 import psync
 from inside import backups_of
+from memory_cluster import MemoryCluster, replicated
 from ps_cluster import until
 from psync.chief.events import FailoverEvent
-from replica_cluster import ReplicaCluster, replicated
 
 SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces
 
@@ -72,9 +72,9 @@ async def give(held: Any, place: int, size: int, sparse: bool) -> str:
     return str(result.outcome.value)
 
 
-async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+async def buried(cluster: MemoryCluster, lost: str, died: asyncio.Event) -> None:
     await died.wait()
-    await cluster.bury(lost)
+    await cluster.stop(lost)
 
 
 each_kind = pytest.mark.parametrize(
@@ -156,7 +156,7 @@ async def test_a_take_that_is_given_up_while_its_ps_dies_takes_nothing() -> None
         cluster.cut_off("ps-0")
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
-        await cluster.bury("ps-0")
+        await cluster.stop("ps-0")
         program.schedule(2)
         await coordinator.join()
         assert await program.held.num_accumulated() == 4

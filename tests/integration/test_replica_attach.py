@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import psync
-from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
-from chief_lives import life_of
+from chief_lives import at, backing_one_another_up, fail_over, life, life_of, silence
 from image_store import keep_images
 from inside import chief_of, host_of
+from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
 from psync.chief.enquiry import CHIEF
 from psync.chief.events import FailoverEvent
@@ -28,7 +28,7 @@ from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
 from psync.wire.worker_messages import AttachWorker
-from replica_cluster import add, check, declared, run
+from replica_training import add, check, declared, run
 
 pytestmark = pytest.mark.virtual_time
 
@@ -43,12 +43,12 @@ def incarnation(coordinator: psync.ClusterCoordinator) -> int:
     return chief_of(coordinator).links.incarnation
 
 
-def served(cluster: ChiefsCluster, name: str) -> list[str]:
+def served(cluster: MemoryCluster, name: str) -> list[str]:
     """Say which ps tasks a process serves, beside that of its own address."""
     return sorted(task.task for task in host_of(cluster.ps(name)).serving)  # type: ignore[attr-defined]
 
 
-def own_store_is_empty(cluster: ChiefsCluster, name: str) -> bool:
+def own_store_is_empty(cluster: MemoryCluster, name: str) -> bool:
     return not cluster.ps(name).statistics()["store"]["shards"]
 
 
@@ -330,7 +330,7 @@ async def test_a_ps_that_dies_before_all_is_adopted_has_no_backup_yet() -> None:
 # Who was replaced, and does not know it.
 
 
-async def cut_off_from_the_chief(cluster: ChiefsCluster, name: str, other: str) -> None:
+async def cut_off_from_the_chief(cluster: MemoryCluster, name: str, other: str) -> None:
     """A ps is taken for dead, and lives; it and its backup's process do not notice."""
     cluster.network.refuse(name)
     for link in cluster.network.links(name):

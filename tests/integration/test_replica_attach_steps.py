@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attach_cluster import at, backing_one_another_up, fail_over, life, silence
+from chief_lives import at, backing_one_another_up, fail_over, life, silence
 from inside import points_of
 from psync.net.process_state import fresh_process
 from psync.wire.recovery_messages import Promote
@@ -99,7 +99,7 @@ async def test_a_ps_dies_in_a_step_and_the_chief_when_its_backup_has_been_told_t
                 died = cluster.kill_at(where, place, count)
                 training.schedule(40)
                 await died.wait()
-                await cluster.bury(where)
+                await cluster.stop(where)
                 await reached.wait()
         await cluster.revive(where)
         async with life(cluster) as second:

@@ -9,10 +9,11 @@ import pytest
 
 from image_store import keep_images
 from inside import depose
+from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
 from psync.net.message_loss import FORMS
-from replica_cluster import check, declared, replicated, run
+from replica_training import check, declared, run
 
 pytestmark = pytest.mark.virtual_time
 

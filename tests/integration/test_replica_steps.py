@@ -11,9 +11,8 @@ import pytest
 
 from image_store import keep_images
 from inside import backups_of, settled, sync_of
-from memory_cluster import event_of
+from memory_cluster import MemoryCluster, event_of, replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
-from replica_cluster import ReplicaCluster, replicated
 from replica_training import LARGE, SMALL, ColumnsTraining, push_column
 
 pytestmark = pytest.mark.virtual_time
@@ -113,9 +112,9 @@ async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
         await training.check()
 
 
-async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+async def buried(cluster: MemoryCluster, lost: str, died: asyncio.Event) -> None:
     await died.wait()
-    await cluster.bury(lost)
+    await cluster.stop(lost)
 
 
 async def test_join_ends_where_a_step_waits_for_the_log() -> None:
@@ -218,7 +217,7 @@ async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size
         training.schedule(12)
         await died.wait()
         cluster.network.partition("ps-1", "ps-2")  # so ps 1 waits for its backup
-        await cluster.bury("ps-0")
+        await cluster.stop("ps-0")
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         await asyncio.sleep(1)  # closures run again, pull, and push
         assert sync_of(cluster.ps("ps-1")).steps() == []

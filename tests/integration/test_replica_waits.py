@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psync
-from attach_cluster import backing_one_another_up, life, silence
+from chief_lives import backing_one_another_up, life, silence
 from inside import (
     addresses_told,
     backup_of,
@@ -25,6 +25,7 @@ from inside import (
     is_closing,
     store_of,
 )
+from memory_cluster import MemoryCluster, replicated
 from ps_cluster import CHIEF, hold, pull, until
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -36,7 +37,6 @@ from psync.wire.messages import Done
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
-from replica_cluster import ReplicaCluster, replicated
 from replica_training import LARGE, SMALL, ColumnsTraining, StepsTraining
 from sync_cluster import GROUP, SyncCluster
 
@@ -222,7 +222,7 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
                         assert await training.check() == 4
 
 
-async def attached(cluster: ReplicaCluster, held: Held) -> None:
+async def attached(cluster: MemoryCluster, held: Held) -> None:
     """Let what was held up go on once ps 0 serves the next chief."""
     ps_0 = cluster.ps("ps-0")
     (before, *_) = ps_0.describe()

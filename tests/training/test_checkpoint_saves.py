@@ -15,6 +15,7 @@ import pytest
 import psync
 from inside import peers_of
 from local_training import in_step, training
+from memory_cluster import session_cluster
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
@@ -23,7 +24,6 @@ from psync.store.snapshot_state import ImageState
 from psync.testing import MemoryNetwork
 from psync.training.checkpoint import TRIES
 from psync.training.saved_arrays import in_thread
-from session_cluster import session_cluster
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 
@@ -340,7 +340,7 @@ async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
 
 async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> None:
     async with session_cluster(2, 1) as cluster:
-        strategy = cluster.strategy("worker", variable_partitioner=psync.FixedShardsPartitioner(2))
+        strategy = cluster.strategy(job="worker", partitioner=psync.FixedShardsPartitioner(2))
         with strategy.scope():
             w = psync.Variable(np.ones((4, 2), np.float32), name="w")
         sgd = psync.optimizers.SGD(1.0, momentum=0.5)
