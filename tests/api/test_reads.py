@@ -101,7 +101,7 @@ async def test_nested_scopes_are_an_error_and_change_nothing() -> None:
             assert await v.read() == 2
 
 
-async def test_a_scope_ends_with_an_error_too() -> None:
+def test_a_scope_ends_with_an_error_too() -> None:
     with pytest.raises(ZeroDivisionError), psync.cache_variable_reads():
         raise ZeroDivisionError
     with psync.cache_variable_reads():
