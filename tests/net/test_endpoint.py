@@ -647,7 +647,11 @@ class FromElsewhere:
             made, source = protocol.connection_made, self.source
 
             def connection_made(transport: Any) -> None:
-                transport._extra["peername"] = (source, 4711)
+                extra = {"peername": (source, 4711)}
+                usual = transport.get_extra_info
+                transport.get_extra_info = lambda name, default=None: extra.get(
+                    name, usual(name, default)
+                )
                 made(transport)
 
             protocol.connection_made = connection_made
