@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from psync.chief.enquiry import ENQUIRER
+from psync.compat.session_service import SessionService, check_shards
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
@@ -55,7 +56,6 @@ from psync.store.store import ShardStore
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.replay import SyncFollower, SyncImage
-from psync.sync.session_service import SessionService, check_shards
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.wire.accumulator_messages import DefineAccumulator

@@ -31,6 +31,7 @@ from psync.client.scopes import (
     open_scope,
 )
 from psync.cluster import ClusterSpec
+from psync.compat.strategy_extended import ReplicaValues
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -44,7 +45,6 @@ from psync.net.resolvers import ClusterResolver, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
-from psync.replicas.strategy_extended import ReplicaValues
 from psync.specs import VariableSpec
 from psync.worker.data_sources import ArrayDataset
 

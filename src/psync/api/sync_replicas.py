@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from psync.api.chief_queue_runner import ChiefQueueRunner
 from psync.api.global_step import global_step_of
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
-from psync.api.session_hooks import SyncReplicasHook
 from psync.api.sync_arguments import (
     GroupConfig,
     check_wrapped,
@@ -30,6 +28,8 @@ from psync.api.variables import Variable, runtime_of, scope_of
 from psync.client.context import current_closure, forbid_in_dataset
 from psync.client.runtime import Runtime, current_runtime
 from psync.client.scopes import running_scopes
+from psync.compat.chief_queue_runner import ChiefQueueRunner
+from psync.compat.session_hooks import SyncReplicasHook
 from psync.errors import ConfigurationError, UsageError
 from psync.specs import Outcome
 from psync.wire.sync_messages import Contributed

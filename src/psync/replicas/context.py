@@ -25,13 +25,13 @@ from typing import Any
 
 from psync.client.context import current_closure, forbid_in_step
 from psync.client.scopes import open_scope
+from psync.compat.extended import Contexts, Extended
 from psync.errors import ContextError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
 from psync.numerics.replica_values import local_results, reducing_distributed, select
 from psync.replicas import collectives
 from psync.replicas.chunks import in_turns
 from psync.replicas.collectives import Collective, GangMember
-from psync.replicas.extended import Contexts, Extended
 from psync.replicas.states import (
     CrossReplica,
     Enter,

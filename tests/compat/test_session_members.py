@@ -10,8 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from psync.errors import FencedError
-from psync.sync.session_members import (
+from psync.compat.session_members import (
     DESERTED_S,
     GRACE_S,
     Action,
@@ -24,6 +23,7 @@ from psync.sync.session_members import (
     SetMembers,
     TellOver,
 )
+from psync.errors import FencedError
 
 CHIEF = "/job:chief/task:0"
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))

@@ -7,7 +7,7 @@ import asyncio
 import psync
 from memory_cluster import coordinating
 from ps_cluster import heard, until
-from psync.api.chief_queue_runner import ChiefQueueRunner
+from psync.compat.chief_queue_runner import ChiefQueueRunner
 from psync.wire.session_messages import AwaitEnd, EndTraining
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from endpoints import connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
-from psync.chief.session_links import ENQUIRER
 from psync.client.ps_client import PsClient
+from psync.compat.session_links import ENQUIRER
+from psync.compat.session_members import GRACE_S
+from psync.compat.session_service import SessionService, check_shards
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
@@ -20,8 +22,6 @@ from psync.errors import (
 )
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
-from psync.sync.session_members import GRACE_S
-from psync.sync.session_service import SessionService, check_shards
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.session_messages import (

@@ -13,6 +13,7 @@ from typing import Any
 
 from psync.cluster import device_name
 from psync.cluster_roles import is_chief
+from psync.compat.extended import Extended, is_variable
 from psync.errors import EndOfData, UsageError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
 from psync.numerics.replica_values import (
@@ -23,7 +24,6 @@ from psync.numerics.replica_values import (
 )
 from psync.replicas.chunks import in_turns
 from psync.replicas.context import CONTEXTS, cross_replica, entered_replica, replicas_in_sync
-from psync.replicas.extended import Extended, is_variable
 
 
 class ReplicaValues:

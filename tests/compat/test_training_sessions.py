@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import psync
-from psync.api.session_hooks import SessionHook
-from psync.api.training_sessions import MonitoredTrainingSession
 from psync.client.ps_link import MAX_LOSSES
-from psync.sync.session_members import GRACE_S
+from psync.compat.session_hooks import SessionHook
+from psync.compat.session_members import GRACE_S
+from psync.compat.training_sessions import MonitoredTrainingSession
 from session_cluster import session_cluster
 
 Strategy = psync.ParameterServerStrategy

@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from psync.api.global_step import get_or_create_global_step
-from psync.api.session_hooks import SessionHook
 from psync.api.strategy import ParameterServerStrategy
 from psync.api.variables import Variable
-from psync.chief.session_links import SessionLinks
 from psync.client.context import forbid_in_step
 from psync.client.runtime import Runtime
 from psync.cluster import task_name
+from psync.compat.session_hooks import SessionHook
+from psync.compat.session_links import SessionLinks
 from psync.errors import (
     ClosedError,
     ConfigurationError,

@@ -10,10 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
-from psync.errors import ConfigurationError, UnknownVariableError, UsageError
-from psync.net.peer import Handler, Peer, Reply
-from psync.store.store import ShardStore
-from psync.sync.session_members import (
+from psync.compat.session_members import (
     Action,
     CloseTokens,
     Enter,
@@ -24,6 +21,9 @@ from psync.sync.session_members import (
     SetMembers,
     TellOver,
 )
+from psync.errors import ConfigurationError, UnknownVariableError, UsageError
+from psync.net.peer import Handler, Peer, Reply
+from psync.store.store import ShardStore
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.session_messages import (

@@ -10,7 +10,7 @@ import pytest
 
 from ps_cluster import PsCluster
 from psync.chief.declarations import Declaration
-from psync.chief.session_links import Comparison, SessionLinks
+from psync.compat.session_links import Comparison, SessionLinks
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
 from session_cluster import SessionCluster, session_cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.api.session_hooks import SessionHook, SyncReplicasHook
+from psync.compat.session_hooks import SessionHook, SyncReplicasHook
 
 
 async def test_a_hook_does_nothing_by_itself() -> None:
