@@ -14,10 +14,10 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from psync.chief.enquiry import ENQUIRER
-from psync.compat.session_service import SessionService, check_shards
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
@@ -74,8 +74,11 @@ from psync.wire.ps_messages import (
     SetSlots,
 )
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
-from psync.wire.session_messages import CheckShards
+from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
 from psync.wire.sync_messages import ReportSchedule
+
+if TYPE_CHECKING:
+    from psync.compat.session_service import SessionService
 
 logger = logging.getLogger(__name__)
 
@@ -141,12 +144,7 @@ class PsTask:
         self._clocks = ClockService(
             self.task, lambda *who: self._ledger.check_incarnation(*who), self._in_groups
         )
-        self._sessions = SessionService(
-            check_coordinator=self._check_coordinator,
-            set_members=self._set_members,
-            fence=self._fence_everywhere,
-            end_training=self._end_training,
-        )
+        self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(
             self.task, self._work, self._check_coordinator, lambda: self._store
         )
@@ -158,7 +156,6 @@ class PsTask:
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
             self._admit,
         )  # fmt: skip
-        self._endpoint.on_peer.append(self._sessions.note_peer)
         self.chief = ChiefPresence(self._endpoint)
 
     async def start(self) -> Listener:
@@ -181,7 +178,8 @@ class PsTask:
         await self._host.close()
         if self._closer is not None:
             await self._closer.close()
-        self._sessions.close()
+        if self._sessions is not None:
+            self._sessions.close()
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
         self._log.close()
@@ -218,7 +216,7 @@ class PsTask:
             "sync": {} if self._closer is None else self._closer.steps.statistics(),
             "clocks": self._clocks.statistics(),
             "accumulators": self._accumulators.statistics(),
-            "session": self._sessions.statistics(),
+            "session": {} if self._sessions is None else self._sessions.statistics(),
             "image": {**self._images.statistics(), "timeline": self._timeline},
             "backup": self._backup.statistics(),
         }
@@ -236,8 +234,9 @@ class PsTask:
             **self._service_handlers(),
             **self._clocks.handlers(),
             **self._host.handlers(),
-            CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
-            **(self._sessions.handlers() if self._index == 0 else {}),
+            **dict.fromkeys(
+                ON_EACH_PS if self._index else ON_PS_0 + ON_EACH_PS, Handler(self._of_session)
+            ),
             **self._served_service(),
         }
 
@@ -298,7 +297,8 @@ class PsTask:
             self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
             self._log.serves()
             self._clocks.restart()
-            self._sessions.attached(message.coordinator)
+            if self._sessions is not None:
+                self._sessions.attached(message.coordinator)
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
                 self._host.end_below(message.coordinator)
         else:
@@ -621,7 +621,18 @@ class PsTask:
             self._closer.hear(message)
         return Reply(Done())
 
-    # What training sessions say on ps 0, where no coordinator reports.
+    # Training sessions, and what they say on ps 0, where no coordinator reports.
+
+    def _of_session(self, peer: Peer, message: Message, body: list[memoryview]) -> Any:
+        if self._sessions is None:
+            self._sessions = import_module("psync.compat.session_service").SessionService(
+                self._endpoint, lambda: self._store, self._coordinator,
+                check_coordinator=self._check_coordinator,
+                set_members=self._set_members,
+                fence=self._fence_everywhere,
+                end_training=self._end_training,
+            )  # fmt: skip
+        return self._sessions.handlers()[type(message)].run(peer, message, body)
 
     def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
         self._clocks.report(alive, None)

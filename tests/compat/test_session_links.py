@@ -8,11 +8,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ps_cluster import PsCluster
+from ps_cluster import PsCluster, heard
 from psync.chief.declarations import Declaration
-from psync.compat.session_links import Comparison, SessionLinks
+from psync.compat.session_links import Comparison, SessionLinks, wait_over
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
+from psync.wire.session_messages import AwaitEnd, EndTraining
 from session_cluster import SessionCluster, session_cluster
 
 WORKER = "/job:worker/task:0"
@@ -120,6 +121,20 @@ async def test_a_worker_whose_clock_is_behind_is_served_all_the_same() -> None:
         await chief.leave()
         await worker.close()
         await chief.close()
+
+
+@pytest.mark.virtual_time
+async def test_waiting_for_the_end_outlives_any_number_of_connections() -> None:
+    async with PsCluster() as cluster:
+        asked = heard(cluster.ps[0], AwaitEnd)
+        worker = cluster.client(host="w")
+        ending = asyncio.get_running_loop().create_task(wait_over(worker, WORKER))
+        for count in range(1, 20):
+            await asyncio.sleep(10)  # virtual: attempts to connect are seconds apart
+            assert len(asked) == count
+            cluster.network.cut("w")
+        await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
+        assert (await ending).reason == "all done"
 
 
 # --- declarations ------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from endpoints import connected
-from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
+from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, heard, until
 from psync.client.ps_client import PsClient
 from psync.compat.session_links import ENQUIRER
 from psync.compat.session_members import GRACE_S
@@ -65,7 +65,7 @@ async def enter(cluster: PsCluster, task: str = WORKER) -> PsClient:
 async def test_a_worker_enters_when_the_chief_has_declared() -> None:
     async with PsCluster() as cluster:
         entering = later(cluster.client(WORKER, ENQUIRER), EnterSession(50))
-        while (await session_of(cluster.chief))["asking"] != [WORKER]:
+        while (await session_of(cluster.chief)).get("asking") != [WORKER]:
             pass
         assert not entering.done()
         assert await ask(cluster.chief, OPEN) == Done()
@@ -76,7 +76,7 @@ async def test_the_chief_hears_when_all_its_workers_are_there() -> None:
     async with PsCluster() as cluster:
         opening = later(cluster.chief, Declared(False, 2))
         first = later(cluster.client(WORKER, ENQUIRER), EnterSession(50))
-        while (await session_of(cluster.chief))["asking"] != [WORKER]:
+        while (await session_of(cluster.chief)).get("asking") != [WORKER]:
             pass
         assert not opening.done()
         second = later(cluster.client(OTHER, ENQUIRER), EnterSession(50))
@@ -87,7 +87,7 @@ async def test_the_chief_hears_when_all_its_workers_are_there() -> None:
 async def test_a_worker_that_stops_waiting_is_forgotten() -> None:
     async with PsCluster() as cluster:
         entering = later(cluster.client(WORKER, ENQUIRER), EnterSession(50))
-        while (await session_of(cluster.chief))["asking"] != [WORKER]:
+        while (await session_of(cluster.chief)).get("asking") != [WORKER]:
             pass
         entering.cancel()
         while (await session_of(cluster.chief))["asking"]:
@@ -111,15 +111,16 @@ async def test_only_workers_enter_and_only_the_chief_declares() -> None:
 @pytest.mark.virtual_time
 async def test_a_chief_that_is_gone_before_its_declaration_is_dealt_with_is_lost() -> None:
     ended: list[str] = []
-    service = SessionService(
-        check_coordinator=lambda peer: None,
-        set_members=lambda alive, missing: None,
-        fence=lambda task, below: None,
-        end_training=ended.append,
-    )
     async with connected() as pair:
-        service.attached(pair.back.incarnation)
-        service.note_peer(pair.back)
+        service = SessionService(
+            pair.server,
+            lambda: store_with(),
+            pair.back.incarnation,
+            check_coordinator=lambda peer: None,
+            set_members=lambda alive, missing: None,
+            fence=lambda task, below: None,
+            end_training=ended.append,
+        )
         answer = service.handlers()[Declared].run(pair.back, OPEN, [])
         pair.peer.abort()
         await pair.back.wait_closed()
@@ -195,8 +196,9 @@ async def test_the_end_reaches_all_and_the_chief_waits_for_those_who_are_left() 
 async def test_a_new_chief_ends_the_sessions_of_the_last_one() -> None:
     async with PsCluster() as cluster:
         await ask(cluster.chief, OPEN)
+        asked = heard(cluster.ps[0], AwaitEnd)
         watching = later(await enter(cluster), AwaitEnd())
-        await until(lambda: cluster.ps[0]._sessions._members._watching)
+        await until(lambda: asked)
         chief = cluster.client(CHIEF, 200)
         await cluster.attach(chief, 200)
         over = await watching

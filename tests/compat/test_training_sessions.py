@@ -268,8 +268,8 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
     class Hook(SessionHook):
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
-                waiting = cluster.ps[0]._sessions.statistics
-                while waiting()["asking"] != ["/job:worker/task:1"]:  # noqa: ASYNC110
+                waiting = cluster.ps[0].statistics
+                while waiting()["session"].get("asking") != ["/job:worker/task:1"]:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 raise ValueError("no luck")
 

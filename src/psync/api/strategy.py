@@ -31,7 +31,6 @@ from psync.client.scopes import (
     open_scope,
 )
 from psync.cluster import ClusterSpec
-from psync.compat.strategy_extended import ReplicaValues
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -51,7 +50,7 @@ from psync.worker.data_sources import ArrayDataset
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
 
-class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
+class ParameterServerStrategy(ReplicaRuns):
     """Variables on ps tasks, steps on workers.
 
     Args:

@@ -13,7 +13,6 @@ draws anew in each group, and by which ps 0 answers a repetition from memory.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,18 +32,12 @@ from psync.client.plans import (
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import knows_set
-from psync.errors import (
-    ClosedError,
-    ConfigurationError,
-    ConnectionLost,
-    RemoteProtocolError,
-)
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer, Received
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.session_messages import AwaitEnd, TrainingOver
 from psync.wire.sync_messages import (
     AskStep,
     Contribute,
@@ -55,8 +48,6 @@ from psync.wire.sync_messages import (
     SyncStep,
 )
 from psync.wire.tensors import to_bytes_view
-
-logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
@@ -230,20 +221,6 @@ class SyncClient:
         received = await self._ps.links[0].call(lambda peer: InitTokens(group, config, count))
         self._deciding.add(group)
         return _expect(received, SyncStep, "initial tokens").step
-
-    async def wait_ended(self) -> None:
-        """Wait until training has ended, or this task has closed its links. Cancellation: safe."""
-        while True:
-            try:
-                received = await self._ps.links[0].call(lambda peer: AwaitEnd())
-            except ConnectionLost as exc:
-                # It may wait for days, and outlive more connections than a request is allowed.
-                logger.info("waiting on for the end of training: %s", exc.message)
-            except ClosedError:
-                return
-            else:
-                _expect(received, TrainingOver, "a question for the end")
-                return
 
     def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
         """Return what goes to each ps."""

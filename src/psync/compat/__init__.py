@@ -1,4 +1,4 @@
-"""TensorFlow 1's surface: training sessions, hooks, queue runner, ``strategy.extended``, merge calls.
+"""TensorFlow 1's surface: training sessions, hooks, ``strategy.extended``, ``merge_call``.
 
 A wing: it may know everything up to ``api``, and nothing there knows it. What a program says first
 of it is still found where TensorFlow has it, on a strategy, an optimizer or a replica context,

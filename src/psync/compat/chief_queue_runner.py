@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from psync.api.variables import Variable, runtime_of
+from psync.compat.session_links import wait_over
+from psync.errors import ClosedError
 
 
 class ChiefQueueRunner:
@@ -24,4 +28,5 @@ class ChiefQueueRunner:
         Cancellation: Safe.
         """
         runtime = await runtime_of("the chief's queue runner", self._global_step)
-        await runtime.sync.wait_ended()
+        with contextlib.suppress(ClosedError):
+            await wait_over(runtime.ps, "the chief's queue runner")

@@ -1,16 +1,13 @@
 """What is done with values of replicas, and to variables, in cross-replica context.
 
 The part of ``strategy.extended`` that works wherever there are replicas: on the coordinator, and in
-a step, where one replica merges with itself. Which context is entered it is told by whoever makes
-it, because the contexts know stand-ins for the strategy, and those have an ``extended`` too.
+a step, where one replica merges with itself.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,17 +27,8 @@ from psync.numerics.replica_values import (
 )
 from psync.numerics.sums import Pieces
 from psync.replicas.chunks import in_turns
+from psync.replicas.context import check_cross_replica, entered_replica, update_context
 from psync.specs import VariableSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Contexts:
-    """The way to the contexts of ``replica_context``."""
-
-    replica: Callable[[], Any]
-    """() → the replica context that was entered, of a step or a replica; None: there is none."""
-    updating: Callable[[Any], AbstractContextManager[None]]
-    """strategy → a context manager of the update context."""
 
 
 class Extended:
@@ -51,12 +39,10 @@ class Extended:
 
     Args:
         strategy: Whose replicas these are.
-        contexts: Says which context is entered.
     """
 
-    def __init__(self, strategy: Any, contexts: Contexts) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._contexts = contexts
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._strategy!r}>"
@@ -109,7 +95,7 @@ class Extended:
 
         Source: ``tf.distribute.StrategyExtended.reduce_to``.
         """
-        self.check_cross_replica("reduce_to")
+        check_cross_replica("reduce_to")
         return await self._reduced_to(as_reduce_op(reduce_op), value, destinations, "reduce_to")
 
     async def batch_reduce_to(
@@ -125,7 +111,7 @@ class Extended:
 
         Source: ``tf.distribute.StrategyExtended.batch_reduce_to``.
         """
-        self.check_cross_replica("batch_reduce_to")
+        check_cross_replica("batch_reduce_to")
         op = as_reduce_op(reduce_op)
         pairs = list(value_destination_pairs)
         for pair in pairs:
@@ -160,7 +146,7 @@ class Extended:
 
         Source: ``tf.distribute.StrategyExtended.broadcast_to``.
         """
-        self.check_cross_replica("broadcast_to")
+        check_cross_replica("broadcast_to")
         _check_destination(destinations, "broadcast_to")
         if isinstance(tensor, PerReplica):
             raise ReplicaValueError(
@@ -265,11 +251,11 @@ class Extended:
         *,
         group: bool,
     ) -> Any:
-        replica = self._contexts.replica()
+        replica = entered_replica()
         if replica is not None:
             return await replica.merge_call(_merged_update, (operation, fn, args, kwargs, group))
         args, kwargs = map_structures(lambda leaf: _single(leaf, operation), ((args, kwargs),))
-        with self._contexts.updating(self._strategy):
+        with update_context(self._strategy):
             result = fn(*args, **kwargs)
             result = await result if inspect.isawaitable(result) else result
         return result if group else map_structures(local_results, (result,))
@@ -301,19 +287,6 @@ class Extended:
         Source: ``tf.distribute.StrategyExtended.call_for_each_replica``.
         """
         return await self._strategy.run(fn, args=args, kwargs=kwargs)
-
-    def check_cross_replica(self, operation: str) -> None:
-        """Refuse ``operation`` where one replica runs.
-
-        Raises:
-            ContextError: In a step, or in a function given to ``run``.
-        """
-        if self._contexts.replica() is not None:
-            raise ContextError(
-                f"{operation} in replica context, where the values of other replicas are not known",
-                hint="do it in a merge function: "
-                "await psync.get_replica_context().merge_call(merge_fn, args=…)",
-            )
 
 
 async def _merged_update(

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from psync.api.sync_replicas import SyncReplicasOptimizer
+from psync.api.variables import Variable
+from psync.compat.known_steps import known_step
+from psync.errors import UsageError
+
 
 class SessionHook:
     """Base of hooks of a ``MonitoredTrainingSession``: each method does nothing.
@@ -47,3 +52,32 @@ class SyncReplicasHook(SessionHook):
         """Put the initial tokens, on the chief."""
         if self._is_chief:
             await self._put_tokens()
+
+
+def hook_of(
+    optimizer: SyncReplicasOptimizer,
+    last_step: Callable[[], Variable | None],
+    is_chief: bool,
+    num_tokens: int,
+) -> SyncReplicasHook:
+    """Return the hook of an optimizer.
+
+    Args:
+        optimizer: Puts the tokens.
+        last_step: Returns the global step of its last push in this process; None: of no push.
+        is_chief: Whether this process is the chief.
+        num_tokens: How many, if not as many as ps 0 puts by itself: -1.
+    """
+
+    async def put_tokens() -> None:
+        if num_tokens == -1:
+            return
+        step = known_step(last_step())
+        if step is None:
+            raise UsageError(
+                f"{optimizer.get_name()}: {num_tokens} initial tokens for an unknown global step",
+                hint="make it with psync.get_or_create_global_step() before the session begins",
+            )
+        await optimizer.init_tokens(step, num_tokens)
+
+    return SyncReplicasHook(put_tokens, is_chief)

@@ -136,7 +136,7 @@ class SessionLinks:
         except TimeoutError:
             received = await self.ps.links[0].call(lambda _: AskStatistics())
             assert isinstance(received.message, Statistics), "its only answer"
-            came = received.message.counters["session"]["asking"]
+            came = received.message.counters["session"].get("asking", ())
             raise ConnectFailed(
                 f"{num_workers} workers were to take part in training, and within "
                 f"{self._connect_timeout_s:g} s there came {', '.join(came) or 'none'}",
@@ -208,24 +208,8 @@ class SessionLinks:
     # Both.
 
     async def wait_over(self) -> TrainingOver:
-        """Wait until training has ended.
-
-        Raises:
-            ParameterServerLost: A ps is gone.
-            FencedError: A newer chief has taken the cluster over.
-
-        Cancellation: Safe.
-        """
-        while True:
-            try:
-                received = await self.ps.links[0].call(lambda _: AwaitEnd())
-                break
-            except ConnectionLost as exc:
-                # It may wait for days, and outlive more connections than a request is allowed.
-                logger.info("%s waits on for the end of training: %s", self._task, exc.message)
-        if not isinstance(received.message, TrainingOver):
-            raise RemoteProtocolError("ps 0 answered AwaitEnd with something else")
-        return received.message
+        """Wait until training has ended; see the function of this name."""
+        return await wait_over(self.ps, self._task)
 
     async def close(self) -> None:
         """Close all connections. Cancellation: safe."""
@@ -263,6 +247,32 @@ class SessionLinks:
 
     async def _tell(self, message: Message) -> None:
         await self.ps.links[0].call(lambda _: message)
+
+
+async def wait_over(ps: PsClient, who: str) -> TrainingOver:
+    """Wait until training has ended.
+
+    Args:
+        ps: Links to all ps tasks.
+        who: Waits; for the log.
+
+    Raises:
+        ParameterServerLost: A ps is gone.
+        FencedError: A newer chief has taken the cluster over.
+        ClosedError: This task has closed its links.
+
+    Cancellation: Safe.
+    """
+    while True:
+        try:
+            received = await ps.links[0].call(lambda _: AwaitEnd())
+            break
+        except ConnectionLost as exc:
+            # It may wait for days, and outlive more connections than a request is allowed.
+            logger.info("%s waits on for the end of training: %s", who, exc.message)
+    if not isinstance(received.message, TrainingOver):
+        raise RemoteProtocolError("ps 0 answered AwaitEnd with something else")
+    return received.message
 
 
 class Comparison:

@@ -22,6 +22,7 @@ from psync.compat.session_members import (
     TellOver,
 )
 from psync.errors import ConfigurationError, UnknownVariableError, UsageError
+from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.store.store import ShardStore
 from psync.wire.codec import Message
@@ -41,9 +42,14 @@ SAME_ORDER = "every task must declare the same variables in the same order, befo
 
 
 class SessionService:
-    """The sessions of one ps task, which is ps 0.
+    """The sessions of one ps task: who takes part is known to ps 0, what is declared to each.
+
+    The ps task makes it when the first message comes that a session alone sends.
 
     Args:
+        endpoint: Of the ps task; some peers may be connected already.
+        store: Returns what is served now.
+        coordinator: Incarnation of the chief that has attached this ps; 0: none yet.
         check_coordinator: Raises unless a peer is the chief that has attached this ps.
         set_members: Told on which replicas (task → incarnation) synchronous steps may count, and
             the names of those that were lost.
@@ -53,12 +59,16 @@ class SessionService:
 
     def __init__(
         self,
+        endpoint: Endpoint,
+        store: Callable[[], ShardStore],
+        coordinator: int,
         *,
         check_coordinator: Callable[[Peer], None],
         set_members: Callable[[dict[str, int], Sequence[str]], None],
         fence: Callable[[str, int], None],
         end_training: Callable[[str], None],
     ) -> None:
+        self._store = store
         self._check_coordinator = check_coordinator
         self._set_members = set_members
         self._fence = fence
@@ -66,6 +76,10 @@ class SessionService:
         self._members = SessionMembers()
         self._open: dict[tuple[str, int], int] = {}  # connections by task and incarnation
         self._timer: asyncio.TimerHandle | None = None
+        self.attached(coordinator)
+        for peer in endpoint.peers:
+            self._note_peer(peer)
+        endpoint.on_peer.append(self._note_peer)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -75,6 +89,7 @@ class SessionService:
             Declared: Handler(self._declared),
             EndTraining: Handler(self._end),
             AwaitEnd: Handler(self._await_end),
+            CheckShards: Handler(lambda _, message, __: check_shards(self._store(), message)),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -85,8 +100,7 @@ class SessionService:
         """A chief has attached this ps."""
         self._perform(self._members.attached(coordinator))
 
-    def note_peer(self, peer: Peer) -> None:
-        """A task has connected."""
+    def _note_peer(self, peer: Peer) -> None:
         replica = (peer.task, peer.incarnation)
         self._open[replica] = self._open.get(replica, 0) + 1
         self._members.connected(*replica)

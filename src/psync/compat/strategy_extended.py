@@ -16,71 +16,13 @@ from psync.cluster_roles import is_chief
 from psync.compat.extended import Extended, is_variable
 from psync.errors import EndOfData, UsageError
 from psync.numerics.replica_sums import ReduceOp, as_reduce_op
-from psync.numerics.replica_values import (
-    gather_distributed,
-    local_results,
-    reduce_distributed,
-    reducing_distributed,
+from psync.numerics.replica_values import local_results, reduce_distributed
+from psync.replicas.context import (
+    check_cross_replica,
+    cross_replica,
+    entered_replica,
+    replicas_in_sync,
 )
-from psync.replicas.chunks import in_turns
-from psync.replicas.context import CONTEXTS, cross_replica, entered_replica, replicas_in_sync
-
-
-class ReplicaValues:
-    """What a strategy does with values of replicas: a base of ``ParameterServerStrategy``."""
-
-    @property
-    def extended(self) -> StrategyExtended:
-        """What code needs that is aware of replicas: reductions, updates, devices."""
-        return StrategyExtended(self)
-
-    async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean of a value over its replicas; see ``reduce_values``.
-
-        Args:
-            reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
-            value: What ``run`` returned, or a structure of such. An ordinary value is what all
-                replicas have: its mean is itself, 0 is 0, and its sum is refused if there are
-                several.
-            axis: Along which each replica's value is reduced as well: a number, or several; the
-                mean then is that of all elements. None: over replicas only.
-
-        Raises:
-            ReplicaValueError: The values do not fit each other, the operation, or the axis.
-            UsageError: In a replica.
-
-        Cancellation: Safe.
-
-        Source: ``tf.distribute.Strategy.reduce``.
-        """
-        self.extended.check_cross_replica("reduce")
-        return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
-
-    async def gather(self, value: Any, axis: int) -> Any:
-        """Return the values of all replicas, one after the other along ``axis``.
-
-        Args:
-            value: What ``run`` returned, or a structure of such; of rank 1 at least.
-            axis: A number; negative ones count from the end.
-
-        Raises:
-            ReplicaValueError: Shapes differ elsewhere, there is no such axis, or it is an
-                ``IndexedSlices``.
-            UsageError: In a replica.
-
-        Cancellation: Safe.
-
-        Source: ``tf.distribute.Strategy.gather``.
-        """
-        self.extended.check_cross_replica("gather")
-        return gather_distributed(value, axis)
-
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each replica, in the order of their ids.
-
-        Source: ``tf.distribute.Strategy.experimental_local_results``.
-        """
-        return local_results(value)
 
 
 class StrategyExtended(Extended):
@@ -95,9 +37,6 @@ class StrategyExtended(Extended):
 
     Source: ``tf.distribute.StrategyExtended``.
     """
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, CONTEXTS)
 
     # Devices.
 
@@ -222,7 +161,7 @@ class StrategyExtended(Extended):
         Source: ``tf.distribute.StrategyExtended.experimental_run_steps_on_iterator``.
         """
         operation = "experimental_run_steps_on_iterator"
-        self.check_cross_replica(operation)
+        check_cross_replica(operation)
         if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
             raise UsageError(f"{operation}: expected iterations of 1 at least, got {iterations!r}")
         context = MultiStepContext(self._strategy, initial_loop_values)

@@ -84,3 +84,9 @@ class TrainingOver(Message):
 
     reason: str
     failed: bool
+
+
+# Requests, by who serves them.
+
+ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
+ON_EACH_PS = (CheckShards,)
