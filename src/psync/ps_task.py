@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -621,33 +621,13 @@ class PsTask:
             self._closer.hear(message)
         return Reply(Done())
 
-    # Training sessions, and what they say on ps 0, where no coordinator reports.
-
     def _of_session(self, peer: Peer, message: Message, body: list[memoryview]) -> Any:
         if self._sessions is None:
             self._sessions = import_module("psync.compat.session_service").SessionService(
-                self._endpoint, lambda: self._store, self._coordinator,
-                check_coordinator=self._check_coordinator,
-                set_members=self._set_members,
-                fence=self._fence_everywhere,
-                end_training=self._end_training,
+                self._endpoint, self._coordinator, self._clocks, self._check_coordinator,
+                self._refuse_below, lambda: self._store, lambda: self._closer,
             )  # fmt: skip
         return self._sessions.handlers()[type(message)].run(peer, message, body)
-
-    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        self._clocks.report(alive, None)
-        if self._closer is not None:
-            self._closer.set_members(alive, missing)
-
-    def _fence_everywhere(self, task: str, below: int) -> None:
-        self._refuse_below(task, below)
-        if self._closer is not None:
-            self._closer.fence(task, below)
-
-    def _end_training(self, reason: str) -> None:
-        self._clocks.end()
-        if self._closer is not None:
-            self._closer.end(reason)
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         _check_chief(peer)

@@ -8,7 +8,7 @@ import inspect
 import numpy as np
 import pytest
 
-from endpoints import connected
+from endpoints import PS, connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, heard, until
 from psync.client.ps_client import PsClient
 from psync.compat.session_links import ENQUIRER
@@ -22,6 +22,7 @@ from psync.errors import (
 )
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
+from psync.sync.staleness_service import ClockService
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.session_messages import (
@@ -110,24 +111,18 @@ async def test_only_workers_enter_and_only_the_chief_declares() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_chief_that_is_gone_before_its_declaration_is_dealt_with_is_lost() -> None:
-    ended: list[str] = []
     async with connected() as pair:
         service = SessionService(
-            pair.server,
-            lambda: store_with(),
-            pair.back.incarnation,
-            check_coordinator=lambda peer: None,
-            set_members=lambda alive, missing: None,
-            fence=lambda task, below: None,
-            end_training=ended.append,
-        )
+            pair.server, pair.back.incarnation, ClockService(PS, lambda *_: None, frozenset),
+            lambda peer: None, lambda task, below: None, store_with, lambda: None,
+        )  # fmt: skip
         answer = service.handlers()[Declared].run(pair.back, OPEN, [])
         pair.peer.abort()
         await pair.back.wait_closed()
         assert inspect.isawaitable(answer)
         await answer
         await asyncio.sleep(GRACE_S + 1)
-    assert ended == [f"the chief, {pair.back.task}, was lost"]
+    assert service.statistics()["over"] == f"the chief, {pair.back.task}, was lost"
     service.close()
 
 

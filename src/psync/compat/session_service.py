@@ -7,7 +7,7 @@ carries out the rest through its owner, the ps task.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 from psync.compat.session_members import (
@@ -25,6 +25,8 @@ from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.store.store import ShardStore
+from psync.sync.staleness_service import ClockService
+from psync.sync.step_closer import StepCloser
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.session_messages import (
@@ -48,31 +50,29 @@ class SessionService:
 
     Args:
         endpoint: Of the ps task; some peers may be connected already.
-        store: Returns what is served now.
         coordinator: Incarnation of the chief that has attached this ps; 0: none yet.
+        clocks: Of staleness bounds.
         check_coordinator: Raises unless a peer is the chief that has attached this ps.
-        set_members: Told on which replicas (task → incarnation) synchronous steps may count, and
-            the names of those that were lost.
-        fence: Lets this and all other ps tasks refuse older incarnations of a task.
-        end_training: Closes the token channels, for a reason.
+        refuse_below: Lets this ps refuse older incarnations of a task.
+        store: Returns what is served now.
+        closer: Returns what decides steps now; None: nothing does.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        store: Callable[[], ShardStore],
         coordinator: int,
-        *,
+        clocks: ClockService,
         check_coordinator: Callable[[Peer], None],
-        set_members: Callable[[dict[str, int], Sequence[str]], None],
-        fence: Callable[[str, int], None],
-        end_training: Callable[[str], None],
+        refuse_below: Callable[[str, int], object],
+        store: Callable[[], ShardStore],
+        closer: Callable[[], StepCloser | None],
     ) -> None:
-        self._store = store
+        self._clocks = clocks
         self._check_coordinator = check_coordinator
-        self._set_members = set_members
-        self._fence = fence
-        self._end_training = end_training
+        self._refuse_below = refuse_below
+        self._store = store
+        self._closer = closer
         self._members = SessionMembers()
         self._open: dict[tuple[str, int], int] = {}  # connections by task and incarnation
         self._timer: asyncio.TimerHandle | None = None
@@ -191,6 +191,25 @@ class SessionService:
                 case CloseTokens(reason):
                     self._end_training(reason)
         self._set_timer()
+
+    # No coordinator reports who lives, so this does.
+
+    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
+        self._clocks.report(alive, None)
+        if (closer := self._closer()) is not None:
+            closer.set_members(alive, missing)
+
+    def _fence(self, task: str, below: int) -> None:
+        self._refuse_below(task, below)
+        if (closer := self._closer()) is not None:
+            closer.fence(task, below)
+
+    def _end_training(self, reason: str) -> None:
+        self._clocks.end()
+        if (closer := self._closer()) is not None:
+            closer.end(reason)
+
+    # Time.
 
     def _set_timer(self) -> None:
         if self._timer is not None:
