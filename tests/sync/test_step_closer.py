@@ -473,17 +473,21 @@ class TestMembership:
             replica = cluster.replica(0)
             waiting = asyncio.create_task(replica.push((w,), (1.0,)))
             assert await waits(waiting)
-            cluster.ps[0]._end_training("the chief has left")
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            closer.end("the chief has left")
             for push in (waiting, cluster.replica(1).push((w,), (1.0,))):
                 with pytest.raises(TrainingEnded, match="the chief has left"):
                     await push
 
-    async def test_what_ps_0_fences_all_ps_tasks_fence(self) -> None:
+    async def test_what_ps_0_fences_the_others_fence(self) -> None:
         async with SyncCluster(3) as cluster:
-            cluster.ps[0]._fence_everywhere("/job:worker/task:0", 5000)
+            closer = cluster.ps[0]._closer
+            assert closer is not None
+            closer.fence("/job:worker/task:0", 5000)
             await settle()
             client = cluster.client("/job:worker/task:0", 4000)
-            for ps in range(3):
+            for ps in (1, 2):
                 with pytest.raises(FencedError):
                     await ask(client, Pull(1, [], -1, ""), ps=ps)
 
