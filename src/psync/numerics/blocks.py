@@ -1,4 +1,4 @@
-"""The memory of shards: blocks, arrays made of blocks, and a pool that recycles them.
+"""Block-structured shard memory: copy-on-write by reference count, and a recycling buffer pool.
 
 A ps answers a pull with the memory of the shard itself: the transport keeps a
 reference until the kernel has taken the bytes. A later update must not change

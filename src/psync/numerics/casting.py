@@ -1,4 +1,4 @@
-"""Values that users hand over for a variable, or for rows of one: checked, and cast."""
+"""Casting of values that users pass for a variable or for rows of it, with range checks."""
 
 from __future__ import annotations
 
