@@ -1,4 +1,4 @@
-"""What one ps holds and how it changes: shards, their slots, and the state of optimizers.
+"""The shard store of one ps: read, assign and apply, with slots and optimizer state.
 
 The store decides nothing about time and peers. It reads, assigns and applies, each on one
 shard, and refuses before anything has changed whatever does not fit.
