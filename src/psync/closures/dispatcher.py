@@ -1,10 +1,10 @@
-"""Which worker gets which closure, and when: order, held ahead, given back.
+"""Dispatch of queued closures to workers: order, prefetch on workers, give-back.
 
-``Dispatcher`` holds the queued closures, in their order (``closure_order``), and knows what each
-living worker holds. It decides where closures run, and nothing about how they end; that is
-``closures``.
+``ClosureOrder`` keeps the queued closures in the order in which they were scheduled. ``Dispatcher``
+has them and knows what each living worker holds. It decides where closures run, and nothing about
+how they end; that is ``queue``.
 
-**Ahead.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
+**Prefetch.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
 while more are queued than there are workers: as many as take ``target_ahead_s`` to run at the pace
 that the worker measured, at least 1 and at most ``max_ahead``, with at most ``max_ahead_bytes`` of
 inline arguments (a worker whose step computes on its event loop does not read). A worker is filled
@@ -34,8 +34,6 @@ asked, and reports what it runs.
 
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
-
-The queued closures, in the order in which they were scheduled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which workers are set aside for a while, because they come and go all the time.
+"""Back-off of flapping workers: one that is lost too often is set aside for a while.
 
 A worker whose machine has no memory left, say, is lost with each closure that it gets, and connects
 again at once: it is of no use, and each closure that it had runs late. So one that is lost more
@@ -8,8 +8,7 @@ time aside does, once it has not been lost for as long as it was set aside last 
 
 A worker that leaves in order is not lost, nor is one whose session the coordinator ends.
 
-Source: Kubernetes restarts a container that fails again and again likewise, with pauses that double
-up to five minutes.
+Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
 """
 
 from __future__ import annotations
