@@ -1,4 +1,4 @@
-"""One connection: the wire protocol on an asyncio transport.
+"""One asyncio connection: the wire protocol on a transport, without copies of large messages.
 
 ``Connection`` is an ``asyncio.BufferedProtocol``: the transport reads from the socket into
 the memory that the wire protocol names, which for a large segment is its destination.
