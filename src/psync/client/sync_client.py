@@ -1,4 +1,4 @@
-"""Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
+"""Client of synchronous steps: parts staged on every ps, then the contribution to ps 0.
 
     StagePush to each ps   keeps its part; no trace of it if what follows never happens
     Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
