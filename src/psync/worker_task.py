@@ -1,9 +1,9 @@
-"""The worker task: waits for a coordinator and runs its closures.
+"""The worker task: attaches to a coordinator and runs its closures.
 
     idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
 
-One session at a time. A worker listens and never connects to the coordinator: whoever proves
-that it knows the secret, and is a chief newer than the one before, may attach it.
+One session at a time. A worker listens and never connects to the coordinator: a chief that proves
+the secret, and is newer than the one before, may attach it.
 """
 
 from __future__ import annotations
