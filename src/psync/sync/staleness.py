@@ -1,4 +1,4 @@
-"""How far workers may run ahead of each other: stale synchronous parallel training.
+"""Staleness bounds: clocks of workers, and how far one may run ahead (stale synchronous parallel).
 
 A worker's clock counts its rounds. After each round it *ticks*, and goes on when its clock is at
 most ``max_staleness`` above the slowest clock of all workers that have work. Bound 0 is lock-step:

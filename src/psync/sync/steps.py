@@ -1,4 +1,4 @@
-"""When a synchronous step is closed, with which pushes, and who may go on: the rule of ps 0.
+"""The rule of synchronous steps on ps 0: which pushes count, when a step closes, who gets a token.
 
 A push arrives here when all its parts are staged. For each the first line that fits decides:
 
