@@ -1,7 +1,7 @@
-"""A program that goes on with what another one has left on the ps tasks.
+"""Reattachment of a new program to the variables that ps tasks still hold.
 
-All ps tasks have been attached, and have set aside what they held, when this begins. They are asked
-what that is; ``adoption`` decides; then each is told.
+All ps tasks have been attached, and have set aside what they held, when this begins. They describe
+it; ``store.reattach`` decides; then each gets its orders.
 """
 
 from __future__ import annotations
