@@ -1,7 +1,7 @@
-"""Accumulators on ps tasks as users see them: gradients go in, their mean comes out.
+"""ConditionalAccumulator and its sparse form: gradients are added by hand, their mean is taken.
 
-Who writes a synchronous optimizer of their own, or studies staleness, says here by hand what
-``SyncReplicasOptimizer`` does by itself.
+With them a program builds a synchronous optimizer of its own, or studies staleness: they do by
+hand what ``SyncReplicasOptimizer`` does by itself.
 """
 
 from __future__ import annotations

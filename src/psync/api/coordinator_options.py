@@ -1,4 +1,4 @@
-"""What users say of a coordinator when they make it, checked.
+"""Options of a coordinator, validated; and workers added to, or removed from, a running cluster.
 
 Workers that are added to a running cluster, and removed from it.
 """

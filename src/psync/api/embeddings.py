@@ -1,6 +1,6 @@
-"""Embedding lookups: rows by their ids, in any shape, and rows of several ids made one.
+"""Embedding lookups: rows of variables by ids of any shape, and combined rows of several ids.
 
-Ids that are asked for many times travel once, in one request to each ps that holds some of them.
+An id that is requested many times travels once, in one request to each ps that holds some of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Gradients as users give them, checked before anything is pushed.
+"""Gradient arguments: validation, the variables that are meant, and gradients of a function.
 
-Which variables are meant: those that a call names, or all that can be trained here.
-
-Gradients from a function of the values: pull the variables, call it, check what it returns.
+``value_and_gradients`` pulls variables, calls a function of their values and checks the result.
 """
 
 from __future__ import annotations

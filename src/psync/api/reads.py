@@ -1,4 +1,4 @@
-"""How values of variables are read: anew, as they were kept, or all at one instant."""
+"""Reads of variables: plain, cached in a scope, or consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do with rows of a variable: index them, gather them, scatter to them.
+"""Row operations of variables: indexing, gather, scatter.
 
 Only the rows that are needed travel, from and to the ps tasks that hold them.
 """

@@ -1,6 +1,8 @@
-"""ParameterServerStrategy: where variables go.
+"""ParameterServerStrategy: variable placement, scopes, and the entry to ``strategy.run``.
 
-Declaring a variable beside another one: on the same ps, and not partitioned by itself.
+A variable that is declared beside another one (``colocate_vars_with``) lies on the same ps, and is
+not partitioned by itself. Placement is decided when a variable is declared, without asking a ps,
+and by the same rules each time: programs without a coordinator depend on it.
 """
 
 from __future__ import annotations

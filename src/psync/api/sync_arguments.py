@@ -1,6 +1,6 @@
-"""What users give to a synchronous optimizer, checked.
+"""Arguments of a synchronous optimizer, validated, and its configuration for ps tasks.
 
-What ps tasks are told of a synchronous optimizer: complete once its global step is known.
+The configuration is complete once the global step of the group is known.
 """
 
 from __future__ import annotations

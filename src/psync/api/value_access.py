@@ -1,4 +1,4 @@
-"""What users do with the whole value of a variable: read it, assign to it."""
+"""Whole-value operations of variables: read and assign."""
 
 from __future__ import annotations
 

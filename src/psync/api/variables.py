@@ -4,7 +4,8 @@ A handle holds no value. It is declared in ``strategy.scope()``, travels to work
 (origin, spec), and is one object per process there. Inside a step it talks to ps tasks
 through the worker it runs on, elsewhere through its strategy's coordinator.
 
-Hooks that see each ``Variable(...)`` before it is declared, and may change it.
+``variable_creator_scope`` hooks see each ``Variable(...)`` before it is declared, the innermost
+first, and may change it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The handle that all optimizers share: slots, pushes, and what comes back of them.
+"""The optimizer handle: configuration, pushes and their outcomes, slots.
 
 An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
 first push on a connection, keeps the slots beside their shards, and applies each push at
-once (asynchronous training). The classes that users make are in ``optimizers``; the averaged,
+once (asynchronous training). The classes that users make are in ``psync.optimizers``; the averaged,
 synchronous form is ``SyncReplicasOptimizer``.
 """
 

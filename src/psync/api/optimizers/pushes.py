@@ -1,6 +1,6 @@
-"""One push through an optimizer, applied at once: what goes along with it, what comes of it.
+"""One asynchronous push through an optimizer, and its outcome.
 
-Synchronous pushes wait for each other: those are ``sync_client``'s.
+Synchronous pushes are in ``client.sync_client``.
 """
 
 from __future__ import annotations

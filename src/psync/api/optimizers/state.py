@@ -1,4 +1,4 @@
-"""What an optimizer keeps on the ps tasks, and what a push says of it, as its user sees them."""
+"""Optimizer state on the ps tasks, for users: slots, iterations, learning rate, push results."""
 
 from __future__ import annotations
 
