@@ -1,4 +1,4 @@
-"""Saving and restoring what is trained.
+"""Checkpoint: saves and restores variables, optimizers and other objects by name.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)

@@ -1,4 +1,4 @@
-"""The checkpoints of one program: numbered, the newest kept, and gone back to if a ps is lost.
+"""CheckpointManager: numbered checkpoints of one program, pruned, and the source of rollbacks.
 
 A ps that is brought back reads files by their paths, while the program may go on saving. It reads
 the newest, which is never removed; and what was handed out for recovery during a ``save`` is not

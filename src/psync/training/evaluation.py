@@ -1,10 +1,8 @@
-"""Exact evaluation: every example of the validation data counts once, whoever dies.
+"""Exact evaluation: every example of the validation data counts once, also when workers die.
 
 The data are cut into shards. A shard is evaluated by one closure, which returns what it counted;
 the program adds that up. A closure that is lost with its worker runs again elsewhere, and only its
-last run returns something, so nothing is counted twice and nothing is missing.
-
-Source: "exact evaluation" of Keras under ``tf.distribute.ParameterServerStrategy``.
+last run returns a result, so nothing is counted twice and nothing is missing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writing the arrays of a checkpoint: each ps its own, at once; the program the rest.
+"""Writing the arrays of a checkpoint: each ps its own, in parallel, and the program the rest.
 
-What ps tasks write is what they held at a cut, wholly. The program writes what has to be computed
-of it, which it reads from the same cut. A ps that does not see the program's directory sends its
-arrays, and the program writes the same file.
+ps tasks write their whole snapshots of a cut. The program writes computed arrays, whose inputs it
+reads from the same cut. A ps that does not see the program's directory sends its arrays, and the
+program writes the same file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the objects that it was given: names, arrays, states.
+"""The object graph of a checkpoint: names, arrays and states of what is saved.
 
 Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
 So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.

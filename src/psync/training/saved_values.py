@@ -1,4 +1,4 @@
-"""The values of a checkpoint, nested as the objects whose they are: read without any ps."""
+"""Checkpoint values without a cluster: read from files and nested like the saved objects."""
 
 from __future__ import annotations
 

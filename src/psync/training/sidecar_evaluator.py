@@ -1,8 +1,18 @@
 """SidecarEvaluator: evaluates checkpoints beside the training that writes them.
 
-It reads files; of the cluster it only looks whether somebody is there, and training neither waits
-for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing is
-lost.
+It reads files; of the cluster it only checks that a task accepts connections, and training neither
+waits for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing
+is lost.
+
+    it finds                                    it does
+    a number above all before                   evaluates the newest once, skips those between
+    a checkpoint that vanishes while it reads   looks again at once: a newer one has replaced it
+    a damaged one                               logs that, and waits for the next
+    one without what is declared                raises CheckpointMismatch: no later one would fit
+    number ≥ ``max_evaluations``                evaluates it, and ends
+    the file ``LAST`` in the newest             evaluates that one, and ends
+
+Under ``psync run --evaluator`` a pipe that the launcher closes says the end instead of ``LAST``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trainer: a training loop for those who do not want to write their own.
+"""Trainer: a Keras-like training loop, ``fit`` and ``evaluate``, on a cluster.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
 is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
