@@ -1,16 +1,16 @@
-"""Accumulators: gradients of several replicas become one, and stale ones are refused.
+"""Accumulators: the mean of the gradients of several replicas, with stale ones refused.
 
-An accumulator holds the gradients of one step. Whoever wants their mean *takes* it: the step goes
-up by one, nothing is left behind, and what was computed against the step before is stale from then
+An accumulator holds the gradients of one step. To *take* their mean raises the step
+by one, leaves nothing behind, and what was computed against the step before is stale from then
 on. A take waits until enough gradients are there; takes are served in the order in which they
 came, so a small one waits behind a large one. Nothing here blocks: a take that has to wait is
-returned as it is, and the call that ends it says so.
+returned as it is, and the call that completes it returns it.
 
 For an event loop there are the same calls in pieces: ``offering``, and ``enter`` with ``serving``.
 Between two pieces no other call is allowed, but for ``enter``, ``withdraw`` and what only reads.
 
-Source: ``ConditionalAccumulator`` of TensorFlow. Different here: what became of a gradient is
-answered, half precision is not summed in itself, a take that fails changes nothing. Added:
+Source: ``ConditionalAccumulator`` of TensorFlow. Different here: the outcome of a gradient is
+returned, half precision is not summed in itself, a take that fails changes nothing. Added:
 weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
 """
 

@@ -1,4 +1,4 @@
-"""Callbacks of ``Trainer.fit``: what happens between the epochs.
+"""Callbacks of ``Trainer.fit``: hooks between epochs, and the built-in ones.
 
 They run in the program, not on workers; there are none for batches, since steps run elsewhere and
 several at once. Each method may be a coroutine function or a plain one.

@@ -1,4 +1,4 @@
-"""Helpers for datasets: batches from arrays and from files, shards that are visited once.
+"""Dataset helpers: batches from arrays and from files, shards that are visited once.
 
     psync.data.from_arrays((x, y), batch_size=32, shuffle_seed=7, num_epochs=None)
     psync.data.from_files(sorted(glob.glob("*.npz")), read)

@@ -1,4 +1,4 @@
-"""Every exception psync raises, in one tree.
+"""The exceptions of psync, in one tree.
 
 The class answers one question: who must act.
 

@@ -1,4 +1,4 @@
-"""Gradients from torch and jax, in the form that ``compute_gradients`` and ``minimize`` take.
+"""Gradient functions from torch and jax, for ``compute_gradients`` and ``minimize``.
 
 Both libraries are imported when a gradient is first computed, by the task that computes it.
 """

@@ -1,4 +1,4 @@
-"""Metrics: what steps count on their workers, and the program reads as one number.
+"""Metrics: sums that steps add to on their workers, and one value that the program reads.
 
 The sums of a metric are one ON_READ variable on a ps: each worker adds to a copy of its own, in one
 small message, and reading adds the copies up. They outlive the worker, and what a closure adds

@@ -1,4 +1,4 @@
-"""Optimizers: what a step pushes gradients through. The mathematics runs on the ps tasks.
+"""Optimizers: handles that steps push gradients through; the mathematics runs on the ps tasks.
 
 Each class is a handle with the arguments of one rule. Names, arguments, formulas and defaults
 are those of Keras 3. A learning rate is a number or a schedule; each ps evaluates a schedule at

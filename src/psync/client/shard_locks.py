@@ -14,7 +14,7 @@ from the connections over which they come.
 
 A holder that dies loses its locks with its connections; an assign that had reached some ps tasks
 then stays there, until the closure runs again and assigns the rest. A lock that ends early is
-LockLost: a read is tried again, three times, an assign is not, since some shards may have the value.
+LockLost: a read is tried three times, an assign once, since some shards may have the new value.
 """
 
 from __future__ import annotations
