@@ -2,7 +2,10 @@
 
 A variable that is declared beside another one (``colocate_vars_with``) lies on the same ps, and is
 not partitioned by itself. Placement is decided when a variable is declared, without asking a ps,
-and by the same rules each time: programs without a coordinator depend on it.
+and by the same rules each time: programs without a coordinator depend on it. ``Variable(...)``
+asks, in this order: ``variable_creator_scope`` hooks, the innermost first; the place in force
+(``pinned``, ``colocate_vars_with``), then no partitioner is asked; ``variable_partitioner``, and
+the placement for each shard.
 """
 
 from __future__ import annotations

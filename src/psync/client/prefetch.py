@@ -1,5 +1,9 @@
 """Prefetched values: those that come with a token, for the pull at the start of the next step.
 
+ps 0 and the other ps tasks read them when the step is applied, and send them with its tokens: up to
+64 KiB, if no shard is busy and there is no second group. So a step of small variables needs no
+pull.
+
 They are those of a pull that was made early: read on the ps tasks after the push was sent, and
 used later. The caller of that pull must not be able to tell, so the values are dropped unless all
 of this holds:

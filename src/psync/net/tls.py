@@ -10,6 +10,10 @@ asyncio and uvloop have TLS, too. Theirs does not report a connection that faile
 so nothing could be counted; closes it before the peer has read the reason; and needs sockets, while
 this runs in virtual time. Both do for each record what is done here.
 
+What is wrong before TLS is up (no TLS on one side, a certificate of another authority, for another
+host or too old) is an AuthenticationError on the side that connects, which is final, and a line in
+the log of the other. A failed peer has a second to read the reason before the socket is closed.
+
 What is encrypted waits as it was given, and is encrypted piece by piece when there is room below:
 as with other transports, memory must not change until the transport has let go of it.
 """

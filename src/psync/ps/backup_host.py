@@ -13,6 +13,9 @@ at an address of its own, and is a ps like any other.
 has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
 the backups of earlier ones.
 
+An entry that the primary refuses is refused here, too. One that fails here alone (no memory, say)
+damages the backup: it takes no more entries, is never promoted, and is replaced.
+
 Source: docs/design.md, "Failover".
 """
 

@@ -8,6 +8,11 @@ for a slow one. **Bound** ones are counted instead of queued: each replica may t
 each step, less what it contributed to the step without one of these (``charge``). A new step's
 tokens void those of earlier steps, unless the channel is to keep them.
 
+With N replicas and R gradients a step, each step publishes max(N, R) tokens. A replica's first push
+needs none, so there are no initial tokens where N ≥ R, and R - N where N < R: no step is wasted.
+``strict`` binds ⌈R/N⌉ tokens of each step to every replica; ``tensorflow_compat`` puts R initial
+tokens and keeps old ones, as TensorFlow does.
+
 Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
 are never bound, never void, and a waiting replica is never told that training has ended.
 """

@@ -1,5 +1,8 @@
 """Writing the arrays of a checkpoint: each ps its own, in parallel, and the program the rest.
 
+Whether a ps sees the program's directory is tested at each save: the program writes a file with a
+random text there, and each ps tries to read it.
+
 ps tasks write their whole snapshots of a cut. The program writes computed arrays, whose inputs it
 reads from the same cut. A ps that does not see the program's directory sends its arrays, and the
 program writes the same file.
