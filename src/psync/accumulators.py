@@ -57,7 +57,7 @@ class TakeState(enum.Enum):
 
 
 class Take(Generic[ResultT]):
-    """Somebody who wants the gradients of one step, reduced to one."""
+    """A pending or completed request for the gradients of one step, reduced to one."""
 
     __slots__ = ("_result", "count", "error", "num_required", "state", "step")
 
@@ -153,8 +153,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Ask for what at least ``num_required`` gradients amount to.
 
         Returns:
-            The take: READY or FAILED if enough gradients are there and nobody else waits, else
-            WAITING, until a later call returns it among those completed.
+            The take: READY or FAILED if enough gradients are there and no earlier take waits,
+            otherwise WAITING, until a later call returns it among those completed.
 
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
@@ -170,7 +170,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return take
 
     def cancel(self, take: Take[ResultT]) -> tuple[Take[ResultT], ...]:
-        """Let a take wait no longer; it consumes nothing. One that has ended stays as it is.
+        """Cancel a waiting take; it consumes nothing. One that has ended stays as it is.
 
         Returns:
             Takes behind it that were completed by that.
@@ -198,8 +198,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
         Args:
             given: The gradient; of a sparse one (indices, values, dense_shape).
-            local_step: As of ``apply_grad``.
-            weight: Likewise.
+            local_step, weight: See ``apply_grad``.
 
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
@@ -364,7 +363,7 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
 
     @abstractmethod
     def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
+        """Return the contents; None: the accumulator is empty."""
 
     @abstractmethod
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:

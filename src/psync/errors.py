@@ -276,7 +276,7 @@ class AttachError(PsyncError):
 
 
 class TrainingEnded(PsyncError):
-    """Training has ended: no further synchronous step will be closed, and nobody waits for one."""
+    """Training has ended: no further synchronous step will be closed."""
 
 
 class EndOfData(PsyncError):

@@ -361,7 +361,7 @@ class Placer:
         return int(ps)
 
     def note(self, ps: int, nbytes: int) -> None:
-        """Count a shard that went beside another one: nobody was asked."""
+        """Count a shard that lies beside another one, without a placement of its own."""
         self._loads[ps] += nbytes
 
     def pinned(self, where: int | str) -> Pinned:

@@ -218,7 +218,7 @@ class PerWorkerDataset:
 
     Iterating over it makes iterators on all workers: ``iter(dataset)`` returns one handle,
     which steps take as an argument (or capture) and call ``next`` on. Each ``iter`` starts the
-    data anew. Made by ``ClusterCoordinator.create_per_worker_dataset``.
+    data from the beginning. Made by ``ClusterCoordinator.create_per_worker_dataset``.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
     """

@@ -59,7 +59,7 @@ def get_global_step() -> Variable | None:
 
 
 def global_step_of(scope: Scope) -> Variable | None:
-    """Return the variable called "global_step" of a strategy, whoever declared it, or None.
+    """Return the variable called "global_step" of a strategy, or None if it was not declared.
 
     Raises:
         UsageError: It is no integer scalar.

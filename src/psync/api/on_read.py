@@ -229,7 +229,7 @@ class CopyAccess(RowAccess):
         await self._write_all(await self.runtime_for(operation), "assign", array, operation)
 
     async def sparse_read(self, indices: Any) -> np.ndarray:
-        """Return rows of ``read``; else as ``Variable.sparse_read``."""
+        """Return rows of ``read``; see ``Variable.sparse_read``."""
         rows = self._row_numbers(indices, f'sparse_read of "{self.spec.name}"')
         part: np.ndarray = (await self.read())[rows]
         return part
@@ -313,7 +313,7 @@ class CopyAccess(RowAccess):
 
 
 class CopyRead(AwaitFirst):
-    """Part of a variable with copies that can be awaited; each time it is read anew."""
+    """Part of a variable with copies that can be awaited, each time for the present value."""
 
     __slots__ = ("_index", "_variable")
 

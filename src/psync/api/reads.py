@@ -87,7 +87,7 @@ async def values_of(
         runtime: Carries it to the ps tasks.
         variables: Their handles.
         copy: Whether the caller may change the arrays.
-        out: As for ``PsClient.pull``.
+        out: See ``PsClient.pull``.
         consistent: Whether all are read at one instant.
 
     Raises:

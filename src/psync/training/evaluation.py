@@ -140,7 +140,7 @@ def parts_of(made: Any) -> Sequence[Any]:
 
 
 class Counts:
-    """What batches amount to for the loss and the metrics, before anybody is told.
+    """Sums of batches for the loss and the metrics, not yet added to these.
 
     Args:
         loss: The mean of the losses, weighted by batch size.
@@ -199,7 +199,7 @@ async def evaluate(
         variables: A nesting of them.
         value_of: (values, batch) → (loss, …, predictions): the first and the last are used.
         loss: For its formula; nothing is counted in it.
-        metrics: By name; likewise.
+        metrics: By name, for their formulas.
         shards: As ``shards_of`` returns them.
 
     Returns:

@@ -153,7 +153,7 @@ class Contents:
             )
 
     def path_of(self, thing: Any) -> str:
-        """Return the first path of an object that was taken up."""
+        """Return the first path of an object that is in the checkpoint."""
         return self._paths[thing if isinstance(thing, Handle) else id(thing)]
 
     def wanted(self) -> list[Wanted]:

@@ -84,7 +84,7 @@ class SidecarEvaluator:
         eval_fn: (values) → dict of numbers, where values are what ``Checkpoint.read`` returns:
             ``values["model"]["w"]``. A coroutine function, or a plain one, which runs in a thread.
         directory: Of the checkpoints; need not be there yet.
-        max_evaluations: Number of the last checkpoint; None: the program says which it is.
+        max_evaluations: Number of the last checkpoint; None: the program marks it.
         poll_interval: Seconds between two looks into the directory.
         callbacks: Such as ``CSVLogger`` and ``TensorBoard``; an epoch is a checkpoint, by number.
             One that sets ``self.trainer.stop_training`` ends it; there is no other trainer.
@@ -172,7 +172,7 @@ class SidecarEvaluator:
             CheckpointMismatch: A checkpoint lacks something that is asked for, or has it in
                 another shape or dtype.
             CheckpointError: The directory cannot be read.
-            TrainingEnded: Nobody has come who trains.
+            TrainingEnded: No training task was there in time.
             UsageError: ``eval_fn`` returned something else than a dict of numbers.
             Exception: What ``eval_fn`` or a callback raised.
 
