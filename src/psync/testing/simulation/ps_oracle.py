@@ -1,4 +1,4 @@
-"""What must hold of ps tasks, which are looked at in their processes.
+"""The oracle of ps tasks: invariants of their state, read in their processes.
 
 A primary and its backup are equal at one position of the log. Not compared: counters; who waits;
 what the primary alone decides of steps that are open (``sync.log_entries``).
