@@ -16,7 +16,7 @@ one, in the order sent, and it alone knows which one has started.
 - While a worker is idle, the queue is empty, and every worker that may hold closures it has not
   started has been asked for the oldest half of them, rounded up: for one at least.
 - A closure that waits for others awaits, so its worker's loop turns and answers. One that computes
-  on the loop delays the answer, but it waits for nobody and ends by itself.
+  on the loop delays the answer, but it waits for no other closure and ends by itself.
 - What comes back goes to the idle worker. What was asked for and does not come back had started:
   it runs, or its result is on the way. It is never asked for again, and the next half is, at once.
   So the asking ends, and when it has, a worker is idle only if every closure anywhere has started.

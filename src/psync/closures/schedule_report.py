@@ -6,7 +6,7 @@ skipped.
 
 - **Who takes part**: the workers that have joined, less those whose last closure met the end of
   its data. One of these is back with its next value; and all are back when nothing is left to do,
-  or when nobody else would be left, for then other data has begun.
+  or when no other worker would be left, for then other data has begun.
 - **Queued**: there are closures that no worker has begun, so each worker has work, or is about to
   get some. They are in the queue, or held behind others: more are in flight than there are workers.
 - **In flight**: where nothing is queued, what runs where. A closure that waits for the value of

@@ -5,13 +5,13 @@ The rules (``psync.accumulators``) decide; this feeds requests to them and delay
     message               then
     DefineAccumulator     make it; the same again changes nothing, another one is refused
     ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
-    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged anew
+    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged again
     TakeGradient          waits in the rule; its value is kept until the client says it is there
     ForgetTakes           drop acknowledged values, and takes that their client has given up
     EndTakes              (from here) takes without a waiting request leave the rule
 
 A take waits as long as a connection does on which it was asked for. One whose connection ends, or
-whose client is fenced or does not want it any more, leaves the rule at once and consumes nothing;
+whose client is fenced or gives it up, leaves the rule at once and consumes nothing;
 asked for again on another connection, it waits at the end of the queue.
 
 Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator

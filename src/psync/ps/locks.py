@@ -5,7 +5,7 @@ One object serves one coordinator, with its store; a newer one gets another.
     message       then
     LockShards    answered when no update of the shards is under way and no other lock is in the
                   way; from then on updates of these shards wait, except the holder's
-    RenewLock     its lease begins anew
+    RenewLock     its lease starts again
     UnlockShards  it ends; the next claim is granted
     connection    every lock that was asked for over it ends when it is lost
     lease         a lock that is not renewed ends

@@ -8,7 +8,7 @@ then it is clear what fits, and then each is told what to do.
     a variable                the same shards in the same    they are adopted
                               places
                               some of them                   its program died while it was created:
-                                                             they are dropped, it is created anew
+                                                             they are dropped, it is created
                               none                           it is created
                               something else                 AttachError, which names all such
     an optimizer              one of that configuration      its steps, rate and slots are adopted

@@ -7,7 +7,7 @@ requests of tasks, their connections and the time; it returns what follows.
     chief    attaches the ps tasks → declares → (open: the others enter) → ends training
     worker   asks ─────────────────────────────→ enters → leaves, or is lost
 
-**Incarnations.** A worker does not know the chief's, below which the ps tasks serve nobody. So it
+**Incarnations.** A worker does not know the chief's, below which the ps tasks serve no task. So it
 gets its own when it enters: above the chief's and above all that its task has had before.
 A worker is a replica from the moment at which it enters, before its connections under the new
 incarnation are there: all that wait when training begins take part in its first step.

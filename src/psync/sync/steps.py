@@ -15,7 +15,7 @@ A push arrives here when all its parts are staged. For each the first line that 
 One staleness decision for a whole push, over all variables and all ps tasks: TensorFlow's
 accumulators decide one by one.
 
-A step is closed when its target is reached, or as a partial one when nobody else will or can
+A step is closed when its target is reached, or as a partial one when no other worker will or can
 come; see ``_close_what_is_due``. Between Close and ``closed`` the step is being applied: the
 group is at the next step already, and no other Close of it is under way.
 
