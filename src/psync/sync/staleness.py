@@ -14,7 +14,8 @@ no worker begins round n + 1 before all have ended round n.
   It is not waited for meanwhile: it may wait for those that wait here. It keeps its clock.
 - **A worker that was allowed to go on** stays allowed: the slowest clock falls only when a worker
   comes back that waited elsewhere, and one that ran ahead waits for it after the next round. The
-  slowest itself is 0 ahead: of those that have work and do not wait elsewhere, one may always go on.
+  slowest itself is 0 ahead: of those that have work and do not wait elsewhere, one may always go
+  on.
 - **A stranger**, who ticks and is not known to have work, because news of it is still on its way,
   waits like the others, and none waits for it.
 
