@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from psync.checkpoints.files import Planned
 from psync.checkpoints.writer import Writer
-from psync.cli.checkpoint import INDEX, differences, export, inspection, summary
+from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.specs import dtype_name
 

@@ -1,4 +1,4 @@
-"""What a TensorFlow program starts on the chief to close steps."""
+"""The chief's queue runner: nothing is left for it to do, so it waits for the end of training."""
 
 from __future__ import annotations
 

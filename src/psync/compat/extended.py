@@ -1,4 +1,4 @@
-"""What is done with values of replicas, and to variables, in cross-replica context.
+"""Reductions of replicas' values, and updates of variables with them, in cross-replica context.
 
 The part of ``strategy.extended`` that works wherever there are replicas: on the coordinator, and in
 a step, where one replica merges with itself.

@@ -1,4 +1,4 @@
-"""What takes part in a training session besides the training loop."""
+"""Session hooks: code that a training session calls at its stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One task's way into a training session: its connections to the ps tasks, and what it says there.
+"""A task's connections in a training session, and its requests to the ps tasks.
 
     chief     attach every ps → create the variables → declare → … → end training
     worker    enter → connect to every ps → compare the declarations → … → leave

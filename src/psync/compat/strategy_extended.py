@@ -1,7 +1,7 @@
-"""strategy.extended: what code needs that knows of distribution.
+"""``strategy.extended``: operations of a strategy for code that is aware of replicas.
 
-Reductions and updates are those of ``extended``, which steps have too; here is what only the
-program knows: devices, who saves, where variables go, and steps over an iterator of its own.
+Reductions and updates are those of ``extended``, which steps have too. Here is what needs the
+program itself: devices, roles, placement of variables, and steps over an iterator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``strategy.run``: a function on all workers at once; and what is made of its results."""
+"""``strategy.run``: one function on all workers at once; and reductions of its results."""
 
 from __future__ import annotations
 
