@@ -1,11 +1,8 @@
 """Named places where a test can make a task die, fail or wait.
 
 ``PSYNC_FAILPOINTS="ps.push.applied=kill@3, worker.push.sent=error"`` kills the process
-when the place is reached for the third time, and raises at the other one the first time.
-Without that variable a failpoint costs one dictionary look-up.
-
-What else a test may do to a task comes along: safeguards that are switched off, and notes of
-what was done.
+when the place is reached for the third time, and raises at the other one the first time. Where
+each place is: see ``places``.
 """
 
 from __future__ import annotations
@@ -15,37 +12,8 @@ import signal
 from collections.abc import Callable, Mapping
 
 from psync.errors import ConfigurationError, PsyncError
-from psync.net.testing_notes import Notes
-from psync.net.testing_switches import switched_off
-
-NAMES = frozenset(
-    {
-        "worker.closure.start",  # arguments are there, the step has not begun
-        "worker.closure.end",  # the step has returned, its result is not sent
-        "worker.push.begun",  # nothing is sent
-        "worker.push.between_ps",  # one ps task has answered, nothing is sent to the next
-        "worker.push.staged",  # every ps has its part, ps 0 has not been told
-        "worker.push.answered",  # all ps tasks have answered, the step does not know yet
-        "ps.push.received",  # complete, nothing is applied
-        "ps.push.applied",  # applied and recorded, not answered
-        "ps.assign.applied",  # likewise
-        "ps.backup.sending",  # entries are about to be sent to a backup, and nothing is applied
-        "ps.backup.taken",  # a backup has them, nothing is applied here
-        "ps.create.done",  # shards exist, not answered
-        "ps.step.measured",  # norms of a synchronous step are measured here, ps 0 does not know
-        "ps.step.applied",  # a synchronous step is applied here, ps 0 does not know
-        "ps0.step.decided",  # a synchronous step is to be closed, no other ps knows
-        "ps0.step.measured",  # ps 0 knows norms of a synchronous step, no ps applies it yet
-        "ps0.step.applied",  # on every ps, the global step is not raised
-        "coordinator.dispatch",  # closures are about to be sent
-        "coordinator.result",  # results came in, nothing is settled
-        "checkpoint.ps.write",  # a ps is about to write its file of a checkpoint
-        "checkpoint.file.written",  # a ps's file of a checkpoint, which does not say so yet
-        "checkpoint.before_commit",  # a checkpoint's files are written, COMMIT is not
-        "checkpoint.before_rename",  # it is complete but for its name
-    }
-)
-"""Every failpoint there is."""
+from psync.testing.sabotage.notes import Notes
+from psync.testing.sabotage.places import NAMES
 
 
 class FailpointError(PsyncError):
@@ -61,17 +29,13 @@ class Failpoints:
 
     Args:
         text: As in the variable ``PSYNC_FAILPOINTS``.
-        without: Safeguards that are switched off: see ``testing_switches``.
         notes: Told of each failpoint that acts.
 
     Raises:
         ConfigurationError: If the text names an unknown place or action.
     """
 
-    def __init__(
-        self, text: str = "", *, without: frozenset[str] = frozenset(), notes: Notes | None = None
-    ) -> None:
-        self.without = without
+    def __init__(self, text: str = "", *, notes: Notes | None = None) -> None:
         self.notes = Notes() if notes is None else notes
         self._armed: dict[str, tuple[Callable[[], None], int]] = {}
         self.hits: dict[str, int] = {}  # how often each armed place was reached
@@ -83,16 +47,15 @@ class Failpoints:
                     f"PSYNC_FAILPOINTS: {item!r}: expected NAME=kill or NAME=error, "
                     "optionally with @COUNT from 1"
                 )
-            self.arm(name, _kill if action == "kill" else _raiser(name), int(count or 1))
+            if action == "kill":
+                self.arm(name, _kill, int(count or 1))
+            else:
+                self.fail(name, int(count or 1))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Failpoints:
         """Return those that ``PSYNC_FAILPOINTS`` arms."""
-        return cls(
-            environ.get("PSYNC_FAILPOINTS", ""),
-            without=switched_off(environ),
-            notes=Notes.from_environment(environ),
-        )
+        return cls(environ.get("PSYNC_FAILPOINTS", ""), notes=Notes.from_environment(environ))
 
     def arm(self, name: str, action: Callable[[], None], count: int = 1) -> None:
         """Run ``action`` when ``name`` is reached for the ``count``-th time.
@@ -107,6 +70,14 @@ class Failpoints:
         self._armed[name] = (action, count)
         self.hits[name] = 0
 
+    def fail(self, name: str, count: int = 1) -> None:
+        """Raise FailpointError when ``name`` is reached for the ``count``-th time."""
+
+        def fails() -> None:
+            raise FailpointError(f"failpoint {name}")
+
+        self.arm(name, fails, count)
+
     def armed(self, name: str) -> bool:
         """Return whether ``name`` may still act: tests whose order of things matters ask."""
         return name in self._armed
@@ -116,7 +87,7 @@ class Failpoints:
 
         It may be promoted; nothing is armed there then, either.
         """
-        return Failpoints(without=self.without)
+        return Failpoints()
 
     def hit(self, name: str) -> None:
         """The place ``name`` is reached."""
@@ -127,10 +98,3 @@ class Failpoints:
         if self.hits[name] == armed[1]:
             self.notes.add("failpoint", name)
             armed[0]()
-
-
-def _raiser(name: str) -> Callable[[], None]:
-    def fail() -> None:
-        raise FailpointError(f"failpoint {name}")
-
-    return fail
