@@ -2,7 +2,7 @@
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
-step at which its replica may go on. How, is in docs/design.md, section 9.
+step at which its replica may go on. See docs/design.md, "A synchronous step".
 """
 
 from __future__ import annotations

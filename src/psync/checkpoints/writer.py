@@ -1,8 +1,14 @@
-"""A checkpoint that is being written: its files, whoever writes them, and how it is completed.
+"""The writer of one checkpoint: files by ps tasks or program, then manifest, COMMIT, rename.
 
 The program makes a directory that ends in ``.tmp``. ps tasks that see it write their files there
-themselves; all others are written by the program. Then come the manifest, ``COMMIT`` and the
-name, from which on the checkpoint exists.
+themselves; the program writes the others. Then come the manifest, ``COMMIT`` and the rename, from
+which on the checkpoint exists.
+
+    dies while a checkpoint is written    left behind
+    the program, before the rename        earlier checkpoints; a ``.tmp`` that the next save removes
+    the program, after it                 the new one, complete
+    a ps, or the connection to it         nothing; another cut is taken when the ps is there again
+    the disk is full                      nothing; ``save`` raises, the ps goes on
 
 Everything here blocks: call it in a thread.
 """

@@ -1,4 +1,4 @@
-"""What workers say about closures, and ask: results, what they give back, functions, arguments.
+"""Requests of workers about closures: results, closures given back, functions, arguments.
 
 ``ClosureQueue`` decides what follows from a report; the owner, the coordinator, performs it.
 """

@@ -1,4 +1,4 @@
-"""The coordinator's connections to every task, made again when they go.
+"""The coordinator's connections to all tasks, re-established when they break.
 
 ``Membership`` decides what a connection made or lost means; this carries it out. One
 supervising coroutine per task: connect, attach, wait for the end, report, again; those of the

@@ -1,4 +1,4 @@
-"""Tells ps 0 what the coordinator's schedule has come to.
+"""The sender of schedule reports to ps 0.
 
 ``ScheduleReports`` decides, this sends: one report at a time, and of the states that follow one
 another meanwhile the last.

@@ -1,8 +1,6 @@
-"""``psync checkpoint``: look into checkpoints, compare them, export them.
+"""``psync checkpoint``: list, inspect, compare and export checkpoints.
 
-No cluster is needed. What is wrong with a checkpoint is one line on stderr and exit code 1.
-
-What is in checkpoints, for people and for other programs: lists, differences, exports.
+No cluster is needed. An error in a checkpoint is one line on stderr and exit code 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Calls to ps tasks: many at once, updates under a number of their own, pushes to their end."""
+"""Requests to ps tasks: parallel calls, sequence numbers of updates, shielding of pushes.
+
+A push once begun runs to completion (shielded), whatever becomes of the step that made it.
+"""
 
 from __future__ import annotations
 

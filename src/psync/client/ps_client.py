@@ -1,4 +1,4 @@
-"""All ps tasks as one task sees them: pulls, pushes and assigns of whole sets of variables.
+"""The client of all ps tasks: pulls, pushes and assigns of sets of variables.
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again
 after a lost connection: the ps answers a repetition from memory.

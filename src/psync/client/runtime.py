@@ -1,4 +1,4 @@
-"""What variables and optimizers talk through: a worker in a step, else the coordinator."""
+"""The runtime of variables and optimizers: the worker's in a step, else the coordinator's."""
 
 from __future__ import annotations
 

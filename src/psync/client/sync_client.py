@@ -1,4 +1,4 @@
-"""Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
+"""Client of synchronous steps: parts staged on every ps, then the contribution to ps 0.
 
     StagePush to each ps   keeps its part; no trace of it if what follows never happens
     Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
@@ -7,7 +7,7 @@ A push of at most 64 KiB is no more than the second message, which carries it wh
 one it carries ps 0's own part, if that is small.
 
 Every request may be repeated after a lost connection: a push has a number, which its client
-draws anew in each group, and by which ps 0 answers a repetition from memory.
+draws separately in each group, and by which ps 0 answers a repetition from memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers."""
+"""Running a process as its task: ``run`` for scripts, ``serve`` for ps and workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task's place on the network: it listens, connects, and owns its peers and handlers."""
+"""The network endpoint of a task: listener, outgoing connections, peers, request handlers."""
 
 from __future__ import annotations
 

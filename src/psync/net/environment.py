@@ -1,4 +1,4 @@
-"""The platform of a task that runs in a process of its own, from its environment variables."""
+"""The platform of a task in a process of its own, built from its environment variables."""
 
 from __future__ import annotations
 

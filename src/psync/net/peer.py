@@ -1,8 +1,8 @@
-"""Requests and replies between tasks, both ways on one connection.
+"""Request and reply between two tasks, in both directions on one connection.
 
-``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, knows
-who waits for which reply, and says where the bodies that come belong; ``serving`` answers theirs.
-One message is dealt with before the next one of the same connection is looked at.
+``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, matches
+replies to them, and places the bodies that come in; ``serving`` answers the other side's requests.
+One message is handled before the next one of the same connection is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a task is given instead of reaching for it: network, randomness, clock, secret.
+"""The platform of a task: network, randomness, clock and secret, given and never reached for.
 
 A test gives an in-memory network, a seeded generator and a counter; the defaults are the
 machine's. Time inside a loop is the loop's (``loop.time()``), which may be virtual.

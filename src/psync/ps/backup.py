@@ -1,16 +1,16 @@
-"""The backup of a ps as that sees it: begun, replaced, given up at the coordinator's word.
+"""The primary's side of its backup: made, replaced or given up at the coordinator's command.
 
 One object serves one coordinator and timeline, with its store; a newer one gets another. Before the
 first ``BackUp`` nothing is queued, and nothing is slower.
 
     message         then
-    BackUp          an image is taken between two entries of the log, and sent while others go on;
+    BackUp          a snapshot is taken between two entries of the log, and sent while others go on;
                     answered when the backup has it, and all that was answered meanwhile
-    BackUp, lost    answered when the backup does not follow any more. Nothing is done until then,
-                    nor until the coordinator has said that there is none: it might promote it
+    BackUp, lost    answered when the backup no longer follows. No entry is applied until then, nor
+                    until the coordinator has said that there is none: it might promote it
     BackUp to ""    goes on alone
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

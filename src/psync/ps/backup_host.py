@@ -1,19 +1,22 @@
-"""Backups of other ps tasks in the process of this one: fed, and made to serve when they must.
+"""The host of backups: backups of other ps tasks in this process, fed by logs and promoted.
 
-A backup is a ps task that does not listen: it gets an image first, then every entry of the log of
-the one that it backs up, and does each as if it had come over a connection. When it is promoted
-it listens, at an address of its own, and is a ps like any other.
+A backup is a ps task that does not listen: it gets a snapshot first, then every entry of its
+primary's log, and applies each as if it had come over a connection. When it is promoted it listens,
+at an address of its own, and is a ps like any other.
 
-    state      BeginBackup  FillBackup  LogEntries                    Promote
-    filling    anew         taken       complete, if all is there     refused
-    following  anew         -           queued, answered, done        does the rest; then serves
-    serving    anew         FencedError FencedError                   the same answer again
+    state      BeginBackup  FillBackup  LogEntries                     Promote
+    filling    restart      taken       complete, if all is there      refused
+    following  restart      -           queued, acknowledged, applied  applies the rest; then serves
+    serving    restart      FencedError FencedError                    the same answer again
 
-``anew`` needs an epoch that is not older, and for one that serves a newer one: the coordinator has
-gone back to a checkpoint since, and does not know that it serves. What a newer coordinator finds
-ends.
+``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
+has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
+the backups of earlier ones.
 
-Source: docs/design.md, section 20.
+An entry that the primary refuses is refused here, too. One that fails here alone (no memory, say)
+damages the backup: it takes no more entries, is never promoted, and is replaced.
+
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a ps sends to its backup: an image of itself, then every entry, in order.
+"""Replication from a ps to its backup: a snapshot first, then every entry, in order.
 
-One object feeds one backup. It ends when that does not follow any more: its process is gone, has
-been started again, or refuses. What was sent over a connection that is lost, of the image or of the
+One object feeds one backup. It ends when that no longer follows: its process is gone, has been
+restarted, or refuses. What was sent over a connection that is lost, of the snapshot or of the
 entries, is sent again; the backup ignores what it has.
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shards come into being on a ps: with values that are sent, as copies, or of one element.
+"""Creation of shards on a ps: from values that are sent, as copies, or filled with one element.
 
 One object serves one coordinator, with its store; a newer one gets another. Creating is idempotent,
 so a lost connection repeats it.

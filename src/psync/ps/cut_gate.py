@@ -1,17 +1,17 @@
-"""The gate of a ps: holds updates back while a cut is taken, and lets admitted ones through.
+"""The gate of a ps: updates are paused while a cut is taken, except admitted ones.
 
 One object serves one coordinator and timeline, with its ledger; a newer one gets another.
 
     message     then
-    Gate        nothing begins any more; answered when what was under way has ended: which messages
-                to other ps tasks belong to it
+    Gate        no update begins any more; answered when those under way have ended, with the
+                messages to other ps tasks that belong to them
     Admit       these messages may begin; answered when they are settled, or when one of them waits
                 for a lock whose holder may be waiting here
-    OpenGate    everything that waits goes on
+    OpenGate    paused updates go on
     connection  the gate opens when that over which it was shut is lost
     lease       and when it has been shut for too long
 
-Source: docs/design.md, section 18.
+Source: docs/design.md, "A save".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images on a ps that are held for a cut: written to files, read over the network.
+"""Frozen snapshots on a ps, held for a cut: written to files, or read over the network.
 
     message       then
     Freeze        once no update is under way: holds references to all blocks
@@ -6,7 +6,7 @@
     WriteFrozen   writes a file in a thread, and lets go of each block that is written
     DropFrozen    holds them no longer; nor when the connection is lost over which they were frozen
 
-A message that is repeated, since a connection was lost, gets the answer of the first one.
+A message that is repeated after a lost connection gets the answer of the first one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Images on a ps: prepared, to be taken up instead of what is; those that are held, besides.
+"""Restore of snapshots on a ps: prepared beside the live state, then swapped in.
 
     message       then
     PrepareImage  makes a store and a ledger beside those that are served; their bytes are read in
-                  a thread, or come by FillImage. What was being prepared before is given up
+                  a thread, or come by FillImage. An earlier preparation is dropped
     TakeImage     hands them to the task, which serves them from then on
 
-What fails changes nothing of what is served. A message that is repeated, since a connection was
-lost, gets the answer of the first one. Only the coordinator that is served may ask.
+A failure changes nothing of what is served. A message that is repeated after a lost connection
+gets the answer of the first one. Only the coordinator that is served may ask. ``frozen_snapshots``
+is the other direction.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Pushes and assigns on a ps: each is judged, checked whole, applied, answered.
+"""Pushes and assigns on a ps: judged by the ledger, validated, applied, answered.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
 Small updates are applied within the turn of the loop in which they arrive. Large ones are
 applied block by block by one task, which lets the loop breathe between blocks; a shard
-that is being updated is busy, and whoever wants to read or update it waits its turn, so
-nobody sees half an update. An update of a shard that is locked waits, before it is judged, until
-the lock ends, unless it is the holder's.
+that is being updated is busy, and requests for it wait, so no reader sees half an update. An
+update of a locked shard waits, before it is judged, until the lock ends, unless it is the holder's.
 
     message       ledger says          then
     an update     (with a backup: once that has it, see ``committer``)

@@ -1,4 +1,4 @@
-"""What replicas do together: who takes part in it, and what is made of their values."""
+"""Collectives of replicas: their members, and the function that combines the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether one replica runs here, or what is done here concerns all of them.
+"""Replica context and cross-replica context, as in ``tf.distribute``.
 
     default               --strategy.scope()-->  cross-replica
     default, closure      --merge_call-->        cross-replica, until the function has returned
@@ -6,15 +6,13 @@
     cross-replica         --extended.update-->   update
 
 In replica context a value is that of one replica, in cross-replica context there may be one for
-each. Where nothing was entered, that is outside of every scope and in a step that was given to
+each. Where no context was entered, that is outside of every scope and in a step that was given to
 ``schedule``, there is one replica, 0 of 1: the default. In a replica of ``strategy.run`` on the
 coordinator, a *gang*, there are as many as workers took part.
 
-What was entered holds for the code that entered it and for the tasks and threads that this starts
+A context holds for the code that entered it and for the tasks and threads that this starts
 with its context, but never in a step: a step begins in a context of its own, even if it runs in
 the coordinator's process.
-
-Source: ``tensorflow/python/distribute/distribute_lib.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``strategy.run``: a function on all workers at once."""
+"""``strategy.run``: one function on all workers at once."""
 
 from __future__ import annotations
 

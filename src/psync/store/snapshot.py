@@ -1,9 +1,9 @@
-"""The image of a ps: what it holds at a cut, frozen in place, and taken up again.
+"""Snapshots of a ps: frozen in place at a cut, and restored.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
-blocks that are held (see ``blocks``). To thaw is to make a store and a ledger of a state. The
-arrays of that store are empty then, but for constant ones; they are filled piece by piece, and
-whoever fills them knows when all of them are there.
+blocks that are held (see ``numerics.blocks``). To restore (``thaw``) is to make a store and a
+ledger from a state. The arrays of that store are empty at first, but for constant ones; the caller
+fills them piece by piece, and knows when all of them are there.
 
 Frozen contents, and those being filled, may be handed to a thread; one at a time uses them.
 """

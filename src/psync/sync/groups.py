@@ -1,6 +1,7 @@
-"""The synchronous groups that one ps knows, and what they were defined as.
+"""Synchronous groups on one ps: the table of their configurations, and their global steps.
 
-Global steps of synchronous groups, on the ps that holds them: raised once for each step.
+``GroupTable`` maps the numbers that connections use to groups. ``GlobalSteps`` raises the global
+step that this ps holds, once for each step of its group.
 """
 
 from __future__ import annotations

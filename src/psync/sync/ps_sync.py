@@ -1,4 +1,4 @@
-"""Synchronous training on every ps: parts of pushes, and what ps 0 says.
+"""Synchronous requests on every ps: staged parts, and the commands of ps 0.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
@@ -9,7 +9,7 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
     CloseStep     take the parts that ps 0 was given for this ps; the mean of the named pushes is
                   applied, shard by shard, moving averages follow, and the group's step is raised
                   here; a repetition changes nothing (``step_applier``)
-    RaiseStep     raise a global step (``global_steps``)
+    RaiseStep     raise a global step (``groups``)
 """
 
 from __future__ import annotations

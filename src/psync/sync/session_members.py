@@ -1,22 +1,22 @@
-"""Who takes part in training that no coordinator schedules: the rule at ps 0.
+"""Members of training sessions without a coordinator: the rule on ps 0.
 
-Every worker runs its own loop, as if it were not synchronized. Somebody has to know which of them
-are alive, because the target of a synchronous step follows the living; that is ps 0. It is told
-of what tasks ask, of their connections and of the time, and returns what follows.
+Every worker runs its own loop, as in TensorFlow's between-graph replication. The target of a
+synchronous step follows the living workers, so ps 0 keeps the list of them. Its inputs are the
+requests of tasks, their connections and the time; it returns what follows.
 
     chief    attaches the ps tasks → declares → (open: the others enter) → ends training
     worker   asks ─────────────────────────────→ enters → leaves, or is lost
 
-**Incarnations.** A worker does not know the chief's, below which the ps tasks serve nobody. So it
-is told its own when it enters: above the chief's and above all that its task has had before.
-Whoever enters is a replica from that moment on, before its connections under the new incarnation
-are there: all who wait when training begins take part in its first step.
+**Incarnations.** A worker does not know the chief's, below which the ps tasks serve no task. So it
+gets its own when it enters: above the chief's and above all that its task has had before.
+A worker is a replica from the moment at which it enters, before its connections under the new
+incarnation are there: all that wait when training begins take part in its first step.
 
 **Losses.** A replica without a connection for ``GRACE_S`` is lost: it is fenced on every ps, and
 steps go on without it. Started again, it enters again. Without the chief training ends; and also
-when no replica is left, at once if all have left, after ``DESERTED_S`` if one was lost. Who asks to
-take part after a failure, while the chief is still there, is told of it; once that chief has gone,
-who asks waits for the next one.
+when no replica is left, at once if all have left, after ``DESERTED_S`` if one was lost. A worker
+that asks to enter after a failure, while the chief is still there, gets that failure; once that
+chief has gone, it waits for the next one.
 
 Source: TensorFlow's between-graph replication; there a worker that dies leaves all others waiting.
 """

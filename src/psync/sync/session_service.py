@@ -1,6 +1,6 @@
-"""Training sessions as ps 0 serves them: requests, connections and the clock for the rule.
+"""Session requests on ps 0: connections, clock and delayed answers for the rule of members.
 
-``SessionMembers`` decides; this hands it what comes in, keeps the answers that have to wait, and
+``SessionMembers`` decides; this feeds it requests, keeps the answers that have to wait, and
 carries out the rest through its owner, the ps task.
 """
 

@@ -1,9 +1,9 @@
-"""Steps that ps 0 has decided, on one ps: measured and applied.
+"""Application of decided steps on one ps: the mean measured, then applied.
 
 Small steps are applied within the turn of the loop in which they are closed, large ones block
-by block; each is carried to its end, whatever becomes of the connection to ps 0. A step that
-changes shards that are locked waits for its turn, and so do those who wait for the step. With a
-backup, a step is applied in the order of the log.
+by block; each runs to completion (shielded), whatever becomes of the connection to ps 0. A step
+that changes locked shards waits for the locks, and later requests wait for the step. With a
+backup, a step is applied in log order.
 """
 
 from __future__ import annotations

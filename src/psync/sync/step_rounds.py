@@ -1,15 +1,15 @@
-"""A synchronous step that is decided, on its way to every ps.
+"""Rounds of a decided step over all ps tasks: measure norms, close, raise the global step.
 
     round                                     when
     MeasureStep to every ps, for "gradients"  norms are clipped, of what lies on several ps tasks
-    MeasureStep to every ps, for "updates"    a layerwise rule needs norms of such a variable
+    MeasureStep to every ps, for "updates"    a layer-wise rule needs norms of such a variable
     CloseStep to every ps, with the factors   always
     the global step is raised by one          always
 
 A round begins when all have answered the one before, and the first error ends it all. What was
-measured is known here alone and for this step alone, so no ps has anything to remember or to undo.
+measured is kept here alone and for this step alone, so no ps has anything to remember or to undo.
 
-A backup of ps 0 that serves goes on with the steps of the one that it has replaced.
+After a failover of ps 0 the promoted backup goes on with the steps of its primary here.
 """
 
 from __future__ import annotations

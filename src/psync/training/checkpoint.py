@@ -1,4 +1,4 @@
-"""Saving and restoring what is trained.
+"""Checkpoint: saves and restores variables, optimizers and other objects by name.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
@@ -214,8 +214,8 @@ class Checkpoint:
 
         Args:
             path: Of the checkpoint, as ``save`` returned it.
-            partial: Whether what the checkpoint does not have is left as it is. What it has and
-                nobody asks for is passed over in any case, and named in the result.
+            partial: Whether what the checkpoint does not have is left as it is. What it has
+                beyond that is ignored in any case, and named in the result.
 
         Raises:
             CheckpointNotFound: There is none.

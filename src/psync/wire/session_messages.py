@@ -1,4 +1,4 @@
-"""Messages of sessions: a chief without coordinator, workers that enter, the end of training."""
+"""Messages of training sessions without a coordinator: declare, enter, leave, end of training."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a worker does for one coordinator: runs closures, one after the other.
+"""The session of a worker with one coordinator: runs closures, one after the other.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
     worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
-connections: what runs is cancelled, what is queued is forgotten, and updates of what cannot be
-cancelled are refused by the ps tasks, which are told that this incarnation is over.
+connections: what runs is cancelled, what is queued is dropped, and updates of what cannot be
+cancelled are refused by the ps tasks, which have fenced this incarnation.
 
 All steps run in one task: a task for each would double what an empty closure costs. So every
 step has to leave that task as it found it: uncancelled.

@@ -1,7 +1,7 @@
-"""The optimizers of this process, each one object however often it arrives.
+"""The registry of optimizer handles in a process: one object for each, however often it arrives.
 
-An optimizer is known by the process that made it and its number there. Who refers to it no more,
-forgets it.
+An optimizer is known by the process that made it and its number there. The registry holds weak
+references.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training whose plugs are pulled, and what must hold all the same.
+"""Chaos tests: a training of real processes under kills, and its oracle.
 
 ``python -m psync.testing.chaos --seed 7 --minutes 1 --mode async`` runs ``psync run`` on a program
 that knows what it has done (``program``), kills, stops and cuts what it consists of (``killer``,

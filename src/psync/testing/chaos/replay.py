@@ -1,4 +1,4 @@
-"""What the ps tasks have written down, done again in one process: the same bits must come out.
+"""Replay of the apply logs of ps tasks in one process, which must give the same bits.
 
 A log is the calls that changed a store (``sabotage.apply_log``). The model is small: all of them
 are made again, one after the other. Looked at on the way:

@@ -1,4 +1,4 @@
-"""What is done to a run by a script, instead of the killer: a fault that chance rarely brings.
+"""Scripted faults for a chaos run, which chance rarely brings.
 
     scene  what happens                                           without which the oracle finds it
     torn   the chief dies when a ps has written its file of a     commit_marker

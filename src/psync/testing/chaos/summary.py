@@ -1,4 +1,4 @@
-"""What a chaotic run has done and found, as a table."""
+"""The summary of a chaos run, as a table."""
 
 from __future__ import annotations
 
