@@ -1,4 +1,4 @@
-"""Which subclass takes the place of which part of a task."""
+"""The parts of a task that does something wrong: subclasses, and whose place each takes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table of failpoints: each is the beginning or the end of a method.
 
 A method that is called for more than one purpose has a condition, which is given what the method
-is given. What is no row here is a method of a subclass by hand: see ``clients``.
+is given. What is no row here is a method of a subclass by hand: see ``interrupted``.
 """
 
 from __future__ import annotations
