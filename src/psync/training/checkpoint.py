@@ -342,8 +342,8 @@ async def _written(
             if number is None:
                 number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
             name = f"{PREFIX}-{number:08d}"
-            made = functools.partial(parts.of(Writer), directory, name, number, shapes, states)
-            await in_thread(lambda: begun.append(made()))
+            begin = functools.partial(parts.of(Writer), directory, name, number, shapes, states)
+            await in_thread(lambda: begun.append(begin()))
             writer = begun[0]
             await write(writer)
             return await in_thread(writer.commit)

@@ -106,6 +106,7 @@ class SabotagedParts(Parts):
             base = with_places(base, cls)
         if base is cls:
             return cls
+        # A class of this task's own: what its parts have to know is no argument of theirs.
         given = {
             "failpoints": self.failpoints, "without": self._without, "losses": self._losses,
             "apply_log": self._apply_log, "of_backup": self.of_backup,
