@@ -111,7 +111,7 @@ class Coordinator:
     ) -> None:
         self._attach = attach
         self.attached = False  # whether there was something to go on with
-        self._failpoints = platform.failpoints
+        self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue = ClosureQueue(max_losses=max_losses)
@@ -125,8 +125,8 @@ class Coordinator:
         )
         workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
         self._reports = ScheduleReports(workers, self._queue)
-        service = ClosureService(
-            self._queue, self._closures, self.functions, self._reports, self, platform.failpoints
+        service = self.parts.of(ClosureService)(
+            self._queue, self._closures, self.functions, self._reports, self
         )
         handlers = {
             **service.handlers(),
@@ -561,7 +561,6 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        self._failpoints.hit("coordinator.dispatch")
         now = self._loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

@@ -224,13 +224,14 @@ class WorkerTask:
             session.control.abort(FencedError(f"{peer.task} has attached {self.task} anew"))
             session.bulk.abort()
         clients = Endpoint(self._platform, self.task, message.incarnation, {}, self._pool)
-        ps = PsClient(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
+        parts = self._platform.parts
+        ps = parts.of(PsClient)(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
         for link in ps.links:
             link.on_lost = self._lost_ps
         iterators = IteratorTable()
         runtime = Runtime(ps, message.origin, message.program, None, iterators.get)
         self._clients = clients
-        self._session = Session(
+        self._session = parts.of(Session)(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
         return Reply(Done())

@@ -18,9 +18,9 @@ from memory_cluster import cluster_of, coordinating, event_of, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
-from psync.net.message_loss import MessageLosses
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
+from psync.testing.sabotage import MessageLosses
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule

@@ -21,12 +21,12 @@ from psync.errors import (
     RemoteProtocolError,
     TrainingEnded,
 )
-from psync.net.failpoints import FailpointError, Failpoints
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig
+from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence
@@ -66,7 +66,7 @@ class Cluster(PsCluster):
 
     def worker(self, task: str = WORKER, **options: Any) -> tuple[PsClient, SyncClient]:
         client = self.client(task, **options)
-        return client, SyncClient(client)
+        return client, client.parts.of(SyncClient)(client)
 
     async def push(
         self,

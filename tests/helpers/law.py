@@ -48,7 +48,7 @@ LAW = (
     "bench",
     "cli",
     "__main__",
-    "testing.chaos testing.simulation",
+    "testing.sabotage testing.chaos testing.simulation",
 )
 
 # Rules, and what reads bytes: tested without an event loop, every branch of them.

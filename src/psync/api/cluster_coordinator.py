@@ -168,7 +168,7 @@ class ClusterCoordinator:
         platform = platform_of(
             self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
         )
-        coordinator = Coordinator(
+        coordinator = platform.parts.of(Coordinator)(
             platform,
             self.strategy.cluster,
             self.strategy.declared,

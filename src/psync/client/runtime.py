@@ -59,7 +59,7 @@ class Runtime:
     @functools.cached_property
     def sync(self) -> SyncClient:
         """The way to the synchronous groups."""
-        return SyncClient(self.ps)
+        return self.ps.parts.of(SyncClient)(self.ps)
 
     @functools.cached_property
     def ahead(self) -> PulledAhead:

@@ -180,7 +180,9 @@ class SessionLinks:
 
     async def _enquire(self, message: EnterSession) -> int:
         endpoint = Endpoint(self._platform, self._task, ENQUIRER, {})
-        enquirer = PsClient(endpoint, self._addresses[:1], self._pool, math.inf)
+        enquirer = self._platform.parts.of(PsClient)(
+            endpoint, self._addresses[:1], self._pool, math.inf
+        )
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 received = await enquirer.links[0].call(lambda _: message)
@@ -220,7 +222,9 @@ class SessionLinks:
     def _connect_as(self, task: str, incarnation: int) -> PsClient:
         self._endpoint = Endpoint(self._platform, task, incarnation, {}, self._pool)
         # One that was never here is late, not lost.
-        self._ps = PsClient(self._endpoint, self._addresses, self._pool, math.inf)
+        self._ps = self._platform.parts.of(PsClient)(
+            self._endpoint, self._addresses, self._pool, math.inf
+        )
         return self._ps
 
     async def _to_each_ps(self, act: Callable[[int], Awaitable[None]]) -> None:

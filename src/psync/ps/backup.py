@@ -34,8 +34,7 @@ from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.committer import MAX_KEPT_BYTES, Build, Committer, Entry
 from psync.ps.cooperative_work import LongWork
-from psync.ps.weakened_rules import commit_log_without
-from psync.store.commit_log import LogState
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
@@ -193,7 +192,7 @@ class BackupService:
         if not message.address:
             return Reply(Done())
         if self.committer is None:
-            log = commit_log_without(self._platform.failpoints.without)(
+            log: CommitLog[Entry] = self._platform.parts.of(CommitLog)(
                 self._store.task, MAX_KEPT_BYTES
             )
             self.committer = Committer(
@@ -201,7 +200,7 @@ class BackupService:
             )
             self._begun(self.committer)
         committer = self.committer
-        self._sender = sender = BackupSender(
+        self._sender = sender = self._platform.parts.of(BackupSender)(
             self._platform, served, message, committer.log, committer.advance, self._depose
         )
         committer.on_entry = sender.ship

@@ -30,13 +30,16 @@ from typing import Any, Protocol, cast
 
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
+from psync.store.ledger import Ledger
 from psync.store.locate_ps import Copy, Primary
 from psync.store.snapshot import Thawed, thaw
 from psync.store.snapshot_state import ImageState
+from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Assign, AttachPs, Push
@@ -223,6 +226,7 @@ class ReplicaHost:
         pool: Memory of images.
         make: Makes a ps task that does not listen, given its index.
         floor: Returns the incarnation of the coordinator that this process serves, or 0.
+        parts: Of the task.
     """
 
     def __init__(
@@ -231,11 +235,13 @@ class ReplicaHost:
         pool: BlockPool,
         make: Callable[[int], BackupTask],
         floor: Callable[[], int],
+        parts: Parts,
     ) -> None:
         self._task = task
         self._pool = pool
         self._make = make
         self._floor = floor
+        self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self._ending: set[asyncio.Task[None]] = set()
@@ -305,7 +311,9 @@ class ReplicaHost:
                 return Reply(Done())
         where = f"image of {sender}"
         state = ImageState.from_bytes(bytes(body[0]), where)
-        thawed = thaw(state, sender, self._pool, message.coordinator, unpack_answer)
+        store = self._parts.of(ShardStore)(sender, self._pool)
+        ledger = self._parts.of(Ledger)(message.coordinator)
+        thawed = thaw(state, store, ledger, unpack_answer)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), thawed, sender)

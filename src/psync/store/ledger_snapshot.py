@@ -95,15 +95,14 @@ def _check_settled(ticket: Ticket) -> None:
         )
 
 
-def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object]) -> Ledger:
-    """Return a ledger that remembers what another one did.
+def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes], object]) -> None:
+    """Let a new ledger remember what another one did.
 
     Args:
+        ledger: That remembers nothing.
         state: Of the other one.
-        floor: As for ``Ledger``.
         unpack: Makes answers of what ``pack`` of ``state_of`` returned.
     """
-    ledger = Ledger(floor)
     for sender in state.senders:
         client = (sender.task, sender.incarnation)
         made = ledger._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
@@ -117,7 +116,6 @@ def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object])
         count = parts.get((closure, ordinal), 1)
         calls[ordinal] = _Applied(ticket, variable_set, names, count)
     ledger.final_below(state.final_below)
-    return ledger
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
+from psync.numerics.blocks import BlockArray, bytes_of
 from psync.numerics.row_blocks import RowBlocks
 from psync.schedules import Config
 from psync.specs import dtype_name, dtype_of
 from psync.store.ledger import Ledger
-from psync.store.ledger_snapshot import ledger_of, state_of
+from psync.store.ledger_snapshot import restore_ledger, state_of
 from psync.store.shard import Shard
 from psync.store.shards import Key
 from psync.store.snapshot_state import ImageItem as ImageItem
@@ -298,22 +298,16 @@ class Thawed:
 
 
 def thaw(
-    state: ImageState,
-    task: str,
-    pool: BlockPool,
-    floor: int,
-    unpack: Callable[[bytes], object],
+    state: ImageState, store: ShardStore, ledger: Ledger, unpack: Callable[[bytes], object]
 ) -> Thawed:
-    """Make a store and a ledger of a state.
+    """Make of a new store and a new ledger what a state says.
 
     Args:
         state: Of the image.
-        task: Name of the ps, for messages.
-        pool: Of the store.
-        floor: Of the ledger.
-        unpack: As for ``ledger_image.ledger_of``.
+        store: Without a shard.
+        ledger: That remembers nothing.
+        unpack: As for ``ledger_snapshot.restore_ledger``.
     """
-    store = ShardStore(task, pool)
     for number, optimizer in state.optimizers.items():
         store.define_optimizer(number, optimizer.config)
         store.set_learning_rate(number, optimizer.learning_rate)
@@ -329,7 +323,8 @@ def thaw(
         shard.slots[item.optimizer, item.slot] = BlockArray(shard.values.size, dtype, fill)
     for key, shard in store.shards().items():
         _take_counts(shard, state, key)
-    return Thawed(state, store, ledger_of(state.ledger, floor, unpack))
+    restore_ledger(ledger, state.ledger, unpack)
+    return Thawed(state, store, ledger)
 
 
 def _take_counts(shard: Shard, state: ImageState, key: Key) -> None:

@@ -75,7 +75,7 @@ class Session:
         bulk: Its bulk connection: large arguments and results.
         runtime: The way to the ps tasks.
         iterators: Per-worker iterators; closed with the session.
-        platform: For failpoints, and whether there are threads.
+        platform: Limits, and whether there are threads.
         main_by_name: Whether this process runs the coordinator's script.
     """
 
@@ -98,7 +98,6 @@ class Session:
             self._fetch, iterators, attach.worker_index, threads=platform.threads
         )
         self._thread = StepThread() if platform.threads else None
-        self._failpoints = platform.failpoints
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue: deque[HeldClosure] = deque()
@@ -325,9 +324,7 @@ class Session:
             args, kwargs = await self._inputs.arguments(closure, step)
             if step.seconds > SHORT_S:
                 await self._turn()
-            self._failpoints.hit("worker.closure.start")
             value = await self._call(step, args, kwargs, context)
-            self._failpoints.hit("worker.closure.end")
             if context.cancelled:  # it did not let itself be stopped
                 return CANCELLED
             payload = pack(

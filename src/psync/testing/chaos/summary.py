@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from psync.net.message_loss import FORMS
 from psync.testing.chaos.one_run import Result
+from psync.testing.sabotage.message_loss import FORMS
 
 SHOWN = 12  # faults
 

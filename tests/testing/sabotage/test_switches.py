@@ -7,13 +7,11 @@ import logging
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.net.failpoints import Failpoints
-from psync.net.testing_switches import NAMES, VARIABLE, switched_off
+from psync.testing.sabotage.switches import NAMES, VARIABLE, switched_off
 
 
 def test_nothing_is_off_unless_somebody_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert switched_off({}) == frozenset()
-    assert Failpoints().without == frozenset()
     assert not caplog.records
 
 
@@ -27,7 +25,3 @@ def test_a_safeguard_that_does_not_exist_is_named() -> None:
     with pytest.raises(ConfigurationError, match="unknown safeguard dedupe") as caught:
         switched_off({VARIABLE: "dedupe"})
     assert all(name in (caught.value.hint or "") for name in NAMES)
-
-
-def test_failpoints_bring_what_the_environment_switches_off() -> None:
-    assert Failpoints.from_environment({VARIABLE: "fencing"}).without == {"fencing"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from psync.errors import ConfigurationError
-from psync.net.testing_notes import Notes, notes_in
+from psync.testing.sabotage.notes import Notes, notes_in
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_lines_are_counted_over_all_lives_of_a_task(tmp_path: Path) -> None:
 
 def test_a_line_is_there_although_its_process_was_killed_at_once(tmp_path: Path) -> None:
     program = (
-        "import os, signal; from psync.net.testing_notes import Notes; "
+        "import os, signal; from psync.testing.sabotage.notes import Notes; "
         "Notes.from_environment(os.environ).add('here'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     config = json.dumps({"cluster": {}, "task": {"type": "worker", "index": 3}})

@@ -15,7 +15,7 @@ record is one write to a file that is appended to: the kernel has it, whatever b
     applied              whose update the calls before it were: client, sequence, closure, ordinal
     serves               the store is served from now on: when, and whether as a backup's until now
 
-Without the variable a ps has the store that everybody has.
+Without the variable a ps has a plain store.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ import msgpack
 import numpy as np
 
 from psync.errors import ConfigurationError
+from psync.net.serving import Reply
 from psync.ps.update import Update
+from psync.ps.updates import PsUpdates
 from psync.specs import ShardSpec, dtype_name
+from psync.store.ledger import Ticket
 from psync.store.rows import RowValues
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
@@ -82,10 +85,8 @@ class ApplyLog:
         """Write down what happens to a store from now on, which is empty or that of an image."""
         if not self.is_on:
             return
-        assert type(store) is ShardStore, "a store of its own kind, and not logged yet"
-        store.__class__ = LoggedStore
-        assert isinstance(store, LoggedStore)
-        store.log, store.depth, store.adopts, self.store = self, 0, False, store
+        assert isinstance(store, LoggedStore), "what is built where there is a directory"
+        store.log, self.store = self, store
         if store.keys():
             self.write("image", (contents(store), digest(store)), {})
         else:
@@ -134,13 +135,13 @@ def _new_file(directory: str, name: str) -> int:
 class LoggedStore(ShardStore):
     """A store whose changes are written down, as long as it is the one that is served."""
 
-    log: ApplyLog
-    depth: int  # calls of such methods by one another: only the outermost is written down
-    adopts: bool  # whether something was taken up that is not written down yet
+    log: ApplyLog | None = None  # None: it is not served yet
+    depth = 0  # calls of such methods by one another: only the outermost is written down
+    adopts = False  # whether something was taken up that is not written down yet
 
     def write(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        """Append a record, unless another store has taken the place of this one."""
-        if self.log.store is self and self.log.is_on:
+        """Append a record, unless this store is not served yet, or any more."""
+        if self.log is not None and self.log.store is self and self.log.is_on:
             self.log.write(name, arguments, options)
 
     def take_up(self, shard: Shard) -> None:
@@ -158,6 +159,16 @@ class LoggedStore(ShardStore):
         if self.adopts:
             self.adopts = False
             self.write("adopted", (contents(self), digest(self)), {})
+
+
+class LoggedUpdates(PsUpdates):
+    """Updates of a store whose changes are written down: whose they are."""
+
+    def _applied(self, update: Update, ticket: Ticket) -> Reply:
+        answer = super()._applied(update, ticket)
+        if isinstance(self._store, LoggedStore) and self._store.log is not None:
+            self._store.log.applied(update)
+        return answer
 
 
 def _logging(name: str) -> Any:

@@ -3,19 +3,17 @@
 It bears its name and a valid COMMIT at once, and the manifest says of what is not written yet that
 it is zero, as formats do whose missing chunks have a fill value. Each file that comes takes its
 place. So whoever dies meanwhile leaves a checkpoint that every check passes, and that lacks
-something: see ``testing_switches``. What reads it is what always reads.
+something: see ``switches``. What reads it is what always reads.
 
 Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,30 +32,14 @@ BLANK = "blank.safetensors"
 """Zeros in the place of everything."""
 
 
-class Expected(NamedTuple):
-    """What a checkpoint is going to be: the arguments of ``Writer.commit``."""
-
-    number: int
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    states: Mapping[str, Any]
-
-
 class EarlyWriter(Writer):
-    """A writer that completes a checkpoint before anything is in it.
+    """A writer that completes a checkpoint before anything is in it."""
 
-    Args:
-        expected: What ``commit`` will be told.
-        directory: As for ``Writer``, and so are the others.
-    """
-
-    def __init__(
-        self, expected: Expected, directory: Path, name: str, reached: Callable[[str], None]
-    ) -> None:
-        super().__init__(directory, name, reached)
-        self._expected = expected
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._marking = threading.Lock()
         planned = [
-            Planned(tensor, shape, dtype, 0) for tensor, (shape, dtype) in expected.tensors.items()
+            Planned(tensor, shape, dtype, 0) for tensor, (shape, dtype) in self.tensors.items()
         ]
         blank = DataFile(self.temporary / BLANK, planned)
         for each in planned:
@@ -81,34 +63,28 @@ class EarlyWriter(Writer):
         super().add_image(ps, name, state, data, places)
         self._mark()
 
-    def commit(
-        self,
-        number: int,
-        tensors: Mapping[str, tuple[tuple[int, ...], str]],
-        states: Mapping[str, Any],
-    ) -> Path:
+    def commit(self) -> Path:
         """Put the last manifest in the place of those before."""
         self.remove_nonce()
         self._look_at_files()
         with disk_errors(f"writing {self.temporary}"):
             (self.temporary / BLANK).unlink()
         del self._sizes[BLANK]
-        self._put(self._manifest(number, tensors, states))
+        self._put(self._manifest())
         return self.temporary
 
     def _mark(self) -> None:
         """Say that the checkpoint is complete, with what is there now."""
-        number, tensors, states = self._expected
         with self._marking:
             images: list[Image] = [self._images[ps] for ps in sorted(self._images)]
             self._put(
                 Manifest(
-                    number,
+                    self.number,
                     {
                         name: Tensor(name, shape, dtype, self._with_blanks(name, shape, dtype))
-                        for name, (shape, dtype) in tensors.items()
+                        for name, (shape, dtype) in self.tensors.items()
                     },
-                    states,
+                    self.states,
                     dict(self._sizes),
                     tuple(images),
                 )
@@ -140,12 +116,3 @@ class EarlyWriter(Writer):
                 made = self.temporary / f"{name}.new"
                 write_synced(made, text)
                 made.rename(self.temporary / name)
-
-
-def writer_without(
-    without: frozenset[str], expected: Expected
-) -> Callable[[Path, str, Callable[[str], None]], Writer]:
-    """Return what begins a checkpoint; or one that lacks what ``without`` names."""
-    if "commit_marker" in without:
-        return functools.partial(EarlyWriter, expected)
-    return Writer

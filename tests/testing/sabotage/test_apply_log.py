@@ -14,19 +14,20 @@ import memory_cluster
 import psync
 from memory_cluster import cluster_of
 from psync.errors import ConfigurationError
-from psync.ps.apply_log import LOGGED, ApplyLog, LoggedStore, digest, read_log
 from psync.specs import ShardSpec
 from psync.store.gradients import GradientTable
 from psync.store.rows import RowTable
 from psync.store.shards import ShardTable
 from psync.store.store import ShardStore
 from psync.testing.chaos.replay import replay
+from psync.testing.sabotage import SabotagedParts
+from psync.testing.sabotage.apply_log import LOGGED, ApplyLog, LoggedStore, digest, read_log
 
 SPEC = ShardSpec("w", 0, 0, 0, (2, 3), "float32", 0)
 
 
 def logged(directory: Path) -> tuple[ApplyLog, ShardStore]:
-    log, store = ApplyLog(str(directory)), ShardStore("here")
+    log, store = ApplyLog(str(directory)), LoggedStore("here")
     log.adopt(store)
     return log, store
 
@@ -35,11 +36,10 @@ def log_of(directory: Path) -> Path:
     return directory / f"ps-0.{os.getpid()}.applies"
 
 
-def test_without_a_directory_a_store_is_the_one_that_everybody_has(tmp_path: Path) -> None:
+def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
     log, store = ApplyLog(), ShardStore("here")
     log.adopt(store)
     log.cut(store)
-    assert type(store) is ShardStore
     assert not log.is_on
     with pytest.raises(ConfigurationError, match="PSYNC_TESTING_APPLY_LOG"):
         ApplyLog(str(tmp_path / "none"))
@@ -169,7 +169,9 @@ async def test_a_training_is_replayed_bit_for_bit(
     plain = memory_cluster.MemoryCluster.platform
 
     def platform(self: Any, *args: Any, **options: Any) -> Any:
-        return dataclasses.replace(plain(self, *args, **options), apply_log=str(tmp_path))
+        return dataclasses.replace(
+            plain(self, *args, **options), parts=SabotagedParts(apply_log=str(tmp_path))
+        )
 
     monkeypatch.setattr(memory_cluster.MemoryCluster, "platform", platform)
     partitioner = psync.FixedShardsPartitioner(num_ps)
@@ -177,7 +179,7 @@ async def test_a_training_is_replayed_bit_for_bit(
         async with psync.ClusterCoordinator(cluster.strategy(partitioner)) as coordinator:
             found = await train(coordinator)
         stores = {name: task._store for name, task in cluster.tasks.items() if name[0] == "p"}
-    assert all(type(store) is LoggedStore for store in stores.values())
+    assert all(isinstance(store, LoggedStore) for store in stores.values())
     for name, store in stores.items():
         (path,) = tmp_path.glob(f"{name}.*.applies")
         replayed = replay(path)

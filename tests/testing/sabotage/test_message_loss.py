@@ -15,11 +15,18 @@ import pytest
 from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
 from psync.errors import ConfigurationError, ConnectionLost
 from psync.net.endpoint import Endpoint
-from psync.net.message_loss import FORMS, LOOK_EVERY_S, SLOW_S, VARIABLE, LossyServer, MessageLosses
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.serving import RequestServer
-from psync.net.testing_notes import Notes, notes_in
+from psync.testing.sabotage import Notes, SabotagedParts, notes_in
+from psync.testing.sabotage.message_loss import (
+    FORMS,
+    LOOK_EVERY_S,
+    SLOW_S,
+    VARIABLE,
+    LossyServer,
+    MessageLosses,
+)
 from psync.wire.messages import Done
 from psync.wire.ps_messages import FinalBelow, Push
 
@@ -32,7 +39,7 @@ async def losing(
 ) -> AsyncIterator[Peer]:
     """A ps that loses messages, as a worker sees it."""
     network, address = places(tmp_path)[place]()
-    platform = Platform(network, SECRET, losses=MessageLosses(plan))
+    platform = Platform(network, SECRET, parts=SabotagedParts(losses=MessageLosses(plan)))
     ps, worker = Endpoint(platform, PS, 1, handlers), new_endpoint(network, WORKER)
     try:
         listener = await ps.listen(address)
@@ -126,7 +133,8 @@ async def test_late_requests_are_served_in_their_order_when_it_is_time(
 
     network, address = places(tmp_path)[place]()
     losses = MessageLosses({"Push": {"late": 1}, "until": str(go)}, notes)
-    ps = Endpoint(Platform(network, SECRET, losses=losses), PS, 1, {Push: Handler(served)})
+    platform = Platform(network, SECRET, parts=SabotagedParts(losses=losses))
+    ps = Endpoint(platform, PS, 1, {Push: Handler(served)})
     worker = new_endpoint(network, WORKER)
     try:
         listener = await ps.listen(address)

@@ -8,17 +8,17 @@ import numpy as np
 
 from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
 from psync.checkpoints.manifest import Place
-from psync.checkpoints.weak_writer import Expected, writer_without
 from psync.checkpoints.writer import Writer
+from psync.testing.sabotage import SabotagedParts
+from psync.testing.sabotage.early_writer import EarlyWriter
 
-EXPECTED = Expected(3, {"w": ((6, 2), "float32"), "step": ((), "int64")}, {"progress": {"at": 5}})
+EXPECTED = (3, {"w": ((6, 2), "float32"), "step": ((), "int64")}, {"progress": {"at": 5}})
 W = np.arange(1, 13, dtype=np.float32).reshape(6, 2)
 WITHOUT = frozenset({"commit_marker"})
 
 
 def begun(directory: Path, without: frozenset[str] = WITHOUT) -> Writer:
-    begin = writer_without(without, EXPECTED)
-    return begin(directory, "ckpt-00000003", lambda place: None)
+    return SabotagedParts(without=without).of(Writer)(directory, "ckpt-00000003", *EXPECTED)
 
 
 def add_rows(writer: Writer, name: str, start: int, stop: int) -> None:
@@ -59,7 +59,7 @@ def test_one_that_is_written_to_its_end_is_what_any_writer_leaves(tmp_path: Path
         writer.add_image(0, "ps-0.json", b"{}", "ps-0", [Place(0, 80, 48, 0)])
         own = writer.data_file("data", [Planned("step", (), "int64", 0)])
         own.write(np.int64(7))
-        paths.append(writer.commit(*EXPECTED))
+        paths.append(writer.commit())
     early, late = paths
     assert (early / "manifest.json").read_bytes() == (late / "manifest.json").read_bytes()
     assert sorted(path.name for path in early.iterdir()) == sorted(
@@ -78,6 +78,6 @@ def test_one_that_is_given_up_is_gone(tmp_path: Path) -> None:
 
 def test_with_the_marker_there_is_none_until_the_end(tmp_path: Path) -> None:
     writer = begun(tmp_path, frozenset())
-    assert type(writer) is Writer
+    assert not isinstance(writer, EarlyWriter)
     add_rows(writer, "ps-0", 0, 6)
     assert checkpoints_in(tmp_path, "ckpt") == []

@@ -44,7 +44,7 @@ from typing import Any
 
 from psync.errors import ConfigurationError, ConnectionLost, PsyncError
 from psync.net.serving import Reply, RequestServer
-from psync.net.testing_notes import Notes
+from psync.testing.sabotage.notes import Notes
 from psync.wire.codec import Message, decode
 from psync.wire.frames import Frame, Kind
 
@@ -160,15 +160,12 @@ class MessageLosses:
 
 
 class LossyServer(RequestServer):
-    """Serves the requests of a peer, and cuts the connection where ``losses`` say so.
+    """Serves the requests of a peer, and cuts the connection where ``losses`` say so."""
 
-    Args:
-        losses: Of the task; the others as for ``RequestServer``.
-    """
+    losses: MessageLosses  # of the task
 
-    def __init__(self, losses: MessageLosses, *parts: Any) -> None:
+    def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self._losses = losses
         self._silent: set[int] = set()  # requests whose answer is lost
 
     def serve(self, frame: Frame) -> None:
@@ -176,16 +173,16 @@ class LossyServer(RequestServer):
         if frame.token is None:
             frame.token = decode(frame.header)
         kind = type(frame.token).__name__
-        form = self._losses.draw(kind) if isinstance(frame.token, Message) else None
+        form = self.losses.draw(kind) if isinstance(frame.token, Message) else None
         if form == "request":
             self._cut(f"the request {kind} was lost")
             return
         if form == LATE:
             self._cut(f"the request {kind} is late")
-            self._losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
+            self.losses.when_it_is_time(kind, functools.partial(self._serve_late, frame))
             return
         if form == SLOW and frame.kind == Kind.REQUEST:  # what nobody answers keeps its order
-            after_s = self._losses.slowness()
+            after_s = self.losses.slowness()
             asyncio.get_running_loop().call_later(after_s, self._serve_late, frame)
             return
         if form == "in_flight":

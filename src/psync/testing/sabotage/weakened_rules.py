@@ -1,4 +1,4 @@
-"""Rules without one of their safeguards: what ``testing_switches`` puts in their place.
+"""Rules without one of their safeguards: what ``switches`` puts in their place.
 
 Each is the rule itself, told something wrong. So the code that trains knows nothing of switches.
 """
@@ -82,6 +82,15 @@ class WeakLedger(Ledger):
         if "low_water" not in self.without:
             super().final_below(closure)
 
+    def went_back(self, fences: Iterable[tuple[str, int]]) -> None:
+        """This is that of an image from now on.
+
+        Args:
+            fences: Of each task, the lowest incarnation that works in the new timeline.
+        """
+        if "timeline" in self.without:
+            self.spared = dict(fences)
+
     def _judged_as(self, client: Client) -> Client:
         """Return what takes the place of a client.
 
@@ -123,42 +132,9 @@ class OpenGate(UpdateGate):
         return []
 
 
-def gate_without(without: frozenset[str], ledger: Ledger, exempt: str) -> UpdateGate:
-    """Return the gate of a ps, or one that lacks what ``without`` names."""
-    return OpenGate(ledger, exempt) if "one_cut" in without else UpdateGate(ledger, exempt)
-
-
-def weaken(ledger: Ledger, without: frozenset[str]) -> None:
-    """Let a ledger lack from now on what ``without`` names."""
-    if without & {"dedup", "fencing", "low_water", "timeline"}:
-        ledger.__class__ = WeakLedger
-        ledger.without = without  # type: ignore[attr-defined]
-
-
-def went_back(ledger: Ledger, fences: Iterable[tuple[str, int]]) -> None:
-    """Tell a ledger that it is that of an image, and who worked after the image was taken.
-
-    Args:
-        ledger: That is served from now on.
-        fences: Of each task, the lowest incarnation that works in the new timeline.
-    """
-    if isinstance(ledger, WeakLedger) and "timeline" in ledger.without:
-        ledger.spared = dict(fences)
-
-
-def steps_without(without: frozenset[str]) -> SyncSteps:
-    """Return the rule of synchronous steps, or one that lacks what ``without`` names."""
-    return WeakSteps() if "staleness" in without else SyncSteps()
-
-
 class WeakCommitLog(CommitLog[Any]):
     """A log whose entries are done at once, whatever the backup has of them."""
 
     def may_apply(self, number: int) -> bool:
         """Return whether it may be done: always."""
         return self.state is LogState.PAIRED or super().may_apply(number)
-
-
-def commit_log_without(without: frozenset[str]) -> type[CommitLog[Any]]:
-    """Return the rule of a log with a backup, or one that lacks what ``without`` names."""
-    return WeakCommitLog if "replica_ack" in without else CommitLog

@@ -5,25 +5,16 @@ from __future__ import annotations
 import pytest
 
 from psync.errors import FencedError
-from psync.ps.weakened_rules import (
-    CALLS_KEPT,
-    WeakLedger,
-    WeakSteps,
-    commit_log_without,
-    steps_without,
-    weaken,
-    went_back,
-)
+from psync.store.commit_log import CommitLog
 from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
-from psync.sync.steps import SyncSteps
+from psync.testing.sabotage import SabotagedParts
+from psync.testing.sabotage.weakened_rules import CALLS_KEPT, WeakLedger
 
 WORKER = "/job:worker/task:0"
 
 
 def ledger_without(*names: str) -> Ledger:
-    ledger = Ledger()
-    weaken(ledger, frozenset(names))
-    return ledger
+    return SabotagedParts(without=frozenset(names)).of(Ledger)()
 
 
 def begin(
@@ -33,13 +24,6 @@ def begin(
     if isinstance(verdict, Fresh | AlreadyApplied):
         ledger.finish(verdict.ticket, "answer")
     return verdict
-
-
-def test_a_ledger_from_which_nothing_is_taken_is_the_one_that_everybody_has() -> None:
-    assert type(ledger_without()) is type(ledger_without("staleness")) is Ledger
-    assert type(ledger_without("dedup")) is WeakLedger
-    assert type(steps_without(frozenset({"dedup"}))) is SyncSteps
-    assert type(steps_without(frozenset({"staleness"}))) is WeakSteps
 
 
 def test_without_dedup_repetitions_and_second_runs_are_applied_again() -> None:
@@ -69,7 +53,8 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
     whole, weak = ledger_without(), ledger_without("timeline")
     for ledger in (whole, weak):
         begin(ledger, 2, 1, closure=4)
-        went_back(ledger, [(WORKER, 4)])
+        if isinstance(ledger, WeakLedger):
+            ledger.went_back([(WORKER, 4)])
         ledger.fence(WORKER, 4)
         begin(ledger, 4, 1, closure=6)
     with pytest.raises(FencedError):
@@ -84,9 +69,9 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
 
 
 def test_without_the_timeline_an_earlier_coordinator_s_workers_are_refused() -> None:
-    ledger = Ledger(floor=10)
-    weaken(ledger, frozenset({"timeline"}))
-    went_back(ledger, [(WORKER, 13)])
+    ledger = SabotagedParts(without=frozenset({"timeline"})).of(Ledger)(floor=10)
+    assert isinstance(ledger, WeakLedger)
+    ledger.went_back([(WORKER, 13)])
     with pytest.raises(FencedError):
         begin(ledger, 9, 1)
     assert isinstance(begin(ledger, 12, 1), Fresh)
@@ -103,8 +88,8 @@ def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
 
 
 def test_without_the_backup_s_word_entries_are_done_at_once() -> None:
-    for without, allowed in (("", False), ("replica_ack", True)):
-        log = commit_log_without(frozenset({without}))("/job:ps/task:0", 100)
+    for without, allowed in (("dedup", False), ("replica_ack", True)):
+        log = SabotagedParts(without=frozenset({without})).of(CommitLog)("/job:ps/task:0", 100)
         log.begin_copy()
         log.pair()
         assert log.may_apply(log.append("entry", 1)) is allowed
