@@ -196,12 +196,14 @@ async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: P
 
 @pytest.mark.virtual_time
 async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_changed() -> None:
+    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
             chief_of(coordinator).recovery.recovery_ended()
             await asyncio.sleep(5)
+        del bound
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
         (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
         assert final.closure == 3
@@ -210,12 +212,14 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
 
 @pytest.mark.virtual_time
 async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
+    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
             chief_of(coordinator).recovery.end_sessions()
             await asyncio.sleep(5)
+        del bound
         assert heard
         assert [report.missing for report in heard] == [[]] * len(heard)
 

@@ -20,10 +20,10 @@ from psync.errors import (
     RemoteProtocolError,
     UnknownVariableError,
 )
-from psync.net.failpoints import FailpointError, Failpoints
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
+from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 

@@ -15,7 +15,6 @@ from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.coordinator import Coordinator
 from psync.net.endpoint import Endpoint
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
@@ -27,6 +26,7 @@ from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.sync.ps_sync import PsSync
 from psync.sync.staleness_service import ClockService
+from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
 # Of any task, and of a link to one.
@@ -42,7 +42,7 @@ def platform_of(task: Any) -> Platform:
 
 def points_of(task: Any) -> Failpoints:
     """Its failpoints."""
-    return platform_of(task).failpoints
+    return failpoints_of(platform_of(task))
 
 
 def handlers_of(task: Any) -> dict[type[Message], Handler]:

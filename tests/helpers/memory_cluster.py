@@ -19,12 +19,12 @@ from typing import Any
 
 import psync
 from inside import platform_of, points_of
-from psync.net.failpoints import Failpoints
-from psync.net.message_loss import MessageLosses
+from psync.launch.tasks import make_task
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
+from psync.testing.sabotage import MessageLosses, SabotagedParts
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.worker_task import WorkerTask
 
@@ -82,8 +82,7 @@ class MemoryCluster:
             self.network.host(host),
             secret or self.secret,
             limits=self.limits,
-            failpoints=Failpoints(without=self._without),
-            losses=self._losses,
+            parts=SabotagedParts(without=self._without, losses=self._losses),
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
             threads=not virtual,
@@ -91,8 +90,8 @@ class MemoryCluster:
 
     async def start(self, name: str, secret: Secret | None = None) -> None:
         job, _, index = name.partition("-")
-        make = PsTask if job == "ps" else WorkerTask
-        task = self.tasks[name] = make(self.platform(secret, name), int(index), f"{name}:1")
+        task = make_task(self.platform(secret, name), job, int(index), f"{name}:1")
+        self.tasks[name] = task
         await task.start()
 
     async def start_all(self) -> None:

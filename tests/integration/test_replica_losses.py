@@ -12,7 +12,7 @@ from inside import depose
 from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
-from psync.net.message_loss import FORMS
+from psync.testing.sabotage.message_loss import FORMS
 from replica_training import check, declared, run
 
 pytestmark = pytest.mark.virtual_time

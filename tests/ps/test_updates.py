@@ -30,6 +30,7 @@ from psync.ps.committer import Committer, Entry
 from psync.specs import VariableSpec
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Fresh
+from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed
@@ -126,9 +127,10 @@ class TestIdentity:
     async def test_where_the_first_run_has_not_come_the_second_counts(self) -> None:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
-            first, second = cluster.client(WORKER), cluster.client(OTHER)
-            first.failpoints.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
             first_dies: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            points = Failpoints()
+            points.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
+            first, second = cluster.client(WORKER, failpoints=points), cluster.client(OTHER)
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await first_dies
             await first.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import closer_of, sync_of
+from inside import points_of
 from ps_cluster import RATE, heard, pull
 from psync.errors import (
     GradientError,
@@ -19,7 +19,6 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.net.failpoints import Failpoints
 from psync.numerics.blocks import BlockPool
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
@@ -204,12 +203,8 @@ class TestWholePushes:
             for step in range(2):
                 task = cluster.ps[1 if place == "ps.step.applied" else 0]
                 if step:
-                    points = Failpoints()
+                    points = points_of(task)
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                    sync_of(task).applier._failpoints = points
-                    assert closer_of(task) is None or cluster.ps[0] is task
-                    if closer_of(task) is not None:
-                        closer_of(task)._failpoints = points
                 answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
                 assert [answer.token for answer in answers] == [step + 1] * 2
             (got,) = await pull(cluster.chief, w)

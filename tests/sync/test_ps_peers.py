@@ -21,7 +21,6 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
-from psync.net.failpoints import Failpoints
 from psync.ps_task import PsTask
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Values
@@ -108,7 +107,7 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        sync_of(cluster.ps[broken]).applier._failpoints = Failpoints("ps.step.applied=error")
+        points_of(cluster.ps[broken]).fail("ps.step.applied")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
         assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3

@@ -13,7 +13,6 @@ from inside import points_of, store_of, sync_of, work_of
 from norm_training import Training
 from ps_cluster import CHIEF, heard, hold, pull, until
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
-from psync.net.failpoints import Failpoints
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.moment_rules import Adam
@@ -21,6 +20,7 @@ from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import VariableSpec
 from psync.testing import settle
+from psync.testing.sabotage import Failpoints
 from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
 from sync_cluster import GROUP, SyncCluster
 

@@ -9,10 +9,10 @@ import pytest
 
 import memory_cluster
 import psync
-from inside import iterators_of, session_of
+from inside import iterators_of, points_of, session_of
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.errors import RemoteError
-from psync.net.failpoints import FailpointError
+from psync.testing.sabotage import FailpointError
 from psync.worker.session import Session
 
 
@@ -159,11 +159,7 @@ async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again
 async def test_failpoints_around_a_step_are_its_errors():
     async with coordinating(num_workers=1) as (cluster, coordinator):
         for name in ("worker.closure.start", "worker.closure.end"):
-
-            def fail(name=name):
-                raise FailpointError(f"failpoint {name}")
-
-            session_at(cluster)._failpoints.arm(name, fail)
+            points_of(cluster.tasks["worker-0"]).fail(name)
             coordinator.schedule(lambda: 1)
             with pytest.raises(FailpointError, match=name):
                 await coordinator.join()
