@@ -22,6 +22,7 @@ def _own_process() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_ps", [0, 1])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])

@@ -39,6 +39,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "step_ps"), [(1, 0), (1, 1), (4, 1)])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize(("lost", "place"), PLACES)
