@@ -139,7 +139,7 @@ class ClusterCoordinator:
         traceback: TracebackType | None,
     ) -> None:
         if exc is None and self._coordinator is not None:
-            self._coordinator.warn_of_leftovers()
+            self._coordinator.joins.warn_of_leftovers()
         await self.close()
 
     async def start(self) -> None:
@@ -164,33 +164,24 @@ class ClusterCoordinator:
                 "the coordinator of this strategy was closed, its variables are gone",
                 hint="make a new strategy",
             )
-        options = self._options
         platform = platform_of(
-            self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
+            self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
+        optimizers = optimizers_here()
         coordinator = Coordinator(
             platform,
             self.strategy.cluster,
             self.strategy.declared,
+            self._options,
             origin=self.strategy.origin,
-            program=optimizers_here().process,
+            program=optimizers.process,
             main_by_name=script_is_shared.get(),
-            ps_timeout_s=options.ps_timeout_s,
-            closure_timeout_s=options.closure_timeout_s,
-            watchdog_timeout_s=options.watchdog_timeout_s,
-            on_stall=options.on_stall,
-            max_losses=options.max_losses,
-            max_flaps=options.max_flaps,
+            own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
             replicate=self.strategy.ps_recovery == "replica",
-            attach=OwnOptimizers(
-                optimizers_here().of_the_program, optimizers_here().note_learning_rate
-            )
-            if options.attach
-            else None,
         )
         self._starting = True
         try:
-            await coordinator.start(options.min_workers, options.connect_timeout_s)
+            await coordinator.start()
         except BaseException:
             await coordinator.close()
             raise
@@ -298,7 +289,7 @@ class ClusterCoordinator:
         try:
             return await add_worker(workers, self.strategy.cluster, address, index, timeout)
         finally:
-            coordinator.worker_given_up()  # it may have been the last hope
+            coordinator.recovery.state.fail_if_gone()  # it may have been the last hope
 
     async def remove_worker(self, task: str, timeout: float | None = None) -> None:
         """Ask a worker to leave, and wait until it has; its process exits with code 0.
@@ -320,7 +311,7 @@ class ClusterCoordinator:
         """
         coordinator = self._running("remove_worker")
         await remove_worker(coordinator.links.workers, task, timeout)
-        coordinator.worker_given_up()
+        coordinator.recovery.state.fail_if_gone()
 
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.

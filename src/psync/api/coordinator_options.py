@@ -9,30 +9,14 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from psync.chief.worker_links import WorkerLinks
 from psync.closures.flapping import Flapping
 from psync.cluster import ClusterSpec, parse_task_name
+from psync.coordinator import CoordinatorOptions
 from psync.errors import ConfigurationError, DeadlineExceeded
 from psync.net.environment import added_workers
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorOptions:
-    """As the arguments of ``ClusterCoordinator``, which explains them."""
-
-    min_workers: int
-    connect_timeout_s: float
-    ps_timeout_s: float
-    closure_timeout_s: float | None  # None: a step may take as long as it likes
-    max_losses: int
-    max_flaps: int | None  # None: as often as it likes
-    watchdog_timeout_s: float | None  # None: there is no watchdog
-    on_stall: Callable[[str], object] | None
-    insecure: bool
-    attach: bool
 
 
 def checked_options(

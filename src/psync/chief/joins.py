@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from psync.closures.closure import Closure, State
 from psync.closures.queue import ClosureQueue
-from psync.errors import DeadlineExceeded
+from psync.errors import ClosedError, DeadlineExceeded
 from psync.serialization.failures import text_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class Joins:
             future.exception()  # seen, also where whoever waited was cancelled just now
 
     async def wait(
-        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
+        self, future: asyncio.Future[Any], deadline: float | None, timeout_s: float | None
     ) -> None:
         """Wait for the future, or for what comes before and after it; say on whom, if it is long.
 
@@ -96,6 +97,55 @@ class Joins:
             await asyncio.wait((future,), timeout=pause)
             if not future.done() and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
                 logger.warning("join waits: %s", self._waits_for())
+
+    async def below(
+        self, cutoff: int, deadline: float | None = None, timeout_s: float | None = None
+    ) -> asyncio.Future[None]:
+        """Wait until all closures with ids below ``cutoff`` are final.
+
+        Returns:
+            Done; has the error that a join raises.
+
+        Raises:
+            DeadlineExceeded: As for ``wait``, which explains the other arguments.
+
+        Cancellation: Safe; the next one that waits has the error.
+        """
+        future = self.add(cutoff)
+        self.settle()
+        try:
+            await self.wait(future, deadline, timeout_s)
+        finally:
+            self.discard(future)
+        return future
+
+    async def run(
+        self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Do something that a join waits for, too; see ``wait``. Cancellation: of both."""
+        task = self._loop.create_task(work)
+        try:
+            await self.wait(task, deadline, timeout_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        task.result()
+
+    async def collect_into(self, error: Exception, cutoff: int) -> None:
+        """Collect the error that a join would raise, where ``error`` is raised instead.
+
+        If that is another one it becomes the cause of ``error``, or a note.
+
+        Cancellation: Safe; a join still raises it.
+        """
+        collected = (await self.below(cutoff)).exception()
+        if collected is None or collected is error or isinstance(collected, ClosedError):
+            return
+        if error.__cause__ is None:
+            error.__cause__ = collected
+        else:
+            error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
 
     def note_final(self, closures: Sequence[Closure]) -> None:
         """Look for closures whose data had ended."""
@@ -128,6 +178,15 @@ class Joins:
         """End all joins with an error."""
         for join in list(self._joins.values()):
             self._end(join, error)
+
+    def warn_of_leftovers(self) -> None:
+        """Say what closing now throws away: who forgets ``join`` would take it for done."""
+        counts = self._queue.statistics()
+        if left := counts.waiting + counts.queued + counts.in_flight:
+            logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
+        if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
+            name, text = type(collected[0]).__name__, text_of(collected[0])
+            logger.warning("closing without join, which would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:
         self._exhausted_at = None

@@ -13,6 +13,7 @@ from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import worker_messages
+from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
@@ -93,6 +94,11 @@ def run_replica(closure: Closure) -> tuple[RunReplica, list[Any]]:
     call: ReplicaCall = closure.payload
     message, segments = run_closures([closure])
     return RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
+
+
+def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:
+    """Return the message that starts closures, or one replica of a gang, and its segments."""
+    return run_replica(closures[0]) if closures[0].is_replica else run_closures(closures)
 
 
 def arguments_reply(call: ScheduledCall) -> Reply:

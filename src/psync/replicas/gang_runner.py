@@ -57,9 +57,6 @@ REPORT_EVERY_S = 10.0
 class GangOwner(Protocol):
     """The coordinator, as gangs need it."""
 
-    def workers(self) -> list[str]:
-        """The workers that are ready for closures, by index."""
-
     def prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
 
@@ -68,9 +65,6 @@ class GangOwner(Protocol):
 
     def perform(self, actions: Sequence[Action]) -> None:
         """Do what the queue decided."""
-
-    def is_current(self, peer: Peer) -> bool:
-        """Whether this is a connection of a worker that was not given up."""
 
     def waits_for(self) -> str:
         """What runs where, and what else is waited for."""
@@ -85,6 +79,8 @@ class GangRunner:
         owner: The coordinator.
         limits: For what is sent.
         main_by_name: Whether classes of ``__main__`` travel by name.
+        ready: Returns the workers that are ready for closures, by index.
+        is_current: Whether a peer is a connection of a worker that was not given up.
     """
 
     def __init__(
@@ -95,12 +91,16 @@ class GangRunner:
         limits: Limits,
         *,
         main_by_name: bool,
+        ready: Callable[[], list[str]],
+        is_current: Callable[[Peer], bool],
     ) -> None:
         self._queue = queue
         self._functions = functions
         self._owner = owner
         self._limits = limits
         self._main_by_name = main_by_name
+        self._ready = ready
+        self._is_current = is_current
         self._runs: deque[GangRun] = deque()  # the first may run
         self._looking = False
         self._closed = False
@@ -164,7 +164,7 @@ class GangRunner:
                 run = self._runs[0]
                 if self._queue.ending is not None:
                     self._end(run, self._cancelled())
-                elif self._queue.may_begin(run.barrier) and (workers := self._owner.workers()):
+                elif self._queue.may_begin(run.barrier) and (workers := self._ready()):
                     self._begin(run, workers)
                 else:
                     break
@@ -271,7 +271,7 @@ class GangRunner:
         if run is None or run.gang is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
-        if not self._owner.is_current(peer) or closure.worker != peer.task or closure.is_final:
+        if not self._is_current(peer) or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arrival = Arrival(Payload.from_segments(segments), answer)
