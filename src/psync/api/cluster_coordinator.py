@@ -363,7 +363,7 @@ class ClusterCoordinator(WorkerChanges):
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
-        return Visits(self, shards, num_epochs, shuffle_seed, state)
+        return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""

@@ -76,7 +76,7 @@ class Peer:
         losses: MessageLosses | None = None,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink, admit, refused)
-        self.connection = Connection(wire, self)
+        self.connection = Connection(wire, self.opened, self.received, self.closed)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.lane = ""  # one of handshake.LANES
@@ -255,7 +255,7 @@ class Peer:
             exc.add_note(f"while sending {type(message).__name__} to {self.task}")
             raise
 
-    # connection.ConnectionOwner.
+    # What the connection reports.
 
     def opened(self) -> None:
         """The handshake is over."""
