@@ -318,7 +318,7 @@ class PsLink:
         try:
             question.end = peer.ask(build(peer), segments, answered, into)
             if at_once:
-                peer.flush()
+                peer.connection.flush()
         except PsyncError as exc:
             then(exc)
         return question

@@ -148,7 +148,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the owner, once."""
         error = self._error or exc
-        if error is None and self.wire.receiving and not self._closing:
+        if error is None and self.wire.decoder.receiving and not self._closing:
             error = ConnectionLost("the peer closed the connection in the middle of a message")
         self._closing = True
         self._small.clear()

@@ -185,10 +185,6 @@ class Peer:
         self.connection.send(buffers)
         return functools.partial(self._give_up, request_id, call, buffers)
 
-    def flush(self) -> None:
-        """Let what was said so far be on its way: this task has other things to do first."""
-        self.connection.flush()
-
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
 

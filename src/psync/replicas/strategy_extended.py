@@ -35,7 +35,7 @@ class ReplicaValues:
         return StrategyExtended(self)
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean of a value over its replicas; see ``reduce_values``.
+        """Return the sum or mean of a value over its replicas; see ``reducing_values``.
 
         Args:
             reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
