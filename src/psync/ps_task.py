@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from psync.chief.enquiry import ENQUIRER
+from psync.cluster_roles import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint

@@ -17,8 +17,8 @@ from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over,
 from chief_lives import life_of
 from image_store import keep_images
 from ps_cluster import heard, until
-from psync.chief.enquiry import CHIEF
 from psync.chief.events import FailoverEvent
+from psync.cluster_roles import CHIEF
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.endpoint import Endpoint
 from psync.net.process_state import fresh_process

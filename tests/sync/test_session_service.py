@@ -10,8 +10,8 @@ import pytest
 
 from endpoints import connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, until
-from psync.chief.session_links import ENQUIRER
 from psync.client.ps_client import PsClient
+from psync.cluster_roles import ENQUIRER
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,

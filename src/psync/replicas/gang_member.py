@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from psync.client.context import ClosureContext
+from psync.cluster_roles import CHIEF
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
 from psync.replicas.collectives import Collective
@@ -15,8 +16,6 @@ from psync.serialization.payloads import Payload, Segment, check_size, pack, unp
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import Merged, ReachCollective
-
-COORDINATOR = "/job:chief/task:0"
 
 
 class GangMember:
@@ -84,7 +83,7 @@ class GangMember:
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
         if answer.error is not None:
             raise rebuild_exception(
-                COORDINATOR, *answer.error, payload=result if received.segments else None
+                CHIEF, *answer.error, payload=result if received.segments else None
             )
         return unpack(result.data, result.buffers)
 
