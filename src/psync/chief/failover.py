@@ -77,11 +77,6 @@ class ReplicaRecovery:
         self._closed = False
 
     @property
-    def is_on(self) -> bool:
-        """Whether a backup is being promoted."""
-        return self._task is not None
-
-    @property
     def complete(self) -> bool:
         """Whether each ps has a backup, and could die now."""
         return None not in self._orders

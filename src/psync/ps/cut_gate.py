@@ -156,7 +156,7 @@ class GateService:
         await self._pause_steps()
         while self._under_way:
             await self._changed()
-        return Reply(Gated(self._gate.ledger.others()))
+        return Reply(Gated(self._gate.others()))
 
     async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)

@@ -23,7 +23,7 @@ class UpdateGate:
     def __init__(self, ledger: Ledger, exempt: str) -> None:
         self.cut = 0  # for which it is shut; 0: it is open
         self._over = 0  # the highest cut for which it was opened
-        self.ledger = ledger
+        self._ledger = ledger
         self._exempt = exempt
         self._admitted: set[tuple[Client, int]] = set()
 
@@ -60,7 +60,7 @@ class UpdateGate:
             self.cut > 0
             and client[0] != self._exempt
             and (client, sequence) not in self._admitted
-            and not self.ledger.knows(client, sequence)
+            and not self._ledger.knows(client, sequence)
         )
 
     def unsettled(self, updates: Iterable[tuple[Client, int]]) -> list[tuple[Client, int]]:
@@ -68,5 +68,9 @@ class UpdateGate:
         return [
             (client, sequence)
             for client, sequence in updates
-            if not self.ledger.is_settled(client, sequence)
+            if not self._ledger.is_settled(client, sequence)
         ]
+
+    def others(self) -> list[tuple[int, str, int, int]]:
+        """Return what ``Ledger.others`` does."""
+        return self._ledger.others()
