@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +42,7 @@ from psync.errors import (
 )
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
-from psync.replicas.closure_messages import ScheduledCall, starting
+from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures, starting
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_runner import GangRunner
 from psync.serialization.functions import FunctionTable
@@ -110,7 +109,7 @@ class Coordinator:
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue = ClosureQueue(max_losses=options.max_losses)
-        self._closures: dict[int, Closure] = {}  # not final
+        self._closures = ScheduledClosures(self._cancel)
         self.joins = Joins(self._queue, self.waits_for)
         self.functions = FunctionTable(main_by_name=main_by_name)
         self.links = ClusterLinks(
@@ -122,8 +121,10 @@ class Coordinator:
         self.links.workers.on_lost = self._worker_lost
         self.workers = self.links.workers.attached
         self.gangs = GangRunner(
-            self._queue, self.functions, self, platform.limits, main_by_name=main_by_name,
-            ready=self.workers.ready, is_current=self.workers.is_current,
+            self._queue, self.functions, self._closures, platform.limits,
+            main_by_name=main_by_name, ready=self.workers.ready,
+            is_current=self.workers.is_current, prepare=self._prepare, perform=self.perform,
+            waits_for=self.waits_for,
         )  # fmt: skip
         workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
         self._reports = ScheduleReports(workers, self._queue)
@@ -211,7 +212,7 @@ class Coordinator:
                 await self.links.close()
             finally:
                 for closure in list(self._closures.values()):  # nobody will report them
-                    self._settle(closure, closure.error or error)
+                    self._closures.settle(closure, closure.error or error)
 
     # What the user does.
 
@@ -235,7 +236,7 @@ class Coordinator:
             inline_bytes=call.inline_bytes if arguments is not EMPTY else 0,
             dependencies=self._dependencies(inputs) if inputs else (),
         )
-        value = self.adopt(closure)
+        value = self._closures.adopt(closure)
         self._create_if_declared()
         actions = self._queue.schedule(closure)
         if actions:
@@ -263,7 +264,7 @@ class Coordinator:
         deadline = None if timeout_s is None else self._loop.time() + timeout_s
         cutoff = self._queue.next_id
         self._state.fail_if_gone()
-        self.prepare()
+        self._prepare()
         if self._creating is not None:
             await self.joins.wait(self._creating, deadline, timeout_s)
         (await self.joins.below(cutoff, deadline, timeout_s)).result()
@@ -328,7 +329,7 @@ class Coordinator:
 
     # Variables first.
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
         if self.links.workers.all_given_up():
             self._loop.call_soon(self._dispatch)  # where it is said
@@ -374,13 +375,6 @@ class Coordinator:
 
     # What closures come to.
 
-    def adopt(self, closure: Closure) -> RemoteValue:
-        """Take a closure among those that are not final; return its value to be."""
-        value = RemoteValue(closure, self._cancel)
-        closure.payload.value = weakref.ref(value)
-        self._closures[closure.id] = closure
-        return value
-
     def perform(self, actions: Sequence[QueueAction]) -> None:
         """Do what the queue decided."""
         replicas: list[Closure] = []
@@ -388,7 +382,7 @@ class Coordinator:
             if isinstance(action, Settle):
                 self.joins.note_final(action.closures)
                 for closure in action.closures:
-                    self._settle(closure, closure.error)
+                    self._closures.settle(closure, closure.error)
                     if closure.is_replica:
                         replicas.append(closure)
             elif isinstance(action, Dispatch):
@@ -429,16 +423,6 @@ class Coordinator:
             closure.payload.sent_at = now
         message, segments = starting(action.closures)
         self.workers.notify(action.worker, message, segments)
-
-    def _settle(self, closure: Closure, error: BaseException | None) -> None:
-        self._closures.pop(closure.id, None)
-        if not self._closures:
-            self._closures.clear()  # of its table, too, which is as large as it has ever been
-        if error is not None:
-            value = closure.payload.value()
-            if value is not None and not value.done():
-                value.set_error(error)
-        closure.payload = None
 
     def _tell_again(self) -> None:
         """ps tasks know nothing of what they were told: tell them how far closures are."""

@@ -101,7 +101,7 @@ class ClusterLinks:
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
         self._failure: BaseException | None = None  # why the cluster cannot come up
-        self._up = False  # the cluster came up
+        self.is_up = False  # the cluster came up
         self._enquiring = asyncio.Lock()
         self._fenced_ps: set[int] = set()  # that serve us under the present incarnation
         self._is_closing = False
@@ -143,7 +143,7 @@ class ClusterLinks:
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
             raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
-        self._up = True
+        self.is_up = True
 
     def _is_ready(self, min_workers: int) -> bool:
         return (
@@ -272,7 +272,7 @@ class ClusterLinks:
 
     async def _give_up_worker(self, name: str, reason: str) -> None:
         await self.workers.give_up(name, reason)
-        if not self._up and len(self.workers.addresses()) < self._min_workers:
+        if not self.is_up and len(self.workers.addresses()) < self._min_workers:
             raise ConnectFailed(
                 f"the cluster did not come up: {name} {reason}",
                 hint="what it wrote says why it ended",
@@ -284,7 +284,7 @@ class ClusterLinks:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error
             self._changed.set()
-            if self._up and isinstance(error, FencedError):
+            if self.is_up and isinstance(error, FencedError):
                 self.on_replaced(error)
             elif not isinstance(error, PsyncError):
                 logger.error("a supervisor of the coordinator failed", exc_info=error)
@@ -305,7 +305,7 @@ class ClusterLinks:
                     raise
                 continue
             except FencedError:
-                if self._up:
+                if self.is_up:
                     raise
                 await self.ask_again(mine, link.task, link.address)
                 continue
@@ -340,7 +340,7 @@ class ClusterLinks:
 
     def _ps_attachment(self, index: int) -> AttachPs:
         # One that was started again while this program runs is of no life: see ``adoption``.
-        keep = self._keep or self._up
+        keep = self._keep or self.is_up
         addresses = list(self._ps.values())
         return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep, self._moves)
 
@@ -352,11 +352,6 @@ class ClusterLinks:
         self._supervisors.add(task)
         task.add_done_callback(self._supervisor_ended)
         return task
-
-    @property
-    def is_up(self) -> bool:
-        """Whether the cluster has come up."""
-        return self._up
 
     def ps_addresses(self) -> list[str]:
         """Return where the ps tasks are."""

@@ -39,10 +39,7 @@ class WorkerLinksOwner(Protocol):
     """The cluster's links, as those to workers need them."""
 
     incarnation: int  # of the coordinator
-
-    @property
-    def is_up(self) -> bool:
-        """Whether the cluster has come up."""
+    is_up: bool  # whether the cluster has come up
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: get one above that."""

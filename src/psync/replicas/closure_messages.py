@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.closures.closure import Closure
@@ -55,6 +55,36 @@ class ScheduledCall:
             segments += payload.segments
             counts.append(len(payload.segments))
         return segments, counts
+
+
+class ScheduledClosures(dict[int, Closure]):
+    """The closures of one coordinator that are not final, by id, and the values to be.
+
+    Args:
+        cancel: Cancels the closure with an id.
+    """
+
+    def __init__(self, cancel: Callable[[int], None]) -> None:
+        super().__init__()
+        self._cancel = cancel
+
+    def adopt(self, closure: Closure) -> RemoteValue:
+        """Take a closure that is about to be queued; return its value to be."""
+        value = RemoteValue(closure, self._cancel)
+        closure.payload.value = weakref.ref(value)
+        self[closure.id] = closure
+        return value
+
+    def settle(self, closure: Closure, error: BaseException | None) -> None:
+        """Let go of a closure that is final; its value has come before, if it has one."""
+        self.pop(closure.id, None)
+        if not self:
+            self.clear()  # of its table, too, which is as large as it has ever been
+        if error is not None:
+            value = closure.payload.value()
+            if value is not None and not value.done():
+                value.set_error(error)
+        closure.payload = None
 
 
 def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:

@@ -15,7 +15,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from psync.closures.closure import Closure, Replica
 from psync.closures.gang import (
@@ -38,13 +38,12 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.replica_values import local_results, regroup
-from psync.replicas.closure_messages import ReplicaCall
+from psync.replicas.closure_messages import ReplicaCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge
 from psync.serialization.failures import text_of
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import Payload, check_size, pack_arguments
-from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import ReachCollective
 
@@ -54,53 +53,46 @@ REPORT_EVERY_S = 10.0
 """A run that takes so long says on whom it waits."""
 
 
-class GangOwner(Protocol):
-    """The coordinator, as gangs need it."""
-
-    def prepare(self) -> None:
-        """Create what is declared; the queue is paused meanwhile."""
-
-    def adopt(self, closure: Closure) -> RemoteValue:
-        """Take a closure among those that are not final; return its value to be."""
-
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Do what the queue decided."""
-
-    def waits_for(self) -> str:
-        """What runs where, and what else is waited for."""
-
-
 class GangRunner:
     """The gangs of one coordinator. True while there is one.
 
     Args:
         queue: In which they have their places.
         functions: Pickles what they run.
-        owner: The coordinator.
+        closures: Those of the coordinator that are not final; replicas are among them.
         limits: For what is sent.
         main_by_name: Whether classes of ``__main__`` travel by name.
         ready: Returns the workers that are ready for closures, by index.
         is_current: Whether a peer is a connection of a worker that was not given up.
+        prepare: Creates what is declared; the queue is paused meanwhile.
+        perform: Does what the queue decided.
+        waits_for: Says what runs where, and what else is waited for.
     """
 
     def __init__(
         self,
         queue: ClosureQueue,
         functions: FunctionTable,
-        owner: GangOwner,
+        closures: ScheduledClosures,
         limits: Limits,
         *,
         main_by_name: bool,
         ready: Callable[[], list[str]],
         is_current: Callable[[Peer], bool],
+        prepare: Callable[[], None],
+        perform: Callable[[Sequence[Action]], None],
+        waits_for: Callable[[], str],
     ) -> None:
         self._queue = queue
         self._functions = functions
-        self._owner = owner
+        self._closures = closures
         self._limits = limits
         self._main_by_name = main_by_name
         self._ready = ready
         self._is_current = is_current
+        self._prepare = prepare
+        self._perform_queued = perform
+        self._waits_for = waits_for
         self._runs: deque[GangRun] = deque()  # the first may run
         self._looking = False
         self._closed = False
@@ -123,7 +115,7 @@ class GangRunner:
         arguments = self._packed(function.name, args, kwargs)
         if self._queue.ending is not None:
             raise self._cancelled()
-        self._owner.prepare()
+        self._prepare()
         run = GangRun(strategy, function, arguments, self._queue.add_barrier())
         self._runs.append(run)
         self.look(())
@@ -141,7 +133,7 @@ class GangRunner:
         while not run.ended.done():
             await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
             if not run.ended.done():
-                logger.warning('run of "%s" waits: %s', run.function.name, self._owner.waits_for())
+                logger.warning('run of "%s" waits: %s', run.function.name, self._waits_for())
 
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
@@ -219,16 +211,16 @@ class GangRunner:
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self._queue.next_id + replica_id, call, name=name)
             run.closures.append(closure)
-            run.values.append(self._owner.adopt(closure))
+            run.values.append(self._closures.adopt(closure))
             run.arrivals.append({})
             run.num_arrived.append(0)
-        self._owner.perform(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
+        self._perform_queued(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
 
     def _end(self, run: GangRun, error: BaseException | None) -> None:
         """Nothing of a gang is left; ``error`` is what its caller is told."""
         self._runs.remove(run)
         run.tell(error)
-        self._owner.perform(self._queue.open_barrier(run.barrier))
+        self._perform_queued(self._queue.open_barrier(run.barrier))
         self.look(())
 
     def _abandon(self, run: GangRun, error: Exception) -> None:
@@ -316,13 +308,13 @@ class GangRunner:
                     task.cancel()
             elif isinstance(action, Stop):
                 for replica in action.replicas:
-                    self._owner.perform(self._queue.cancel(run.closures[replica].id))
+                    self._perform_queued(self._queue.cancel(run.closures[replica].id))
         changed = False
         for replica, closure in enumerate(run.closures):
             changed = changed or closure.in_collective is not gang.waits(replica)
             closure.in_collective = gang.waits(replica)
         if changed:
-            self._owner.perform(())  # ps 0 has to know who may still push
+            self._perform_queued(())  # ps 0 has to know who may still push
         if gang.state is GangState.ENDED and self._runs and self._runs[0] is run:
             self._end(run, gang.error)
 
