@@ -391,12 +391,13 @@ class Coordinator:
                 self.workers.notify(action.worker, CancelClosures(list(action.ids)))
             elif isinstance(action, GiveBack):
                 self.workers.notify(action.worker, worker_messages.GiveBack(list(action.ids)))
-        self._final.look_for_errors()
-        if self.joins:
+        if self._queue.has_failed is not self._final.refused:
+            self._final.look_for_errors()
+        if self.joins.waiting:
             self.joins.settle()
             self._final.look(1)
         self._reporter.look()
-        if self.gangs:
+        if self.gangs.runs:
             self.gangs.look(replicas)
 
     def _results_came(self, updates: Sequence[tuple[int, int]]) -> None:

@@ -453,7 +453,7 @@ async def test_what_was_answered_is_not_kept():
 
         run = asyncio.create_task(coordinator.strategy.run(fn))
         await event_of("half").wait()
-        (state,) = coordinator.strategy.gangs._runs
+        (state,) = coordinator.strategy.gangs.runs
         assert sum(len(arrived) for arrived in state.arrivals) <= 1
         assert not state.replies
         event_of("go on").set()

@@ -49,11 +49,11 @@ class Joins:
         self._waits_for = waits_for
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()  # when a worker last reported
-        self._joins: dict[asyncio.Future[None], _Join] = {}
+        self.waiting: dict[asyncio.Future[None], _Join] = {}
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
     def __len__(self) -> int:
-        return len(self._joins)
+        return len(self.waiting)
 
     def add(self, cutoff: int) -> asyncio.Future[None]:
         """Return a future that ends when all closures with ids below ``cutoff`` are final.
@@ -61,12 +61,12 @@ class Joins:
         Whoever waits for it gives it back with ``discard``.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._joins[future] = _Join(cutoff, future)
+        self.waiting[future] = _Join(cutoff, future)
         return future
 
     def discard(self, future: asyncio.Future[None]) -> None:
         """Nobody waits any more."""
-        self._joins.pop(future, None)
+        self.waiting.pop(future, None)
         if future.done():
             future.exception()  # seen, also where whoever waited was cancelled just now
 
@@ -157,18 +157,18 @@ class Joins:
 
     def settle(self) -> None:
         """End the joins that are over."""
-        ready = [join for join in self._joins.values() if self._queue.is_settled(join.cutoff)]
+        ready = [join for join in self.waiting.values() if self._queue.is_settled(join.cutoff)]
         if not ready:
             return
         if self._queue.has_failed:
             error = self._collect()
-            for join in list(self._joins.values()):
+            for join in list(self.waiting.values()):
                 self._end(join, error)
             return
         exhausted = self._exhausted_at
         if exhausted is not None and any(join.cutoff > exhausted for join in ready):
             error = self._collect()
-            for join in self._joins.values():
+            for join in self.waiting.values():
                 if join.cutoff > exhausted:
                     join.end_of_data = error
         for join in ready:
@@ -176,7 +176,7 @@ class Joins:
 
     def fail(self, error: BaseException) -> None:
         """End all joins with an error."""
-        for join in list(self._joins.values()):
+        for join in list(self.waiting.values()):
             self._end(join, error)
 
     def warn_of_leftovers(self) -> None:
@@ -204,7 +204,7 @@ class Joins:
         return first
 
     def _end(self, join: _Join, error: BaseException | None) -> None:
-        del self._joins[join.future]
+        del self.waiting[join.future]
         if join.future.done():  # whoever waited was cancelled
             return
         if error is None:

@@ -87,13 +87,16 @@ class FinalClosures:
     Args:
         queue: Knows it.
         tell: Tells all ps tasks that closures with smaller ids are final.
+
+    Attributes:
+        refused: Whether ps tasks refuse all that was scheduled before an error.
     """
 
     def __init__(self, queue: ClosureQueue, tell: Callable[[int], None]) -> None:
         self._queue = queue
         self._tell = tell
         self._told = 0
-        self._refused = False  # ps tasks refuse all that was scheduled before an error
+        self.refused = False
 
     def look(self, at_least: int = FINAL_EVERY) -> None:
         """Tell them if so many more closures are final than they know."""
@@ -103,9 +106,9 @@ class FinalClosures:
 
     def look_for_errors(self) -> None:
         """Let steps be refused that compute on their loop and have not heard of an error yet."""
-        if self._queue.has_failed != self._refused:
-            self._refused = not self._refused
-            if self._refused:
+        if self._queue.has_failed != self.refused:
+            self.refused = not self.refused
+            if self.refused:
                 self._tell(self._queue.next_id)
 
     def tell_again(self) -> None:

@@ -93,12 +93,12 @@ class GangRunner:
         self._prepare = prepare
         self._perform_queued = perform
         self._waits_for = waits_for
-        self._runs: deque[GangRun] = deque()  # the first may run
+        self.runs: deque[GangRun] = deque()  # the first may run
         self._looking = False
         self._closed = False
 
     def __bool__(self) -> bool:
-        return bool(self._runs)
+        return bool(self.runs)
 
     async def run(
         self,
@@ -117,7 +117,7 @@ class GangRunner:
             raise self._cancelled()
         self._prepare()
         run = GangRun(strategy, function, arguments, self._queue.add_barrier())
-        self._runs.append(run)
+        self.runs.append(run)
         self.look(())
         try:
             await self._wait(run)
@@ -137,7 +137,7 @@ class GangRunner:
 
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
-        for run in self._runs:
+        for run in self.runs:
             if run.gang is None:
                 return [f'run of "{run.function.name}" waits for its turn']
             waiting = run.gang.describe()
@@ -152,8 +152,8 @@ class GangRunner:
             return
         self._looking = True
         try:
-            while self._runs and self._runs[0].gang is None:
-                run = self._runs[0]
+            while self.runs and self.runs[0].gang is None:
+                run = self.runs[0]
                 if self._queue.ending is not None:
                     self._end(run, self._cancelled())
                 elif self._queue.may_begin(run.barrier) and (workers := self._ready()):
@@ -168,23 +168,23 @@ class GangRunner:
 
         The queue must know of it, so that nothing begins because they have ended.
         """
-        for run in self._runs:
+        for run in self.runs:
             if run.gang is None:  # the end of one of them would cancel those behind it
                 run.tell(error)
-        while self._runs and self._runs[-1].gang is None:
-            self._end(self._runs[-1], error)
-        if self._runs:
-            self._abandon(self._runs[0], error)
+        while self.runs and self.runs[-1].gang is None:
+            self._end(self.runs[-1], error)
+        if self.runs:
+            self._abandon(self.runs[0], error)
 
     async def close(self) -> None:
         """End all gangs; nothing of them is left. Cancellation: merge functions are cancelled."""
         self._closed = True
-        merges = [task for run in self._runs for task in run.merges.values()]
+        merges = [task for run in self.runs for task in run.merges.values()]
         for task in merges:
             task.cancel()
         if merges:
             await asyncio.wait(merges)
-        for run in list(self._runs):
+        for run in list(self.runs):
             error = run.gang.error if run.gang is not None else None
             self._end(run, error or ClosedError("the coordinator was closed"))
 
@@ -218,7 +218,7 @@ class GangRunner:
 
     def _end(self, run: GangRun, error: BaseException | None) -> None:
         """Nothing of a gang is left; ``error`` is what its caller is told."""
-        self._runs.remove(run)
+        self.runs.remove(run)
         run.tell(error)
         self._perform_queued(self._queue.open_barrier(run.barrier))
         self.look(())
@@ -240,7 +240,7 @@ class GangRunner:
 
     def _replica_ended(self, closure: Closure) -> None:
         """A replica is final."""
-        run = self._runs[0]
+        run = self.runs[0]
         replica = run.replica_of(closure.id)
         assert run.gang is not None, f"{closure} is of no gang that has begun"
         assert replica is not None, f"{closure} is of another gang"
@@ -258,7 +258,7 @@ class GangRunner:
         self, peer: Peer, message: ReachCollective, segments: list[memoryview]
     ) -> Coroutine[Any, Any, Reply]:
         """A replica has come to a collective."""
-        run = self._runs[0] if self._runs else None
+        run = self.runs[0] if self.runs else None
         replica = run.replica_of(message.closure) if run is not None else None
         if run is None or run.gang is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
@@ -315,7 +315,7 @@ class GangRunner:
             closure.in_collective = gang.waits(replica)
         if changed:
             self._perform_queued(())  # ps 0 has to know who may still push
-        if gang.state is GangState.ENDED and self._runs and self._runs[0] is run:
+        if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
     async def _merge(self, run: GangRun, number: int) -> None:
