@@ -86,6 +86,8 @@ class Coordinator:
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
         own: This program's optimizers, if it goes on with what another one has left.
+        workers_wait: Says whether the program has declared a synchronous group or a staleness
+            bound. ps 0 hears of the schedule from then on.
         replicate: Whether each ps has a backup.
     """
 
@@ -100,12 +102,13 @@ class Coordinator:
         program: str,
         main_by_name: bool,
         own: OwnOptimizers,
+        workers_wait: Callable[[], bool],
         replicate: bool,
     ) -> None:
         self._options = options
         self._own = own
         self.attached = False  # whether there was something to go on with
-        self._failpoints = platform.failpoints
+        self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue = ClosureQueue(max_losses=options.max_losses)
@@ -138,9 +141,9 @@ class Coordinator:
             self._state, self.links, self._queue, self._creation, self.events,
             ps_timeout_s=options.ps_timeout_s, replicate=replicate,
         )  # fmt: skip
-        service = ClosureService(
-            self._queue, self._closures, self.functions, self._reports, platform.failpoints,
-            self.workers, perform=self.perform, will_recover=self.recovery.will_recover,
+        service = self.parts.of(ClosureService)(
+            self._queue, self._closures, self.functions, self._reports, self.workers,
+            perform=self.perform, will_recover=self.recovery.will_recover,
             results_came=self._results_came,
         )  # fmt: skip
         self.links.endpoint.handlers.update({
@@ -150,7 +153,7 @@ class Coordinator:
             EndSession: Handler(self._session_ends),
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
-        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
+        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports, workers_wait)
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False
         self._creating: asyncio.Task[None] | None = None
@@ -418,7 +421,6 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        self._failpoints.hit("coordinator.dispatch")
         now = self._loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from psync.cluster_roles import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, PsyncError, UsageError
@@ -25,7 +26,6 @@ from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.apply_log import ApplyLog
 from psync.ps.backup import BackupService
 from psync.ps.backup_accumulators import AccumulatorImage
 from psync.ps.backup_host import ReplicaHost
@@ -45,7 +45,6 @@ from psync.ps.snapshots import (
 )
 from psync.ps.succession import AdoptionService, CoordinatorGrants, ServedService
 from psync.ps.updates import PsUpdates
-from psync.ps.weakened_rules import weaken, went_back
 from psync.store.ledger import (
     Ledger,
 )
@@ -55,7 +54,6 @@ from psync.store.store import ShardStore
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.replay import SyncFollower, SyncImage
-from psync.sync.session_service import SessionService, check_shards
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.wire.accumulator_messages import DefineAccumulator
@@ -74,8 +72,11 @@ from psync.wire.ps_messages import (
     SetSlots,
 )
 from psync.wire.recovery_messages import CoordinatorGranted, GrantCoordinator, TakeImage
-from psync.wire.session_messages import CheckShards
+from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
 from psync.wire.sync_messages import ReportSchedule
+
+if TYPE_CHECKING:
+    from psync.compat.session_service import SessionService
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,16 @@ class PsTask:
         self._is_hosted = is_hosted
         # Of ps 0's own process, wherever ps 0 is served: every chief knows that address.
         self._grants = CoordinatorGrants() if index == 0 and not is_hosted else None
-        self._store = ShardStore(self.task, self._pool)
-        self._ledger = Ledger()
-        self._log = ApplyLog(platform.apply_log, index)
+        self._parts = platform.parts
+        self._store = self._parts.of(ShardStore)(self.task, self._pool)
+        self._ledger = self._parts.of(Ledger)()
         self._accumulators = AccumulatorService(self.task, self._work, self._ledger)
         self._accumulated = AccumulatorImage(self._accumulators)
         self._closer: StepCloser | None = None  # on ps 0, once there is a coordinator
         self._follower: SyncFollower | None = None  # while this is a backup
         self._replayed: dict[type[Message], Handler] = {}  # what only a log says
         self._host = ReplicaHost(
-            self.task, self._pool, self._make_backup, lambda: self._coordinator
+            self.task, self._pool, self._make_backup, lambda: self._coordinator, self._parts
         )
         self._new_services()
         self._rows = RowPulls(
@@ -141,30 +142,21 @@ class PsTask:
         self._clocks = ClockService(
             self.task, lambda *who: self._ledger.check_incarnation(*who), self._in_groups
         )
-        self._sessions = SessionService(
-            check_coordinator=self._check_coordinator,
-            set_members=self._set_members,
-            fence=self._fence_everywhere,
-            end_training=self._end_training,
-        )
+        self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(
             self.task, self._work, self._check_coordinator, lambda: self._store
         )
         self._images = ImageService(
-            self.task, self._work, self._pool, self._check_coordinator, self,
-            platform.failpoints.hit,
+            self.task, self._work, self._pool, self._check_coordinator, self, self._parts
         )  # fmt: skip
         self._endpoint = Endpoint(
             platform, self.task, platform.new_incarnation(), self._handlers(), self._pool,
             self._admit,
         )  # fmt: skip
-        self._endpoint.on_peer.append(self._sessions.note_peer)
         self.chief = ChiefPresence(self._endpoint)
 
     async def start(self) -> Listener:
         """Listen. Raises ConfigurationError if the address is taken. Cancellation: safe."""
-        if self._attached is not None:  # it was a backup
-            self._log.serves(promoted=True)
         return await self._endpoint.listen(self._address)
 
     async def close(self) -> None:
@@ -181,10 +173,10 @@ class PsTask:
         await self._host.close()
         if self._closer is not None:
             await self._closer.close()
-        self._sessions.close()
+        if self._sessions is not None:
+            self._sessions.close()
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
-        self._log.close()
 
     @property
     def is_torn(self) -> bool:
@@ -218,7 +210,7 @@ class PsTask:
             "sync": {} if self._closer is None else self._closer.steps.statistics(),
             "clocks": self._clocks.statistics(),
             "accumulators": self._accumulators.statistics(),
-            "session": self._sessions.statistics(),
+            "session": {} if self._sessions is None else self._sessions.statistics(),
             "image": {**self._images.statistics(), "timeline": self._timeline},
             "backup": self._backup.statistics(),
         }
@@ -236,8 +228,9 @@ class PsTask:
             **self._service_handlers(),
             **self._clocks.handlers(),
             **self._host.handlers(),
-            CheckShards: Handler(lambda _, message, __: check_shards(self._store, message)),
-            **(self._sessions.handlers() if self._index == 0 else {}),
+            **dict.fromkeys(
+                ON_EACH_PS if self._index else ON_PS_0 + ON_EACH_PS, Handler(self._of_session)
+            ),
             **self._served_service(),
         }
 
@@ -296,9 +289,9 @@ class PsTask:
             store = self._store
             self._begin(message)
             self._adoption.begin(store, previous, message.coordinator, keep=message.keep)
-            self._log.serves()
             self._clocks.restart()
-            self._sessions.attached(message.coordinator)
+            if self._sessions is not None:
+                self._sessions.attached(message.coordinator)
             if not message.keep:  # else it may have to go on with what is here, see EndFormer
                 self._host.end_below(message.coordinator)
         else:
@@ -309,7 +302,11 @@ class PsTask:
         """Begin empty for a new coordinator."""
         self._attached, self._timeline, self._is_deposed = attach, 0, False
         self._images.forget()
-        self._serve(ShardStore(self.task, self._pool), Ledger(floor=attach.coordinator), ())
+        self._serve_nothing(attach.coordinator)
+
+    def _serve_nothing(self, floor: int) -> None:
+        store = self._parts.of(ShardStore)(self.task, self._pool)
+        self._serve(store, self._parts.of(Ledger)(floor), ())
 
     def _serve(
         self,
@@ -386,7 +383,6 @@ class PsTask:
 
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; see ``image_service.Held``."""
-        self._log.cut(self._store)
         steps = None if self._closer is None else self._closer.steps
         pending = [] if steps is None else steps.pending_closures()
         frozen = freeze(
@@ -412,13 +408,11 @@ class PsTask:
         self._timeline, self._is_deposed = message.timeline, False
         self._adoption.lost()  # until the program says that all have it
         self._serve(store, thawed.ledger, accumulators.values())
-        self._log.serves()
         for number, raw in groups.items():
             self._sync.define(number, raw)
         if self._closer is not None:
             self._closer.steps.note_calls(state.counted, state.ledger.final_below)
         self._clocks.restart()
-        went_back(self._ledger, message.fences)
         for task, below in (*message.fences, (CLOSER, self._closer_incarnation)):
             self._refuse_below(task, below)
 
@@ -432,23 +426,18 @@ class PsTask:
 
     def _new_services(self) -> None:
         """Make what serves the pulls and updates of one coordinator's tasks."""
-        weaken(self._ledger, self._platform.failpoints.without)
-        self._log.adopt(self._store)
         self._locks = PsLocks(self.task, self._store)
         self._gate = GateService(
             self.task, self._ledger, CLOSER, self._check_coordinator, self._pause_steps,
-            self._resume_steps, self._platform.failpoints.without,
+            self._resume_steps, self._parts,
         )  # fmt: skip
-        parts = (
-            self._platform, self.task, self._store, self._ledger, self._work, self._pool,
-            self._locks,
-        )  # fmt: skip
-        self._sync = PsSync(*parts)
+        served = self.task, self._store, self._ledger, self._work, self._pool, self._locks
+        self._sync = self._parts.of(PsSync)(self._platform, *served)
         self._sync.serves = bool(self._coordinator) and not self._is_deposed
         self._follower, self._replayed = None, {}
         self._sync_image = SyncImage(self._sync, lambda: self._closer)
         self._pulls = PsPulls(self.task, self._store, self._work, self._sync.steps, self._locks)
-        self._updates = PsUpdates(*parts, self._gate)
+        self._updates = self._parts.of(PsUpdates)(*served, self._gate)
         self._backup = BackupService(
             self._platform, self._served, self._store, self._work, self._check_coordinator,
             lambda: self.freeze()[0], self._committing, self._depose, self._sync_image,
@@ -456,10 +445,9 @@ class PsTask:
         )  # fmt: skip
 
     def _service_handlers(self) -> dict[type[Message], Handler]:
-        creation = ShardCreation(
-            self.task, self._index, self._store, self._work, self._pool, self._check_coordinator,
-            self._platform.failpoints,
-        )  # fmt: skip
+        creation = self._parts.of(ShardCreation)(
+            self.task, self._index, self._store, self._work, self._pool, self._check_coordinator
+        )
         handlers: dict[type[Message], Handler] = {Fence: Handler(self._fence)}
         for service in (creation, self._updates, self._sync, self._locks, self._pulls, self._gate):
             handlers.update(service.handlers())
@@ -498,16 +486,14 @@ class PsTask:
 
     def _empty(self) -> None:
         if self._is_deposed:
-            floor = self._coordinator
-            self._serve(ShardStore(self.task, self._pool), Ledger(floor=floor), ())
+            self._serve_nothing(self._coordinator)
 
     def _make_backup(self, index: int) -> PsTask:
         host, _, _ = self._address.rpartition(":")
         address = f"{host}:0" if host else f"{self._address}.{index}"
         # One that is damaged ends the process.
-        platform = self._platform
-        platform = dataclasses.replace(platform, failpoints=platform.failpoints.of_backup())
-        made = PsTask(platform, index, address, self.stopped, is_hosted=True)
+        make = self._parts.of(PsTask)
+        made = make(self._platform, index, address, self.stopped, is_hosted=True)
         self.chief.watch(made._endpoint)
         return made
 
@@ -621,22 +607,13 @@ class PsTask:
             self._closer.hear(message)
         return Reply(Done())
 
-    # What training sessions say on ps 0, where no coordinator reports.
-
-    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        self._clocks.report(alive, None)
-        if self._closer is not None:
-            self._closer.set_members(alive, missing)
-
-    def _fence_everywhere(self, task: str, below: int) -> None:
-        self._refuse_below(task, below)
-        if self._closer is not None:
-            self._closer.fence(task, below)
-
-    def _end_training(self, reason: str) -> None:
-        self._clocks.end()
-        if self._closer is not None:
-            self._closer.end(reason)
+    def _of_session(self, peer: Peer, message: Message, body: list[memoryview]) -> Any:
+        if self._sessions is None:
+            self._sessions = import_module("psync.compat.session_service").SessionService(
+                self._endpoint, self._coordinator, self._clocks, self._check_coordinator,
+                self._refuse_below, lambda: self._store, lambda: self._closer,
+            )  # fmt: skip
+        return self._sessions.handlers()[type(message)].run(peer, message, body)
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         _check_chief(peer)

@@ -168,7 +168,7 @@ class ClusterCoordinator(WorkerChanges):
             self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
         optimizers = optimizers_here()
-        coordinator = Coordinator(
+        coordinator = platform.parts.of(Coordinator)(
             platform,
             self.strategy.cluster,
             self.strategy.declared,
@@ -177,6 +177,7 @@ class ClusterCoordinator(WorkerChanges):
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
+            workers_wait=optimizers.workers_wait,
             replicate=self.strategy.ps_recovery == "replica",
         )
         self._starting = True

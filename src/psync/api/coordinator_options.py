@@ -1,4 +1,4 @@
-"""What users say of a coordinator when they make it, checked.
+"""Options of a coordinator, validated; and workers added to, or removed from, a running cluster.
 
 Workers that are added to a running cluster, and removed from it.
 """
@@ -37,7 +37,7 @@ def checked_options(
 
     Args:
         num_workers: Workers of the cluster.
-        min_workers: As for ``ClusterCoordinator``, like all that follow.
+        min_workers: See ``ClusterCoordinator``, also for all that follow.
         connect_timeout: Seconds.
         ps_timeout: Seconds.
         closure_timeout: Seconds, or None.

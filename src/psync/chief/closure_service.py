@@ -1,4 +1,4 @@
-"""What workers say about closures, and ask: results, what they give back, functions, arguments.
+"""Requests of workers about closures: results, closures given back, functions, arguments.
 
 ``ClosureQueue`` decides what follows from a report; the coordinator performs it.
 """
@@ -12,7 +12,6 @@ from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer, Reply
 from psync.replicas.closure_messages import arguments_reply, function_reply
 from psync.serialization.failures import rebuild_exception
@@ -30,7 +29,6 @@ class ClosureService:
         closures: All that are not final, by id.
         functions: That workers fetch.
         reports: Is told whose data has ended, and whose has not.
-        failpoints: Of the coordinator's task.
         workers: Those that take part; what others say is not heard.
         perform: Does what the queue decided.
         will_recover: A worker was told, by ps 0, that a ps is lost; says whether its closure runs
@@ -45,7 +43,6 @@ class ClosureService:
         closures: dict[int, Closure],
         functions: FunctionTable,
         reports: ScheduleReports,
-        failpoints: Failpoints,
         workers: AttachedWorkers,
         *,
         perform: Callable[[Sequence[Action]], None],
@@ -56,7 +53,6 @@ class ClosureService:
         self._closures = closures
         self._functions = functions
         self._reports = reports
-        self._failpoints = failpoints
         self._workers = workers
         self._perform = perform
         self._will_recover = will_recover
@@ -74,7 +70,6 @@ class ClosureService:
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
         if not self._workers.is_current(peer):
             return  # of a worker that was given up: its closures run elsewhere
-        self._failpoints.hit("coordinator.result")
         finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:

@@ -1,4 +1,4 @@
-"""What a coordinator does about a lost ps: it is brought back, or everything ends.
+"""Recovery from the loss of a ps: failover, rollback, or the end of the program.
 
 A ps with a backup fails over to it (``failover``), another one goes back to a checkpoint
 (``rollback``); what that means for all else is in ``recovery_state``.

@@ -1,8 +1,8 @@
-"""Pulls of whole shards on a ps, under a lock or without one.
+"""Pulls on a ps: whole shards, with or without a lock, and single rows.
 
-One object serves one coordinator, with its store; a newer one gets another.
-
-Pulls of rows on a ps.
+``PsPulls`` serves one coordinator, with its store; a newer one gets another. It answers with the
+shard's own memory. ``RowPulls`` gathers rows into one buffer, of a bounded size; a range of rows is
+answered with the shard's memory, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What replicas do together: who takes part in it, and what is made of their values."""
+"""Collectives of replicas: their members, and the function that combines the values."""
 
 from __future__ import annotations
 
@@ -6,20 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import gather_values, reducing_values, regroup
+from psync.numerics.replica_values import gather_values, reducing_values
 from psync.replicas.chunks import in_turns
 
 Collective = Callable[[Any, Sequence[Any]], Any]
 """What is done with the values of all replicas: called once, on the coordinator, with the strategy
 and the values by replica id; may be a coroutine function. Its module must be importable there.
 Each replica gets what it returns, of values for each replica its own."""
-
-
-def merge(strategy: Any, calls: Sequence[tuple[Any, Any, Any]]) -> Any:
-    """Return what the first replica's merge function makes of the arguments of all, regrouped."""
-    merge_fn = calls[0][0]
-    args, kwargs = regroup([(args, kwargs) for _, args, kwargs in calls])
-    return merge_fn(strategy, *args, **kwargs)
 
 
 async def reduce(strategy: Any, calls: Sequence[tuple[ReduceOp, Any]]) -> Any:
