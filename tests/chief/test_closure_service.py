@@ -48,8 +48,9 @@ class World:
         reports = ScheduleReports([WORKER], self.queue)
         reports.worker_joined(WORKER, 1)
         self._handlers = ClosureService(
-            self.queue, self.closures, self.functions, reports, self
-        ).handlers()
+            self.queue, self.closures, self.functions, reports, self, perform=self.perform,
+            will_recover=lambda error: False, results_came=self.results_came,
+        ).handlers()  # fmt: skip
         for closure_id in range(num_closures):
             call = ScheduledCall(self.function, pack_arguments("step", (closure_id,), {}))
             closure = Closure(closure_id, call, name="step")
@@ -66,7 +67,7 @@ class World:
     def states(self) -> list[str]:
         return [value.closure.state.value for value in self.values]
 
-    # closure_service.ClosureServiceOwner.
+    # As of AttachedWorkers, and of the coordinator.
 
     def is_current(self, peer: Any) -> bool:
         return peer.task == WORKER
@@ -75,7 +76,7 @@ class World:
         self.performed += actions
         self.done_when_performing.append([value.done() for value in self.values])
 
-    def results_came(self) -> None:
+    def results_came(self, updates: Sequence[tuple[int, int]]) -> None:
         self.num_reports += 1
 
 

@@ -34,9 +34,10 @@ async def owner() -> Owner:
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
     links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster, owner, {},
+        cluster.platform(), cluster.strategy().cluster,
         origin="o", program="p", ps_timeout_s=15.0,
     )  # fmt: skip
+    owner.listen(links)
     yield links
     await links.close()
 
@@ -94,7 +95,7 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(
 async def test_a_coordinator_hears_that_a_newer_one_has_taken_over(links, owner, cluster):
     await links.start(2, 60)
     newer = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster, Owner(), {},
+        cluster.platform(), cluster.strategy().cluster,
         origin="o", program="p", ps_timeout_s=15.0,
     )  # fmt: skip
     await newer.start(2, 60)

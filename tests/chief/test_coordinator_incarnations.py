@@ -10,7 +10,7 @@ import pytest
 import psync
 from inside import chief_of
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.enquiry import CHIEF
+from psync.cluster_roles import CHIEF
 from psync.errors import FencedError
 from psync.net.endpoint import Endpoint
 from psync.ps.succession import RANGE

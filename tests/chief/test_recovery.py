@@ -133,8 +133,8 @@ async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> Non
     async with coordinating(num_workers=1) as (_, coordinator):
         recovery = chief_of(coordinator).recovery
         recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
-        recovery.replaced(FencedError("it works for a newer coordinator"))
-        recovery.replaced(FencedError("it works for the newest coordinator"))
+        recovery.state.replaced(FencedError("it works for a newer coordinator"))
+        recovery.state.replaced(FencedError("it works for the newest coordinator"))
         recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away again"))
         with pytest.raises(ParameterServerLost, match="is away"):
             await coordinator.join()  # what had ended already
@@ -201,7 +201,7 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
-            chief_of(coordinator).recovery.recovery_ended()
+            chief_of(coordinator).recovery.state.recovered()
             await asyncio.sleep(5)
         del bound
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
@@ -217,7 +217,7 @@ async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
-            chief_of(coordinator).recovery.end_sessions()
+            chief_of(coordinator).recovery.state.end_sessions()
             await asyncio.sleep(5)
         del bound
         assert heard
@@ -276,7 +276,7 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
     assert not recovery.will_recover(error)
     with caplog.at_level(logging.ERROR):
         recovery.ps_lost(error)
-        recovery.replaced(FencedError("another one came"))
+        recovery.state.replaced(FencedError("another one came"))
     assert "went as well" in caplog.text
     assert "another one came" not in caplog.text
     assert not recovery.from_checkpoint.is_on

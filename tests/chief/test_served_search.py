@@ -12,7 +12,8 @@ import pytest
 from inside import handlers_of, host_of
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
-from psync.chief.enquiry import CHIEF, ServedSearch
+from psync.chief.enquiry import ServedSearch
+from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Reply

@@ -163,9 +163,9 @@ class TestKeeping:
     async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
         async with kept() as k:
             link = k.client.links[1]
-            sequence = link.draw_sequence()
+            sequence = link.updates.draw()
             assert k.ahead.want() is None
-            link.answered(sequence)
+            link.updates.answered(sequence)
             assert k.ahead.want() is not None
 
     async def test_none_are_wanted_of_a_set_that_is_large(self) -> None:

@@ -18,8 +18,8 @@ from image_store import keep_images
 from inside import chief_of, host_of
 from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
-from psync.chief.enquiry import CHIEF
 from psync.chief.events import FailoverEvent
+from psync.cluster_roles import CHIEF
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.endpoint import Endpoint
 from psync.net.process_state import fresh_process

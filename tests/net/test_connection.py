@@ -105,7 +105,7 @@ def new_connection(refused: Refused | None = None) -> tuple[Connection, Owner]:
     owner = Owner()
     handshake = ServerHandshake(None, PS, 1, bytes(32))
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None, None, refused)
-    return Connection(wire, owner), owner
+    return Connection(wire, owner.opened, owner.received, owner.closed), owner
 
 
 def up(**extra: object) -> tuple[Connection, Transport, Owner]:
@@ -447,13 +447,13 @@ async def test_a_stranger_is_told_no_more_than_that_it_is_one() -> None:
 
 @pytest.mark.virtual_time
 async def test_an_owner_that_fails_ends_the_connection_with_a_log(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Reply:
         raise ZeroDivisionError("oops")
 
+    monkeypatch.setattr(Peer, "received", fail)
     async with connected() as pair:
-        pair.back.received = fail  # type: ignore[method-assign]
         pair.peer.notify(FinalBelow(1))
         await pair.back.wait_closed()
         assert isinstance(pair.back.error, ZeroDivisionError)
@@ -477,7 +477,7 @@ async def test_an_owner_may_close_at_once_and_sees_no_message_then() -> None:
     owner = Hasty()
     handshake = ClientHandshake(SECRET.value, WORKER, 1, "control", bytes(32), PS)
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
-    connection = Connection(wire, owner)
+    connection = Connection(wire, owner.opened, owner.received, owner.closed)
     await network.connect(listener.address, lambda: connection)
     await settle()
     assert owner.reports == ["opened", None]

@@ -21,7 +21,6 @@ from psync.partitioners import (
     RoundRobin,
     check_partitions,
     div_split,
-    shard_of_row,
 )
 
 KIB = 1024
@@ -191,13 +190,9 @@ class TestDiv:
         text = f"^{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}$"
         with pytest.raises(PartitionError, match=text):
             div_split(dim0, num_shards)
-        with pytest.raises(PartitionError, match=text):
-            shard_of_row(np.array([0]), dim0, num_shards)
 
     @given(st.integers(1, 300), st.data())
-    def test_every_row_is_in_exactly_one_shard_and_found_there(
-        self, dim0: int, data: st.DataObject
-    ) -> None:
+    def test_every_row_is_in_exactly_one_shard(self, dim0: int, data: st.DataObject) -> None:
         num_shards = data.draw(st.integers(1, dim0))
         split = div_split(dim0, num_shards)
         sizes = [rows for _, rows in split]
@@ -205,33 +200,6 @@ class TestDiv:
         assert max(sizes) - min(sizes) <= 1
         covered = [row for offset, rows in split for row in range(offset, offset + rows)]
         assert covered == list(range(dim0))
-        shard, local = shard_of_row(np.arange(dim0), dim0, num_shards)
-        assert [split[s][0] + at for s, at in zip(shard, local, strict=True)] == covered
-        assert all(at < sizes[s] for s, at in zip(shard, local, strict=True))
-
-    def test_rows_of_any_shape_order_and_type(self) -> None:
-        rows = np.array([[22, 0], [12, 10]], np.uint8)
-        shard, local = shard_of_row(rows, 30, 3)
-        assert shard.tolist() == [[2, 0], [1, 1]]
-        assert local.tolist() == [[2, 0], [2, 0]]
-        assert shard.dtype == local.dtype == np.int64
-
-    def test_no_rows(self) -> None:
-        shard, local = shard_of_row(np.zeros((0, 2), np.int32), 0, 1)
-        assert shard.shape == local.shape == (0, 2)
-
-    @pytest.mark.parametrize(
-        ("rows", "wrong"),
-        [([0, -1], "-1"), ([3, 10], "10"), (np.array([2**64 - 1], np.uint64), str(2**64 - 1))],
-    )
-    def test_rows_that_do_not_exist(self, rows: object, wrong: str) -> None:
-        with pytest.raises(PartitionError, match=f"^row {wrong} is out of bounds for 10 rows$"):
-            shard_of_row(np.asarray(rows), 10, 2)
-
-    @pytest.mark.parametrize("rows", [np.array([1.0]), np.array([True])])
-    def test_rows_that_are_no_integers(self, rows: np.ndarray) -> None:
-        with pytest.raises(PartitionError, match=r"^expected integers as row numbers, got"):
-            shard_of_row(rows, 10, 2)
 
 
 partitioners: st.SearchStrategy[Partitioner] = (

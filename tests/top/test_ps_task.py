@@ -23,8 +23,8 @@ from ps_cluster import (
     until,
 )
 from psync.chief.creation import Creation
-from psync.chief.enquiry import ENQUIRER
 from psync.client.ps_client import PsClient
+from psync.cluster_roles import ENQUIRER
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,

@@ -75,7 +75,7 @@ class Peer:
         server: type[RequestServer] = RequestServer,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink, admit, refused)
-        self.connection = Connection(wire, self)
+        self.connection = Connection(wire, self.opened, self.received, self.closed)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.lane = ""  # one of handshake.LANES
@@ -187,10 +187,6 @@ class Peer:
         self.connection.send(buffers)
         return functools.partial(self._give_up, request_id, call, buffers)
 
-    def flush(self) -> None:
-        """Let what was said so far be on its way: this task has other things to do first."""
-        self.connection.flush()
-
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
 
@@ -257,7 +253,7 @@ class Peer:
             exc.add_note(f"while sending {type(message).__name__} to {self.task}")
             raise
 
-    # connection.ConnectionOwner.
+    # What the connection reports.
 
     def opened(self) -> None:
         """The handshake is over."""
