@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import chief_of, clocks_of
 from memory_cluster import coordinating, event_of
 from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
@@ -236,7 +237,7 @@ async def test_a_report_is_repeated_after_a_lost_connection(reports):
 
         coordinator.schedule(step)
         await asyncio.sleep(3)
-        assert cluster.tasks["ps-0"]._clocks._busy == {"/job:worker/task:0"}
+        assert clocks_of(cluster.tasks["ps-0"])._busy == {"/job:worker/task:0"}
         await coordinator.join()
 
 
@@ -253,7 +254,7 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
         await asyncio.sleep(60)
-        assert coordinator._coordinator._reporting.done()
+        assert chief_of(coordinator)._reporting.done()
     assert not [r for r in caplog.records if r.name == "psync.chief.schedule_reporter"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR]  # of the loss itself
 

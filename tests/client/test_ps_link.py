@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import endpoint_of, handlers_of, work_of
 from ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, push, until
 from psync.client import ps_link
 from psync.client.known_sets import knows_set
@@ -58,7 +59,7 @@ class TestLost:
             link = cluster.client().links[0]
             await link.call(always(AskStatistics()))
             link.away_for_s = 0.05
-            endpoint, blocked = link._endpoint, []
+            endpoint, blocked = endpoint_of(link), []
             connect = endpoint.connect
 
             async def connect_late(*where: str) -> Peer:
@@ -275,7 +276,7 @@ class TestClose:
             release = hold(cluster.ps[0], v)
             client = cluster.client()
             reading = asyncio.create_task(pull(client, v))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             await client.close()
             for task in (reading, pull(client, v)):
                 with pytest.raises(ClosedError, match="the link to /job:ps/task:0 is closed"):
@@ -298,7 +299,7 @@ class TestClose:
         async with PsCluster() as cluster:
             link = cluster.client().links[0]
             link.notify(AskStatistics())
-            assert not link._peers
+            assert link.state == "unconnected"
 
 
 async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> None:
@@ -311,7 +312,7 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         link.ask(lambda peer: AskStatistics(), (), got.append, set_ids=(5,))
         await until(lambda: len(got) == 2)
         assert knows_set(await link.peer("control"), 5)
-        handlers = cluster.ps[0]._endpoint.handlers
+        handlers = handlers_of(cluster.ps[0])
         answer = handlers[AskStatistics]
         cuts = iter([True])
 
@@ -344,12 +345,12 @@ async def test_a_question_that_is_given_up_is_answered_no_more() -> None:
             waiting.append(Later(given_up.append))
             return waiting[-1]
 
-        cluster.ps[0]._endpoint.handlers[AskStatistics] = Handler(run)
+        handlers_of(cluster.ps[0])[AskStatistics] = Handler(run)
         question = link.ask(lambda peer: AskStatistics(), (), got.append)
         await until(lambda: len(waiting) == 1)
         for _ in range(2):
             question.give_up()
-        assert peer._calls == {}
+        assert peer.statistics()["calls"] == 0
         await until(lambda: given_up == waiting)
         assert got == []
         assert not link._asking

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from endpoints import PS, SECRET, WORKER, Handlers, connected, done, new_endpoint, places
+from endpoints import (
+    PS,
+    SECRET,
+    WORKER,
+    Handlers,
+    connected,
+    done,
+    new_endpoint,
+    places,
+    transport_of,
+    wait_deserted,
+)
 from psync.errors import ConnectionLost
 from psync.net.connection import (
     UNIX_BUFFER_BYTES,
@@ -500,7 +511,7 @@ async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
 async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
     async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
         for peer in (pair.peer, pair.back):
-            sock = peer.connection._transport.get_extra_info("socket")
+            sock = transport_of(peer).get_extra_info("socket")
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == USER_TIMEOUT_MS
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -521,7 +532,7 @@ async def test_what_a_system_does_not_have_is_left_out(monkeypatch: pytest.Monke
 async def test_unix_sockets_get_room(tmp_path: Path) -> None:
     network, address = places(tmp_path)["unix"]()
     async with connected(network, address=address) as pair:
-        sock = pair.peer.connection._transport.get_extra_info("socket")
+        sock = transport_of(pair.peer).get_extra_info("socket")
         with socket.socket(socket.AF_UNIX) as untouched:
             default = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
             untouched.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
@@ -544,7 +555,7 @@ async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_p
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
             await asked.acquire()
-        unsent = pair.back.connection._transport.get_write_buffer_size()
+        unsent = transport_of(pair.back).get_write_buffer_size()
         assert WRITE_HIGH_BYTES < unsent <= WRITE_HIGH_BYTES + 2 * MIB
         pair.peer.connection.resume_reading()
         for call in calls:
@@ -567,10 +578,7 @@ async def test_a_peer_that_is_gone_at_once_does_no_harm() -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     for _ in range(100):
         await accepted.acquire()
-    for peer in list(endpoint._peers):
-        await peer.wait_closed()
-    assert not endpoint._peers
-    assert not endpoint._unproven
+    await wait_deserted(endpoint)
     await endpoint.close()
 
 

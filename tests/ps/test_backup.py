@@ -10,6 +10,7 @@ import pytest
 
 from backups import W, alone, back_up, create, promote, take_over
 from image_tools import freeze, prepare, take, write
+from inside import is_deposed
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
 from psync.errors import FencedError, ParameterServerLost, UsageError
@@ -102,7 +103,7 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
         await push(worker, (w,), (1.0,))
         await promote(cluster)
         pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
-        await until(lambda: cluster.ps[0]._is_deposed)
+        await until(lambda: is_deposed(cluster.ps[0]))
         await until(lambda: not cluster.ps[0].statistics()["store"]["shards"])
         assert not pushing.done()
         pushing.cancel()

@@ -99,6 +99,10 @@ class Peer:
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Peer {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
 
+    def statistics(self) -> dict[str, int]:
+        """Return how many of our requests are open, and what is known of theirs."""
+        return {"calls": len(self._calls), **self._server.statistics()}
+
     # Our requests.
 
     async def call(
