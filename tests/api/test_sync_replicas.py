@@ -804,7 +804,7 @@ async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> 
 
 async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
     """Wait until so many pushes count in the present step."""
-    closer = cluster.tasks["ps-0"]._closer  # type: ignore[union-attr]
+    closer = cluster.tasks["ps-0"].services.closer  # type: ignore[union-attr]
     assert closer is not None
     groups = closer.steps.statistics
     while max((group["counted"] for group in groups().values()), default=0) < count:  # noqa: ASYNC110

@@ -63,7 +63,7 @@ async def test_ps_tasks_are_told_to_refuse_what_a_lost_worker_may_still_send(lin
     cluster.network.cut("worker-0:1")
     await asyncio.sleep(1)
     for name in ("ps-0", "ps-1"):
-        ledger: Any = cluster.tasks[name]._ledger
+        ledger: Any = cluster.tasks[name].services.ledger
         with pytest.raises(Exception, match="worker/task:0"):
             ledger.check_incarnation("/job:worker/task:0", lost)
 

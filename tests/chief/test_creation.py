@@ -109,7 +109,7 @@ async def test_those_declared_meanwhile_are_created_too() -> None:
     async with PsCluster() as cluster:
         a = cluster.declare("a", np.float32(1))
         creating = asyncio.create_task(cluster.creation.ensure())
-        await until(lambda: cluster.ps[0]._store.keys())
+        await until(lambda: cluster.ps[0].services.store.keys())
         b = cluster.declare("b", np.float32(2))
         await asyncio.gather(creating, cluster.creation.ensure())
         assert [float(value) for value in await pull(cluster.chief, a, b)] == [1, 2]
@@ -194,8 +194,8 @@ async def test_of_a_constant_one_element_is_sent_whatever_its_dtype(dtype: str) 
         await cluster.creation.ensure()
         assert bytes_received(cluster) < 3000
         shard = dataclasses.replace(spec.shards[1], index=1)
-        assert cluster.ps[1]._store.spec(shard.key) == shard
-        first = bytes(cluster.ps[1]._store.read(shard.key)[0][: element.itemsize])
+        assert cluster.ps[1].services.store.spec(shard.key) == shard
+        first = bytes(cluster.ps[1].services.store.read(shard.key)[0][: element.itemsize])
         assert first == element.tobytes()
 
 
@@ -219,7 +219,7 @@ async def test_a_constant_that_was_updated_is_not_created_anew_by_a_repetition()
         task = cluster.ps[0]
 
         def cut() -> None:
-            for _ in task._store.assign((0, 0), "add", np.ones(6, np.float32)):
+            for _ in task.services.store.assign((0, 0), "add", np.ones(6, np.float32)):
                 pass
             cluster.network.cut(task._address)
 
@@ -287,7 +287,7 @@ async def test_an_original_that_is_being_updated_is_waited_for() -> None:
         c = declare_copy(cluster, "c", v)
         creating = asyncio.create_task(cluster.creation.ensure())
         await until(lambda: cluster.ps[0]._work.waiting)
-        assert cluster.ps[0]._store.keys() == [(0, 0)]
+        assert cluster.ps[0].services.store.keys() == [(0, 0)]
         release()
         await creating
         assert (await pull(cluster.chief, c))[0].all()
@@ -301,7 +301,7 @@ async def test_copying_is_repeated_after_a_lost_connection_and_done_once(size: i
         v = await cluster.create("v", np.ones(size, np.float32))
 
         def cut() -> None:  # and let the original go on before the repetition comes
-            for _ in task._store.assign((0, 0), "add", np.ones(size, np.float32)):
+            for _ in task.services.store.assign((0, 0), "add", np.ones(size, np.float32)):
                 pass
             cluster.network.cut(task._address)
 

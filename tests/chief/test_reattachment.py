@@ -247,10 +247,8 @@ async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture)
             await asyncio.sleep(1)
             cluster.network.cut("ps-1:1")  # with what was on its way
             creating.cancel()
-        assert [
-            s.variable
-            for s in map(cluster.tasks["ps-0"]._store.spec, cluster.tasks["ps-0"]._store.keys())
-        ] == ["whole", "half"]
+        store = cluster.tasks["ps-0"].services.store
+        assert [store.spec(key).variable for key in store.keys()] == ["whole", "half"]
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 whole = psync.Variable(np.zeros(4, np.float32), name="whole")
@@ -425,7 +423,7 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             inner = coordinator._coordinator
             assert inner is not None
             taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            gates = [cluster.tasks[name]._gate for name in ("ps-0", "ps-1")]
+            gates = [cluster.tasks[name].services.gate for name in ("ps-0", "ps-1")]
             await until(lambda: any(gate.is_shut for gate in gates))
             adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
             await asyncio.sleep(0)

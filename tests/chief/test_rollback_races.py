@@ -81,10 +81,10 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         assert isinstance(ps, PsTask)
         let_go = hold(ps, v.spec)
         adding = asyncio.ensure_future(v.assign_add(1))
-        await until(lambda: ps._ledger.statistics().fresh == 2)
+        await until(lambda: ps.services.ledger.statistics().fresh == 2)
 
         async def answer() -> None:
-            await until(lambda: ps._timeline == 1)
+            await until(lambda: ps.services.timeline == 1)
             let_go()
             for _ in range(100):
                 await asyncio.sleep(0)

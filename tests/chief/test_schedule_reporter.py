@@ -168,7 +168,7 @@ async def test_a_report_is_repeated_after_a_lost_connection(reports):
 
         coordinator.schedule(step)
         await asyncio.sleep(3)
-        assert cluster.tasks["ps-0"]._clocks._busy == {"/job:worker/task:0"}
+        assert cluster.tasks["ps-0"].services.clocks._busy == {"/job:worker/task:0"}
         await coordinator.join()
 
 

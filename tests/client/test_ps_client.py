@@ -266,7 +266,7 @@ class TestPushes:
             release()
             with pytest.raises(ParameterServerLost, match="/job:ps/task:0"):
                 await pushing
-            assert cluster.ps[1]._store.version((0, 1)) == 2
+            assert cluster.ps[1].services.store.version((0, 1)) == 2
 
     async def test_what_was_answered_is_acknowledged_with_the_next(self) -> None:
         async with PsCluster() as cluster:
@@ -275,7 +275,7 @@ class TestPushes:
             for _ in range(5):
                 await push(client, (v,), (1.0,))
                 await assign(client, v, np.zeros(3, np.float32))
-            ledger = cluster.ps[0]._ledger.statistics()
+            ledger = cluster.ps[0].services.ledger.statistics()
             assert (ledger.fresh, ledger.answers) == (10, 1)
 
 
@@ -288,7 +288,7 @@ class TestFailpoints:
                 client = cluster.client(failpoints=Failpoints(f"{place}=error"))
                 with pytest.raises(FailpointError, match=f"failpoint {place}"):
                     await push(client, (v,), (2.0,))
-                assert sum(task._updates.pushes for task in cluster.ps) == reached
+                assert sum(task.services.updates.pushes for task in cluster.ps) == reached
 
     async def test_an_armed_one_that_has_not_its_turn_changes_nothing(self) -> None:
         async with PsCluster(2) as cluster:

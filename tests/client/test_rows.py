@@ -139,7 +139,7 @@ class TestReading:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", table(), shards=2)
             for task, step in zip(cluster.ps, (5, 4), strict=True):
-                task._sync.steps = lambda step=step: [(7, step)]  # type: ignore[method-assign]
+                task.services.sync.closed_before(7, step - 1)
             seen = PulledSteps()
             await cluster.chief.read_rows(v, np.arange(10), seen=seen)
             assert seen.lowest(7) == 4
@@ -204,7 +204,7 @@ class TestRanges:
             await cluster.chief.read_range(v, 2, 7)
             store = cluster.ps[0].statistics()["store"]
             assert (store["rows"], store["row_blocks"], store["row_bytes"]) == (5, 1, 60)
-            assert cluster.ps[0]._store._shards[v.shards[0].key].values.num_made == 1
+            assert cluster.ps[0].services.store._shards[v.shards[0].key].values.num_made == 1
 
 
 @given(
@@ -261,7 +261,7 @@ class TestPushes:
             expected[1] -= RATE
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
-            assert [task._store._optimizers[1].step for task in cluster.ps] == [1, 1]
+            assert [task.services.store._optimizers[1].step for task in cluster.ps] == [1, 1]
 
     async def test_a_push_whose_answer_was_lost_is_applied_once(self) -> None:
         async with PsCluster() as cluster:

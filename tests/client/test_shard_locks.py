@@ -228,7 +228,7 @@ async def test_a_reader_that_loses_its_locks_again_and_again_gives_up() -> None:
         reader = cluster.client(WORKER)
         attempts = heard(cluster.ps[0], LockShards)
         for task in cluster.ps:
-            drop, locks = task._locks._drop, task._locks
+            drop, locks = task.services.locks._drop, task.services.locks
             check = locks.check
 
             def lost(*arguments: Any, check: Any = check, drop: Any = drop) -> None:

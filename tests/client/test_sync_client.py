@@ -525,6 +525,6 @@ class TestTokensAndTheEnd:
 
 def _counted(cluster: Cluster) -> int:
     """Pushes that count in the present step."""
-    closer = cluster.ps[0]._closer
+    closer = cluster.ps[0].services.closer
     assert closer is not None
     return next((group["counted"] for group in closer.steps.statistics().values()), 0)

@@ -174,13 +174,15 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
-    return lambda: task._store.busy((variable.variable_id, 0))
+    return lambda: task.services.store.busy((variable.variable_id, 0))
 
 
 def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
     """Keep a variable's first shard busy; return what ends that."""
     shard = variable.shards[0]
-    work = task._store.assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
+    work = task.services.store.assign(
+        shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype))
+    )
 
     def release() -> None:
         for _ in work:

@@ -101,12 +101,12 @@ class SyncCluster(PsCluster):
 
     def staged_bytes(self) -> list[int]:
         """On each ps."""
-        return [task._sync.statistics()["bytes"] for task in self.ps]
+        return [task.services.sync.statistics()["bytes"] for task in self.ps]
 
     def versions(self, *variables: VariableSpec) -> list[int]:
         """Of each shard."""
         return [
-            self.ps[shard.ps]._store.version(shard.key)
+            self.ps[shard.ps].services.store.version(shard.key)
             for variable in variables
             for shard in variable.shards
         ]

@@ -30,7 +30,7 @@ async def test_synchronous_steps_without_a_death_are_those_without_backups(size:
             host = cluster.ps(ps)._host
             await asyncio.gather(*(each.settle() for each in host._backups.values()))
             (backup,) = host._backups.values()
-            assert backup.task._sync.steps() == cluster.ps(ps)._sync.steps()
+            assert backup.task.services.sync.steps() == cluster.ps(ps).services.sync.steps()
 
 
 PLACES = [
@@ -104,7 +104,7 @@ async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         backed_up = asyncio.create_task(coordinator.backed_up())
         await asyncio.sleep(3)
-        assert cluster.ps("ps-0")._backup.statistics()["state"] != "paired"
+        assert cluster.ps("ps-0").services.backup.statistics()["state"] != "paired"
         cluster.network.heal("ps-0", "ps-2")
         await backed_up
         await cluster.kill("ps-0")
@@ -221,7 +221,7 @@ async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size
         await cluster.bury("ps-0")
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         await asyncio.sleep(1)  # closures run again, pull, and push
-        assert cluster.ps("ps-1")._sync.steps() == []
+        assert cluster.ps("ps-1").services.sync.steps() == []
         cluster.network.heal("ps-1", "ps-2")
         await coordinator.join(timeout=60)
         await training.check()

@@ -106,7 +106,7 @@ async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
         link = holder.links[1]
         await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
         pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
-        groups = cluster.ps[1]._sync._groups
+        groups = cluster.ps[1].services.sync._groups
         await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
         order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
         copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
@@ -159,7 +159,7 @@ async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next()
         (backup,) = cluster.ps[0]._host._backups.values()
         await backup.settle()
         key = v.shards[0].key
-        assert backup.task._store.version(key) == task._store.version(key)
+        assert backup.task.services.store.version(key) == task.services.store.version(key)
 
 
 @pytest.mark.parametrize("addresses", [["ps0:1"], ["ps0:1", "ps1:1", "ps2:1"]])
@@ -179,7 +179,7 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task._follower)
+        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task.services.follower)
         assert follower() is not None
         await cluster.kill("ps-0")
         training.schedule(4)
@@ -215,8 +215,8 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
 async def attached(cluster: ReplicaCluster, held: Held) -> None:
     """Let what was held up go on once ps 0 serves the next chief."""
     ps_0 = cluster.ps("ps-0")
-    before = ps_0._coordinator
-    await until(lambda: ps_0._coordinator != before)
+    before = ps_0.services.coordinator
+    await until(lambda: ps_0.services.coordinator != before)
     await settle()
     held.go_on.set()
 
@@ -240,8 +240,8 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         (backup,) = cluster.ps[1]._host._backups.values()
         await backup.settle()
         assert isinstance(backup.task, PsTask)
-        assert backup.task._follower is not None
-        assert len(backup.task._follower.steps.left()[GROUP]) == 1
+        assert backup.task.services.follower is not None
+        assert len(backup.task.services.follower.steps.left()[GROUP]) == 1
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)
 
@@ -284,12 +284,12 @@ async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
         training.schedule(4)
         await coordinator.join()
         ps_0 = cluster.ps("ps-0")
-        now = ps_0._closer._all_ps._addresses if ps_0._closer is not None else []
+        now = ps_0.services.closer._all_ps._addresses if ps_0.services.closer is not None else []
         assert now != before.ps_addresses
         chief = next(peer for peer in ps_0._endpoint.peers if peer.task == CHIEF)
         await ps_0._attach(chief, before, [])
-        assert ps_0._closer is not None
-        assert ps_0._closer._all_ps._addresses == now
+        assert ps_0.services.closer is not None
+        assert ps_0.services.closer._all_ps._addresses == now
         training.schedule(4)
         await coordinator.join()
         await training.check()

@@ -54,7 +54,7 @@ class Scene:
         self.chief = cluster.chief
         self.a = cluster.client(WORKER, 1000, host="a")
         self.b = cluster.client(OTHER, 1000, host="b")
-        self.service = cluster.ps[0]._accumulators
+        self.service = cluster.ps[0].services.accumulators
         self._sequences: dict[PsClient, int] = {}
 
     async def define(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
@@ -334,7 +334,7 @@ async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_an
         for client in (scene.a, scene.a, scene.b)
     ]
     await asyncio.sleep(1)
-    assert ps._ledger.statistics().in_progress == 2
+    assert ps.services.ledger.statistics().in_progress == 2
     assert not any(call.done() for call in calls)
     hosted.lock.release()
     accepted = GradientApplied("accepted", 1, 0)

@@ -176,7 +176,9 @@ async def test_a_training_is_replayed_bit_for_bit(
     async with cluster_of(num_ps, 2) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(partitioner)) as coordinator:
             found = await train(coordinator)
-        stores = {name: task._store for name, task in cluster.tasks.items() if name[0] == "p"}
+        stores = {
+            name: task.services.store for name, task in cluster.tasks.items() if name[0] == "p"
+        }
     assert all(type(store) is LoggedStore for store in stores.values())
     for name, store in stores.items():
         (path,) = tmp_path.glob(f"{name}.*.applies")

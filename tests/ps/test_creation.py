@@ -62,7 +62,7 @@ class TestCreation:
             copied = CreateShards(self.message([3]).shards, [(0, 1)])
             with pytest.raises(GradientError, match="do not have the shards' sizes"):
                 await ask(cluster.chief, copied, [body])
-            assert not cluster.ps[0]._store.keys()
+            assert not cluster.ps[0].services.store.keys()
             wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
             with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
                 await ask(cluster.chief, wrong, [body])
@@ -72,7 +72,7 @@ class TestCreation:
             spec = cluster.declare("v", np.ones(LARGE, np.float32))
             creating = asyncio.create_task(cluster.creation.ensure())
             key = (spec.variable_id, 0)
-            store = cluster.ps[0]._store
+            store = cluster.ps[0].services.store
             await until(lambda: key in store.keys())
             assert store.busy(key)
             creating.cancel()

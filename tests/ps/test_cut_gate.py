@@ -61,7 +61,7 @@ async def test_an_update_that_began_before_has_all_its_parts_let_through() -> No
         worker, other = cluster.client(WORKER), cluster.client(OTHER)
         release = hold(cluster.ps[1], _shard_as_variable(v, 1))  # its part there is under way
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0]._ledger.others())
+        await until(lambda: cluster.ps[0].services.ledger.others())
         shut = asyncio.ensure_future(say_all(cluster.chief, Gate(1)))
         await settle()
         late = asyncio.ensure_future(push(other, [v], [1]))
@@ -96,7 +96,7 @@ async def test_a_part_that_has_not_come_yet_is_waited_for() -> None:
         worker = cluster.client(WORKER)
         await say(cluster.chief, Gate(1), 1)  # ps 1 is shut before, ps 0 after its part came
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0]._ledger.others())
+        await until(lambda: cluster.ps[0].services.ledger.others())
         ((ps, *part),) = (await say(cluster.chief, Gate(1), 0)).others
         assert ps == 1
         assert not update.done()
@@ -128,7 +128,7 @@ async def test_a_repetition_is_answered_while_the_gate_is_shut() -> None:
         worker = cluster.client(WORKER)
         release = hold(cluster.ps[0], v)
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0]._ledger.statistics().answers)
+        await until(lambda: cluster.ps[0].services.ledger.statistics().answers)
         shut = asyncio.ensure_future(say(cluster.chief, Gate(1)))
         await settle()
         (peer,) = worker.links[0]._peers.values()
@@ -182,7 +182,7 @@ async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() 
         newer = cluster.client("/job:chief/task:0", 200)
         await cluster.attach(newer, 200)
         await asyncio.gather(waiting, return_exceptions=True)  # it ends where it began
-        assert not cluster.ps[0]._gate.is_shut
+        assert not cluster.ps[0].services.gate.is_shut
 
 
 async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:

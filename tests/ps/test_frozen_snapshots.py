@@ -96,7 +96,7 @@ class TestFreeze:
     async def test_rows_that_are_constant_in_part(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros((5000, 64), np.float32))
-            store = cluster.ps[0]._store
+            store = cluster.ps[0].services.store
             key, rows = v.shards[0].key, np.array([3, 4999])
             for _ in store.scatter(key, "assign", rows, np.ones((2, 64), np.float32)):
                 pass
@@ -135,7 +135,7 @@ class TestFreeze:
             v = await cluster.create("v", np.zeros(LARGE, np.float32))
             await assign(cluster.chief, v, np.ones(LARGE, np.float32))
             await freeze(cluster)
-            block = cluster.ps[0]._store.shards()[v.shards[0].key].values.block(1)
+            block = cluster.ps[0].services.store.shards()[v.shards[0].key].values.block(1)
             assert block.held()
             cluster.chief.links[0]._peers["control"].abort()
             await until(lambda: not held(cluster)["held"])

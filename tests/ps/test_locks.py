@@ -195,7 +195,7 @@ async def test_a_lock_can_be_renewed() -> None:
         v = await cluster.create("v", [0.0])
         holder = cluster.client()
         await lock(holder, v)
-        lock_held = next(iter(cluster.ps[0]._locks._locks.values()))
+        lock_held = next(iter(cluster.ps[0].services.locks._locks.values()))
         first = lock_held.timer
         await say(holder, RenewLock(1))
         assert first.cancelled()
@@ -254,7 +254,7 @@ async def test_a_lock_whose_turn_comes_as_all_of_them_end_is_not_held() -> None:
         await lock(holder, v)
         waiting = asyncio.ensure_future(lock(other, v))
         await settle()
-        cluster.ps[0]._locks.close()
+        cluster.ps[0].services.locks.close()
         with pytest.raises(LockLost, match="lock 1 has ended"):
             await waiting
         assert cluster.ps[0].statistics()["locks"] == {"held": 0, "taken": 1, "expired": 0}

@@ -42,9 +42,9 @@ async def test_a_negative_step_is_no_step() -> None:
     async with PsCluster() as cluster:
         await send(cluster, SetOptimizer(1, MOMENTUM, -1, None))  # leaves it as it is
         with pytest.raises(UsageError, match="is not defined"):
-            cluster.ps[0]._store.set_optimizer_step(2, 1)
+            cluster.ps[0].services.store.set_optimizer_step(2, 1)
         with pytest.raises(UsageError, match="expected a step from 0, got -2"):
-            cluster.ps[0]._store.set_optimizer_step(1, -2)
+            cluster.ps[0].services.store.set_optimizer_step(1, -2)
 
 
 async def test_half_precision_has_slots_of_single_precision() -> None:

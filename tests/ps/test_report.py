@@ -21,8 +21,8 @@ async def test_locks_are_told_with_their_holders_and_how_many_wait():
             v = psync.Variable(np.zeros(8, np.float32), name="v")
             w = psync.Variable(np.zeros(8, np.float32), name="w")
         await psync.pull((v, w))
-        locks = cluster.tasks["ps-0"]._locks
-        key = cluster.tasks["ps-0"]._store.keys()[0]
+        locks = cluster.tasks["ps-0"].services.locks
+        key = cluster.tasks["ps-0"].services.store.keys()[0]
         held = locks._table.claim([key], exclusive=True)  # as if a task held it
 
         async def assigns():

@@ -75,7 +75,7 @@ async def test_what_does_not_fit_is_refused(
 async def test_no_more_is_gathered_than_the_limit_allows() -> None:
     async with PsCluster() as cluster:
         await cluster.create("v", VALUE)
-        rows = cluster.ps[0]._rows
+        rows = cluster.ps[0].services.rows
         rows._limits = dataclasses.replace(Limits(), gathered_bytes=24)
         assert parts_of(await ask(cluster, PullRows([ALL], -1, "")))  # nothing is gathered
         message = PullRows([(0, 0, 3, 0, 0, 0)], -1, "")
@@ -107,7 +107,7 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
             nonlocal turns
             while True:
                 await asyncio.sleep(0)
-                turns += cluster.ps[0]._store.busy(v.shards[0].key)
+                turns += cluster.ps[0].services.store.busy(v.shards[0].key)
 
         counting = asyncio.ensure_future(count())
         reading = cluster.chief.read_rows(v, np.arange(1 << 10)[::-1])
@@ -124,7 +124,7 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
 async def test_what_is_answered_does_not_change_while_it_is_on_its_way() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", VALUE)
-        views = cluster.ps[0]._store.read_range(v.shards[0].key, 1, 3)
+        views = cluster.ps[0].services.store.read_range(v.shards[0].key, 1, 3)
         before = b"".join(views)
         rows, ones = np.array([1, 2]), np.ones((2, 3), np.float32)
         await cluster.chief.scatter(v, rows, ones, op="add", closure=-1, ordinal=0)
@@ -163,4 +163,4 @@ def test_any_request_is_answered_or_refused_by_an_error_of_ours(
 
 
 def is_busy(task: PsTask) -> bool:
-    return any(map(task._store.busy, task._store.keys()))
+    return any(map(task.services.store.busy, task.services.store.keys()))

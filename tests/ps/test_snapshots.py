@@ -139,7 +139,7 @@ class TestGoingBack:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(5, np.float32))
             (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
-            sender = cluster.ps[0]._ledger._senders[CHIEF]
+            sender = cluster.ps[0].services.ledger._senders[CHIEF]
             state, _ = await freeze(cluster)
             (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
             assert unpack_answer(kept.answers[-1][2]) == first
@@ -147,7 +147,7 @@ class TestGoingBack:
                 cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
             )
             await take(cluster)
-            restored = cluster.ps[0]._ledger._senders[CHIEF]
+            restored = cluster.ps[0].services.ledger._senders[CHIEF]
             assert restored is not sender
             assert restored.incarnation == sender.incarnation
             assert [m.answer for m in restored.messages.values()][-1] == first
@@ -204,7 +204,7 @@ class TestGoingBack:
 
     async def test_a_table_that_was_never_touched_needs_no_bytes(self) -> None:
         async with PsCluster() as cluster:
-            store = cluster.ps[0]._store
+            store = cluster.ps[0].services.store
             v = await cluster.create("v", np.zeros(2, np.float32))
             spec = dataclasses.replace(v.shards[0], variable_id=50, shape=(8_000_000, 64))
             store.create(spec, fill=0.25)
@@ -215,7 +215,7 @@ class TestGoingBack:
             await prepare(cluster, state)
             await fill(cluster, 0, bytes(8))
             await take(cluster)
-            assert cluster.ps[0]._store.shards()[spec.key].values.num_made == 0
+            assert cluster.ps[0].services.store.shards()[spec.key].values.num_made == 0
 
     async def test_repetitions_change_nothing(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
@@ -315,7 +315,7 @@ class TestGoingBack:
             v = await cluster.create("v", np.zeros(3, np.float32))
             accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
             await call(cluster.chief, accumulator)
-            cluster.ps[0]._accumulators.hosted["g"].rule.set_global_step(3)
+            cluster.ps[0].services.accumulators.hosted["g"].rule.set_global_step(3)
             state, _ = await freeze(cluster)
             late = dataclasses.replace(accumulator, name="late")
             await call(cluster.chief, late)
@@ -435,7 +435,7 @@ class TestSynchronousSteps:
                 asyncio.create_task(cluster.replica(index, 1000).push((w,), (1.0,)))
                 for index in range(2)
             ]
-            await until(lambda: cluster.ps[0]._sync.steps() and cluster.ps[1]._work.waiting)
+            await until(lambda: cluster.ps[0].services.sync.steps() and cluster.ps[1]._work.waiting)
             late = cluster.client("/job:ps/task:0", 100)  # says what was in flight
             await call(late, AskStatistics(), ps=1)
             await self.go_back(cluster, images, tmp_path)
@@ -444,7 +444,7 @@ class TestSynchronousSteps:
                 assert isinstance(answer, FencedError)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1).all()
-            assert cluster.ps[1]._sync.steps() == []
+            assert cluster.ps[1].services.sync.steps() == []
             with pytest.raises(FencedError, match="incarnation 100 of /job:ps/task:0 has been"):
                 await call(late, CloseStep(GROUP, cluster.config, 0, []), ps=1)
             with pytest.raises(UsageError, match="task:0 is not a coordinator"):
@@ -457,7 +457,7 @@ class TestSynchronousSteps:
                 assert answer.outcome == "accepted"
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE).all()
-            assert cluster.ps[1]._sync.steps() == [(GROUP, 1)]
+            assert cluster.ps[1].services.sync.steps() == [(GROUP, 1)]
 
     async def test_going_back_twice(self, tmp_path: Path) -> None:
         async with SyncCluster(2) as cluster:

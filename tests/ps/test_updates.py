@@ -83,7 +83,7 @@ class TestIdentity:
     async def test_a_retry_waits_while_the_first_is_being_applied(self, size: int) -> None:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
             v = await cluster.create("v", np.zeros(size, np.float32))
-            ledger = cluster.ps[0]._ledger
+            ledger = cluster.ps[0].services.ledger
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
             await until(lambda: ledger.statistics().fresh)
@@ -99,12 +99,12 @@ class TestIdentity:
             ps = cluster.ps[0]
             release = hold(ps, v)
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
-            await until(lambda: ps._ledger.statistics().fresh)
+            await until(lambda: ps.services.ledger.statistics().fresh)
             log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
-            committer = Committer(ps.task, 100, ps._store, log)
+            committer = Committer(ps.task, 100, ps.services.store, log)
             ps._committing(committer)
             cluster.network.cut("w")
-            await until(lambda: ps._ledger.statistics().in_progress)
+            await until(lambda: ps.services.ledger.statistics().in_progress)
             assert committer.waiting == 1
             release()
             assert outcomes(await pushing) == ["accepted"]
@@ -174,7 +174,7 @@ class TestIdentity:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
             v = await cluster.create("v", np.zeros(size, np.float32))
             first, second = cluster.client(WORKER), cluster.client(OTHER)
-            ledger = cluster.ps[0]._ledger
+            ledger = cluster.ps[0].services.ledger
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await until(lambda: ledger.statistics().fresh)
@@ -191,13 +191,13 @@ class TestIdentity:
             v = await cluster.create("v", np.zeros(3, np.float32))
             task = cluster.ps[0]
             call = ((WORKER, 5000), 1, 1, 5, 0, hash(((v.variable_id, 0),)))
-            judged = task._ledger.begin(*call)
+            judged = task.services.ledger.begin(*call)
             assert isinstance(judged, Fresh)
             again = asyncio.create_task(push(cluster.client(OTHER), (v,), (2.0,), closure=5))
             await until(lambda: task._work.waiting)
             task._work.wake()  # something else has ended
             await until(lambda: task._work.waiting)
-            task._ledger.fail(judged.ticket)
+            task.services.ledger.fail(judged.ticket)
             task._work.wake()
             assert outcomes(await again) == ["accepted"]
             assert await self.value(cluster, v) == -1

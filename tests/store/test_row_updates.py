@@ -132,7 +132,7 @@ async def test_a_wrong_update_changes_nothing_at_all(
         i = await cluster.create("i", np.ones((4, 3), np.int32))
         with pytest.raises((GradientError, UsageError), match=expected):
             await send(cluster.client(WORKER), message, *segments)
-        store = cluster.ps[0]._store
+        store = cluster.ps[0].services.store
         assert [store.version(spec.shards[0].key) for spec in (v, i)] == [0, 0]
         np.testing.assert_array_equal(await value_of(cluster, v), VALUE)
 
@@ -169,7 +169,7 @@ def test_anything_from_the_wire_is_taken_whole_or_refused_whole(
             client = cluster.client(WORKER)
             sent = send(client, message, *map(memoryview, segments))
             (answer,) = await asyncio.gather(sent, return_exceptions=True)
-            store = cluster.ps[0]._store
+            store = cluster.ps[0].services.store
             versions = [store.version(spec.shards[0].key) for spec in variables]
             if isinstance(answer, BaseException):
                 assert isinstance(answer, PsyncError)

@@ -205,10 +205,10 @@ class TestWholePushes:
                 if step:
                     points = Failpoints()
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                    task._sync.applier._failpoints = points
-                    assert task._closer is None or cluster.ps[0] is task
-                    if task._closer is not None:
-                        task._closer._failpoints = points
+                    task.services.sync.applier._failpoints = points
+                    assert task.services.closer is None or cluster.ps[0] is task
+                    if task.services.closer is not None:
+                        task.services.closer._failpoints = points
                 answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
                 assert [answer.token for answer in answers] == [step + 1] * 2
             (got,) = await pull(cluster.chief, w)

@@ -82,7 +82,7 @@ async def test_a_backup_knows_for_which_steps_it_was_raised(when: str) -> None:
         await raise_for(closer, step, 3)
         if when == "before the copy":
             # Of a group that the ps knows, else nothing is said of it.
-            cluster.ps[0]._sync.define(GROUP, CONFIGURED)
+            cluster.ps[0].services.sync.define(GROUP, CONFIGURED)
             await back_up(cluster)
         await take_over(cluster)
         again = cluster.client(CLOSER, 100)

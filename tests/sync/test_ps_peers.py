@@ -39,7 +39,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
     attach = AttachPs(coordinator, 0, addresses, 15.0)
-    all_ps = AllPs(task._platform, attach, task._sync, task._work, task._pool)
+    all_ps = AllPs(task._platform, attach, task.services.sync, task._work, task._pool)
     try:
         yield all_ps
     finally:
@@ -77,7 +77,7 @@ async def test_all_others_are_asked_at_once() -> None:
 async def test_a_step_is_applied_everywhere() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))
-        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
@@ -101,10 +101,10 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        cluster.ps[broken]._sync.applier._failpoints = Failpoints("ps.step.applied=error")
+        cluster.ps[broken].services.sync.applier._failpoints = Failpoints("ps.step.applied=error")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
-        assert [task._sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 @pytest.mark.parametrize("step_ps", [0, 1])

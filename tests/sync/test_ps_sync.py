@@ -156,7 +156,7 @@ class TestStaging:
             nothing = StagePush(GROUP, two.cluster.config, 1, -1, 1, [two.w.shards[0].key])
             with pytest.raises(GradientError, match="0 arrays for 1 shards"):
                 await ask(two.a, nothing)
-            assert two.cluster.ps[0]._sync.statistics()["peak_bytes"] == 0
+            assert two.cluster.ps[0].services.sync.statistics()["peak_bytes"] == 0
 
     async def test_gradients_of_integers_are_refused(self) -> None:
         async with Two() as two:
@@ -169,7 +169,7 @@ class TestStaging:
             await ask(two.cluster.chief, Fence(WORKER, 5000))
             with pytest.raises(FencedError):
                 await stage(two.cluster, two.a, {two.w: 1.0}, push=2)
-            assert two.cluster.ps[0]._sync.statistics()["parts"] == 1
+            assert two.cluster.ps[0].services.sync.statistics()["parts"] == 1
 
     async def test_a_part_that_travels_while_its_worker_is_replaced_is_dropped(self) -> None:
         async with Two(chunk=(1 << 16, 1 << 16)) as two:
@@ -290,12 +290,12 @@ class TestClosing:
             await two.cluster.attach(chief, 200)
             with pytest.raises(FencedError):
                 await two.close(1)
-            assert two.cluster.ps[0]._sync.steps() == []
+            assert two.cluster.ps[0].services.sync.steps() == []
 
     async def test_who_reads_holds_what_was_there_before_the_step(self) -> None:
         async with Two() as two:
             v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
-            store = two.cluster.ps[0]._store
+            store = two.cluster.ps[0].services.store
             held = [store.read(variable.shards[0].key) for variable in (two.w, v)]
             await stage(two.cluster, two.a, {two.w: 1.0, v: 1.0})
             await two.close(0, (two.a, 1))
@@ -311,7 +311,7 @@ class TestClosing:
             ending = asyncio.create_task(two.close(0, (two.a, 1)))
             await until(is_busy(two.cluster.ps[0], v))
             assert (await two.value() == 1).all()  # another variable is read meanwhile
-            assert two.cluster.ps[0]._store.busy(v.shards[0].key)
+            assert two.cluster.ps[0].services.store.busy(v.shards[0].key)
             await ending
             assert (await two.value(v) == -RATE).all()
 
@@ -321,7 +321,7 @@ class TestClosing:
             await stage(two.cluster, two.a, {two.w: 1.0})
             ending = asyncio.create_task(two.close(0, (two.a, 1)))
             await until(lambda: two.cluster.ps[0]._work.waiting)
-            assert two.cluster.ps[0]._sync.steps() == []
+            assert two.cluster.ps[0].services.sync.steps() == []
             release()
             await ending
             assert (await two.value() == 1 - RATE).all()
@@ -334,7 +334,7 @@ class TestClosing:
             await until(is_busy(two.cluster.ps[0], v))
             ending.cancel()
             assert (await two.value(v) == -RATE).all()
-            await until(lambda: two.cluster.ps[0]._sync.steps() == [(GROUP, 1)])
+            await until(lambda: two.cluster.ps[0].services.sync.steps() == [(GROUP, 1)])
             with pytest.raises(asyncio.CancelledError):
                 await ending
 
@@ -428,7 +428,7 @@ class TestSteps:
             chief = two.cluster.client(CHIEF, 200)
             await two.cluster.attach(chief, 200)
             assert two.cluster.staged_bytes() == [0]
-            assert two.cluster.ps[0]._sync.steps() == []
+            assert two.cluster.ps[0].services.sync.steps() == []
             with pytest.raises(UnknownVariableError):
                 await stage(two.cluster, two.a, {two.w: 1.0}, push=3, local_step=1)
 

@@ -33,8 +33,8 @@ class Reader:
 
     def __init__(self, cluster: SyncCluster, *, of_ps_0: bool = True) -> None:
         self.cluster = cluster
-        self.sync = cluster.ps[0]._sync
-        closer = cluster.ps[0]._closer
+        self.sync = cluster.ps[0].services.sync
+        closer = cluster.ps[0].services.closer
         assert closer is not None
         shares = closer.shares if of_ps_0 else None
         self.follower = SyncFollower("/job:ps/task:0", self.sync, shares)

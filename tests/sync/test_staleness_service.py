@@ -217,10 +217,10 @@ async def test_a_new_coordinator_finds_no_clocks_and_nobody_waiting(scene):
 async def test_the_end_of_training_releases_everybody_for_ever(scene):
     await scene.report(0, 1)
     first = await scene.waiting(scene.a)
-    scene.cluster.ps[0]._clocks.end()
+    scene.cluster.ps[0].services.clocks.end()
     await first
     await scene.tick(scene.a)
-    scene.cluster.ps[0]._clocks._bounds.clear()
+    scene.cluster.ps[0].services.clocks._bounds.clear()
     await scene.tick(scene.a)  # nor does anybody wait because of a bound that is new
 
 

@@ -147,7 +147,7 @@ class TestSteps:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(1)
             assert await cluster.replica().push((w,), (1.0,)) == accepted(1, 1)
-            closer = cluster.ps[0]._closer
+            closer = cluster.ps[0].services.closer
             assert closer is not None
             assert closer._all_ps._client is None
 
@@ -202,7 +202,7 @@ class TestFirstStep:
     async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
         async with SyncCluster(2, step_ps=1, first=3) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0]._closer
+            closer = cluster.ps[0].services.closer
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushes = [
@@ -220,7 +220,7 @@ class TestFirstStep:
     async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
         async with SyncCluster(2, step_ps=1) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0]._closer
+            closer = cluster.ps[0].services.closer
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
@@ -337,7 +337,7 @@ class TestWaiting:
             assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE * 2).all()
-            closer = cluster.ps[0]._closer
+            closer = cluster.ps[0].services.closer
             assert closer is not None
             assert len(closer._waits) == 0
 
@@ -529,7 +529,7 @@ class TestLosses:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
             points = Failpoints("ps.step.applied=error")
-            cluster.ps[1]._sync.applier._failpoints = points
+            cluster.ps[1].services.sync.applier._failpoints = points
             pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, PsyncError)
@@ -556,8 +556,8 @@ class TestLosses:
             await attaching
             assert cluster.ps[0].statistics()["sync"] == {}
             for task in cluster.ps:
-                assert task._sync.steps() == []
-                assert task._sync.statistics()["parts"] == 0
+                assert task.services.sync.steps() == []
+                assert task.services.sync.statistics()["parts"] == 0
 
     async def test_a_step_of_an_earlier_coordinator_reaches_no_ps_that_serves_a_newer(
         self,
@@ -572,7 +572,7 @@ class TestLosses:
             pushes = [cluster.replica(index).push((u,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
-            assert cluster.ps[1]._sync.steps() == []
+            assert cluster.ps[1].services.sync.steps() == []
 
     async def test_ps_0_ends_while_replicas_wait(self) -> None:
         async with SyncCluster() as cluster:

@@ -211,7 +211,7 @@ class TestRounds:
             seen: list[Any] = []
 
             def look() -> None:
-                steps = [task._store.optimizer_step(GROUP) for task in cluster.ps]
+                steps = [task.services.store.optimizer_step(GROUP) for task in cluster.ps]
                 seen.append((cluster.versions(w), steps))
 
             points.arm("ps0.step.measured", look)
@@ -257,12 +257,12 @@ class TestRounds:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(2, **whole(SGD(RATE).with_options(EACH)))
             waiting = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: cluster.ps[0]._sync.statistics()["staged"])
+            await until(lambda: cluster.ps[0].services.sync.statistics()["staged"])
             message = CloseStep(
                 GROUP, None, 0, [("/job:worker/task:0", 1000, 1, 1.0)], scales=[(99, 1.0)]
             )
             with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
-                cluster.ps[0]._sync.applier.close(message)
+                cluster.ps[0].services.sync.applier.close(message)
             waiting.cancel()
 
 
@@ -326,8 +326,8 @@ class TestLosses:
             cluster.network.heal("ps1:1")
             await attaching
             for task in cluster.ps:
-                assert task._sync.steps() == []
-                assert task._sync.statistics()["parts"] == 0
+                assert task.services.sync.steps() == []
+                assert task.services.sync.statistics()["parts"] == 0
 
     @pytest.mark.parametrize("at", ["ps.step.measured", "ps0.step.measured"])
     async def test_a_step_that_cannot_be_measured_ends_the_group_and_changes_nothing(
@@ -355,7 +355,7 @@ class TestLosses:
             asked = heard(cluster.ps[1], MeasureStep)
             await cluster.replica().push((w,), (5.0,))
             (message,) = asked
-            assert cluster.ps[1]._sync.applier.measure(message) == []
+            assert cluster.ps[1].services.sync.applier.measure(message) == []
             assert cluster.versions(w) == [1, 1]
 
 

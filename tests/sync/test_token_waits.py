@@ -33,7 +33,7 @@ def answer(number: int = 1) -> Answer:
 async def waits(step_ps: int = 0) -> AsyncIterator[tuple[SyncCluster, TokenWaits, list[PushKey]]]:
     left: list[PushKey] = []
     async with SyncCluster(2, step_ps=step_ps) as cluster:
-        sync = cluster.ps[0]._sync
+        sync = cluster.ps[0].services.sync
         sync.define(GROUP, cluster.config)
         yield cluster, TokenWaits(sync, left.append), left
 
@@ -103,5 +103,5 @@ async def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
         assert waiter.outcome == Reply(CONTRIBUTED, ())
         assert waiting.wanted_shares(GROUP) == ()
         waiting.add(KEY, wanted)
-        cluster.ps[0]._sync.define(GROUP + 1, cluster.config)
+        cluster.ps[0].services.sync.define(GROUP + 1, cluster.config)
         assert waiting.wanted_shares(GROUP) == ()  # each pull says how far all groups are

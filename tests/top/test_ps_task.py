@@ -531,6 +531,6 @@ async def test_closing_finishes_what_has_begun() -> None:
         pushing = asyncio.create_task(push(cluster.chief, (v,), (2.0,)))
         await until(is_busy(task, v))
         await task.close()
-        assert task._store.version((v.variable_id, 0)) == 2  # created, updated
+        assert task.services.store.version((v.variable_id, 0)) == 2  # created, updated
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)

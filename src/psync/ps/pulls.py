@@ -1,8 +1,6 @@
-"""Pulls of whole shards on a ps, under a lock or without one.
+"""Pulls on a ps: of whole shards, under a lock or without one, and of rows.
 
-One object serves one coordinator, with its store; a newer one gets another.
-
-Pulls of rows on a ps.
+One object serves one coordinator and timeline, with its store; a newer one gets another.
 """
 
 from __future__ import annotations
@@ -112,7 +110,7 @@ class RowPulls:
         limits: Of what a request may make this task hold.
         work: What takes long.
         pool: Memory for what comes in, and for what is gathered.
-        store: Returns the shards of the coordinator that is served now.
+        store: Its shards.
         steps: Returns (group, step) of each synchronous group that has closed a step here.
     """
 
@@ -122,7 +120,7 @@ class RowPulls:
         limits: Limits,
         work: LongWork,
         pool: BlockPool,
-        store: Callable[[], ShardStore],
+        store: ShardStore,
         steps: Callable[[], list[tuple[int, int]]],
     ) -> None:
         self.pulls = 0  # that were served
@@ -151,7 +149,7 @@ class RowPulls:
     def _pull(
         self, peer: Peer, message: PullRows, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        store = self._store()
+        store = self._store
         wanted = self._wanted(store, message, body)
         gathered = [one for one in wanted if not one.consecutive]
         self.pulls += 1

@@ -62,6 +62,7 @@ class PsSync(GroupTable):
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        serves: False: no coordinator has attached it yet, or its backup serves in its place.
     """
 
     def __init__(
@@ -73,16 +74,18 @@ class PsSync(GroupTable):
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        *,
+        serves: bool = True,
     ) -> None:
         super().__init__(store, task)
         self.ledger = ledger
         self.work = work
         self.locks = locks
         self.committer: Committer | None = None  # None: there was never a backup
-        self.serves = True  # False: not attached yet, or replaced by its backup
         self.global_steps = GlobalSteps(store, self._check_closer, work, locks, platform.failpoints)
         self._staging = Staging(platform.limits.staging_bytes, task)
         self.applier = StepApplier(task, self, self._staging, work, locks, platform.failpoints)
+        self._serves = serves
         self._failpoints = platform.failpoints
         self._pool = pool
 
@@ -250,7 +253,7 @@ class PsSync(GroupTable):
 
     def check_served(self) -> None:
         """Raise NotServedError unless this process serves its ps, for a coordinator."""
-        if not self.serves:
+        if not self._serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
     def _came_along(

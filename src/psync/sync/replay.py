@@ -8,7 +8,7 @@ What a ps has of synchronous steps beside what is in an image, for its backup.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.committer import Build
@@ -108,26 +108,26 @@ async def _after(under_way: Awaitable[None]) -> Reply:
 
 
 class SyncImage:
-    """The synchronous groups of one ps; see ``backup_service.SyncState``.
+    """The synchronous groups of one ps; see ``backup.SyncState``.
 
     Args:
         sync: Its groups.
-        closer: Returns what decides steps; None: not on ps 0, or not yet.
+        closer: Decides steps; None: not on ps 0, or not yet.
     """
 
-    def __init__(self, sync: PsSync, closer: Callable[[], StepCloser | None]) -> None:
+    def __init__(self, sync: PsSync, closer: StepCloser | None) -> None:
         self._sync = sync
         self._closer = closer
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
-        if (closer := self._closer()) is not None:
-            await closer.pause(why)
+        if self._closer is not None:
+            await self._closer.pause(why)
 
     def resume(self, why: str) -> None:
         """Go on."""
-        if (closer := self._closer()) is not None:
-            closer.resume(why)
+        if self._closer is not None:
+            self._closer.resume(why)
 
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
@@ -135,7 +135,7 @@ class SyncImage:
 
     def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
         """Return (client, message, segments) of entries that give a backup all of it."""
-        closer, sync = self._closer(), self._sync
+        closer, sync = self._closer, self._sync
         return entries_of_image(
             sync.raw_configs(), dict(sync.steps()), sync.global_steps.raised, sync.held(),
             () if closer is None else closer.steps.pending(),
