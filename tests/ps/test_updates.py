@@ -102,7 +102,7 @@ class TestIdentity:
             await until(lambda: ps.services.ledger.statistics().fresh)
             log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
             committer = Committer(ps.task, 100, ps.services.store, log)
-            ps._committing(committer)
+            ps.services.begin_log(committer)
             cluster.network.cut("w")
             await until(lambda: ps.services.ledger.statistics().in_progress)
             assert committer.waiting == 1

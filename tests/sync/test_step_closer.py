@@ -21,6 +21,7 @@ from psync.errors import (
 )
 from psync.net.failpoints import Failpoints
 from psync.specs import VariableSpec
+from psync.sync.group_phases import Phase
 from psync.testing import settle
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
 from psync.wire.sync_messages import (
@@ -208,7 +209,7 @@ class TestFirstStep:
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
             ]
-            await until(lambda: closer._beginning)
+            await until(lambda: closer.phases[GROUP] is Phase.READING)
             for _ in range(10):
                 await asyncio.sleep(0)
             pushes[0].cancel()
@@ -224,7 +225,7 @@ class TestFirstStep:
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: closer._beginning)
+            await until(lambda: closer.phases[GROUP] is Phase.READING)
             attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
             with pytest.raises(FencedError, match="newer coordinator"):
                 await pushing
@@ -473,14 +474,14 @@ class TestMembership:
             replica = cluster.replica(0)
             waiting = asyncio.create_task(replica.push((w,), (1.0,)))
             assert await waits(waiting)
-            cluster.ps[0]._end_training("the chief has left")
+            cluster.ps[0].services.end_training("the chief has left")
             for push in (waiting, cluster.replica(1).push((w,), (1.0,))):
                 with pytest.raises(TrainingEnded, match="the chief has left"):
                     await push
 
     async def test_what_ps_0_fences_all_ps_tasks_fence(self) -> None:
         async with SyncCluster(3) as cluster:
-            cluster.ps[0]._fence_everywhere("/job:worker/task:0", 5000)
+            cluster.ps[0].services.fence_everywhere("/job:worker/task:0", 5000)
             await settle()
             client = cluster.client("/job:worker/task:0", 4000)
             for ps in range(3):

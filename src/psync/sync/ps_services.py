@@ -147,7 +147,7 @@ class PsServices:
         self.updates = PsUpdates(*parts, self.gate)
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], self._log_begun, process.deposed, steps, accumulated.entries,
+            lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
         )  # fmt: skip
         self.follower: SyncFollower | None = None
         self.replayed: dict[type[Message], Handler] = {}  # what only the log of a primary says
@@ -165,7 +165,7 @@ class PsServices:
             **self.follower.handlers(), **self.accumulators.replayed(), **accumulated.handlers(),
         }  # fmt: skip
 
-    def _log_begun(self, committer: Committer) -> None:
+    def begin_log(self, committer: Committer) -> None:
         """There is a backup: from now on every change is done in the order of a log."""
         self.updates.committer = self.accumulators.committer = committer
         self.sync.commit_with(committer)
@@ -395,7 +395,7 @@ class PsServices:
             # The part of this ps, and the global step, wait for their turns in the log.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await closer.pause("end")
+                    await closer.phases.pause("end")
             if closer.is_torn:
                 torn()
             self.backup.end(why)

@@ -16,8 +16,8 @@ from psync.ps.update import NO_BYTES, set_of
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
-from psync.sync.group import Close, Contribution
-from psync.sync.log_entries import entries_of_image
+from psync.sync.group import Close
+from psync.sync.log_entries import entries_of_image, push_of
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_closer import StepCloser
 from psync.sync.step_rounds import ClosedStep
@@ -79,14 +79,7 @@ class SyncFollower:
             self._sync.keep_judged(group, replica, message.push, message.local_step, part)
         if message.spread:
             self.spread.add(group)
-        closure = message.closure if message.closure >= 0 else None
-        self.steps.count(
-            group, message.step,
-            Contribution(
-                replica, message.push, 0, closure, message.ordinal, message.variable_set,
-                message.local_step, message.weight,
-            ),
-        )  # fmt: skip
+        self.steps.count(group, message.step, push_of(message, replica))
         return Reply(Done())
 
     def _close(
@@ -122,7 +115,7 @@ class SyncImage:
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
         if self._closer is not None:
-            await self._closer.pause(why)
+            await self._closer.phases.pause(why)
 
     def resume(self, why: str) -> None:
         """Go on."""
