@@ -454,10 +454,10 @@ async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_
             await asyncio.sleep(1)
             starting = asyncio.create_task(life(cluster).__aenter__())
             await asyncio.sleep(1)
-            assert first._coordinator > second._coordinator
+            assert first.floor > second.floor
             release()
             _, new = await starting
-            assert first._coordinator == second._coordinator
+            assert first.floor == second.floor
             await adding
             await new.close()
 
