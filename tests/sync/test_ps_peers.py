@@ -39,7 +39,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
     attach = AttachPs(coordinator, 0, addresses, 15.0)
-    all_ps = AllPs(task._platform, attach, task.services.sync, task._work, task._pool)
+    all_ps = AllPs(task._platform, attach, task.services.sync, task._pool)
     try:
         yield all_ps
     finally:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Coroutine
 from enum import Enum
 from typing import Any
 
-from psync.errors import LocalProtocolError
+from psync.errors import LocalProtocolError, PsyncError
 from psync.sync.group import Close
+
+logger = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -54,7 +57,7 @@ class GroupEvent(Enum):
 MOVES: dict[Phase, dict[GroupEvent, Phase]] = {
     Phase.NEW: {GroupEvent.READ: Phase.READING, GroupEvent.REPLAY: Phase.REPLAYING},
     Phase.READING: {GroupEvent.DEFINE: Phase.OPEN, GroupEvent.FAIL: Phase.NEW},
-    Phase.REPLAYING: {GroupEvent.DEFINE: Phase.OPEN},
+    Phase.REPLAYING: {GroupEvent.DEFINE: Phase.OPEN, GroupEvent.FAIL: Phase.NEW},
     Phase.OPEN: {GroupEvent.HOLD: Phase.HELD, GroupEvent.CLOSE: Phase.CLOSING},
     Phase.HELD: {GroupEvent.RESUME: Phase.OPEN},
     Phase.CLOSING: {GroupEvent.END: Phase.OPEN},
@@ -112,10 +115,12 @@ class GroupPhases:
     def _begun(self, group: int, task: asyncio.Task[None]) -> None:
         if self._under_way.get(group) is task:  # else it closes a step already
             del self._under_way[group]
-            if self[group] is Phase.READING:
+            if self[group] in (Phase.READING, Phase.REPLAYING):
                 self.move(group, GroupEvent.FAIL)
-        if not task.cancelled():
-            task.exception()  # seen, even if those who asked have gone
+        # It is seen, even if those who asked have gone.
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, PsyncError):
+            logger.error("synchronous group %d cannot begin", group, exc_info=error)
 
     # Closing.
 

@@ -133,7 +133,7 @@ class PsServices:
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
             self.closer = StepCloser(
-                platform, attach, self.sync, work, pool, self.clocks.look_again, timeline, shares
+                platform, attach, self.sync, pool, self.clocks.look_again, timeline, shares
             )
             self.closer.steps.note_calls(contents.counted, contents.final_below)
         steps = SyncImage(self.sync, self.closer)

@@ -8,8 +8,9 @@ a decided step goes to every ps.
                                                   raises the global step by one;
                                                   then SyncSteps.closed → Answer, …
 
-One object serves one coordinator. When a newer one comes, whoever waits here is told, and a
-step that is being closed reaches no ps that already serves the newer one.
+One object serves one coordinator and timeline. When another one comes, whoever waits here is told,
+and a step that is being closed reaches no ps that already serves the newer one. How far each group
+is, and whether closing is paused: ``group_phases``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from psync.net.peer import Handler, Later, Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.committer import Committer
-from psync.ps.cooperative_work import LongWork
 from psync.ps.weakened_rules import steps_without
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
@@ -61,7 +61,6 @@ class StepCloser:
         platform: Network, secret, failpoints.
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
-        work: Waits for shards that are busy.
         pool: Memory for what comes in.
         waits_changed: Called when ``steps.waiting`` may have changed.
         timeline: How often the cluster has gone back to an image.
@@ -73,16 +72,16 @@ class StepCloser:
         platform: Platform,
         attach: AttachPs,
         sync: PsSync,
-        work: LongWork,
         pool: BlockPool,
         waits_changed: Callable[[], None],
         timeline: int = 0,
         shares: ShareNumbers | None = None,
     ) -> None:
         self.steps = steps_without(platform.failpoints.without)
+        self.phases = GroupPhases()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self._all_ps = AllPs(platform, attach, sync, work, pool, timeline, shares)
+        self._all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
         self._rounds = StepRounds(self._all_ps, sync, platform.failpoints)
         self._waits_changed = waits_changed
         self._failpoints = platform.failpoints
@@ -90,7 +89,6 @@ class StepCloser:
         self._report_version = 0
         self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
         self._waits = TokenWaits(sync, self._left)
-        self.phases = GroupPhases()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
