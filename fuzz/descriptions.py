@@ -26,9 +26,7 @@ def setup() -> tuple[OneInput, list[bytes]]:
 
     from psync.errors import ConfigurationError
     from psync.net.chief_presence import chief_timeouts
-    from psync.net.environment import limits_of, watchdog_timeout
-    from psync.net.failpoints import Failpoints
-    from psync.net.message_loss import MessageLosses
+    from psync.net.environment import limits_of, parts_of, watchdog_timeout
     from psync.net.resolvers import TFConfigClusterResolver, training_cluster
     from psync.net.secret import insecure_by_environ, load_secret
     from psync.net.slurm_resolver import SlurmClusterResolver
@@ -62,8 +60,8 @@ def setup() -> tuple[OneInput, list[bytes]]:
     def own(texts: list[str]) -> None:
         environ = dict(zip(OWN, texts, strict=False))
         for read in (
-            load_secret, insecure_by_environ, Failpoints.from_environment,
-            MessageLosses.from_environment, watchdog_timeout, chief_timeouts, limits_of,
+            load_secret, insecure_by_environ, parts_of, watchdog_timeout,
+            chief_timeouts, limits_of,
         ):  # fmt: skip
             with contextlib.suppress(ConfigurationError):
                 read(environ)

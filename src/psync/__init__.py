@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from psync import schedules as schedules
     from psync import testing as testing
     from psync.api.accumulators import GradientResult as GradientResult
-    from psync.api.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
     from psync.api.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
     from psync.api.conditional_accumulators import ConditionalAccumulator as ConditionalAccumulator
     from psync.api.conditional_accumulators import (
@@ -43,11 +42,8 @@ if TYPE_CHECKING:
     from psync.api.optimizers.state import PushResult as PushResult
     from psync.api.pulls import pull as pull
     from psync.api.reads import cache_variable_reads as cache_variable_reads
-    from psync.api.session_hooks import SessionHook as SessionHook
-    from psync.api.session_hooks import SyncReplicasHook as SyncReplicasHook
     from psync.api.strategy import ParameterServerStrategy as ParameterServerStrategy
     from psync.api.sync_replicas import SyncReplicasOptimizer as SyncReplicasOptimizer
-    from psync.api.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
     from psync.api.variables import ShardedVariable as ShardedVariable
     from psync.api.variables import Variable as Variable
     from psync.api.variables import VariableAggregation as VariableAggregation
@@ -61,6 +57,11 @@ if TYPE_CHECKING:
     from psync.cluster_roles import id_in_cluster as id_in_cluster
     from psync.cluster_roles import is_chief as is_chief
     from psync.cluster_roles import worker_count as worker_count
+    from psync.compat.chief_queue_runner import ChiefQueueRunner as ChiefQueueRunner
+    from psync.compat.session_hooks import SessionHook as SessionHook
+    from psync.compat.session_hooks import SyncReplicasHook as SyncReplicasHook
+    from psync.compat.strategy_extended import StrategyExtended as StrategyExtended
+    from psync.compat.training_sessions import MonitoredTrainingSession as MonitoredTrainingSession
     from psync.errors import AttachError as AttachError
     from psync.errors import AuthenticationError as AuthenticationError
     from psync.errors import BusyError as BusyError
@@ -131,7 +132,6 @@ if TYPE_CHECKING:
     from psync.replicas.context import in_cross_replica_context as in_cross_replica_context
     from psync.replicas.losses import compute_average_loss as compute_average_loss
     from psync.replicas.losses import scale_regularization_loss as scale_regularization_loss
-    from psync.replicas.strategy_extended import StrategyExtended as StrategyExtended
     from psync.serialization.functions import StaleCaptureWarning as StaleCaptureWarning
     from psync.serialization.remote_value import RemoteValue as RemoteValue
     from psync.serialization.remote_value import RemoteValueStatus as RemoteValueStatus
@@ -162,7 +162,6 @@ _MODULES = (
 )
 _HOMES = {
     "api.accumulators": ("GradientResult",),
-    "api.chief_queue_runner": ("ChiefQueueRunner",),
     "api.cluster_coordinator": ("ClusterCoordinator",),
     "api.conditional_accumulators": ("ConditionalAccumulator", "SparseConditionalAccumulator"),
     "api.datasets": ("DistributedDataset", "InputOptions", "PerWorkerDataset", "PerWorkerIterator"),
@@ -176,10 +175,8 @@ _HOMES = {
     "api.optimizers.state": ("PushResult",),
     "api.pulls": ("pull",),
     "api.reads": ("cache_variable_reads",),
-    "api.session_hooks": ("SessionHook", "SyncReplicasHook"),
     "api.strategy": ("ParameterServerStrategy",),
     "api.sync_replicas": ("SyncReplicasOptimizer",),
-    "api.training_sessions": ("MonitoredTrainingSession",),
     "api.variables": (
         "ShardedVariable", "Variable", "VariableAggregation", "VariableSynchronization",
         "variable_creator_scope",
@@ -188,6 +185,10 @@ _HOMES = {
     "client.context": ("get_worker_index", "wait"),
     "cluster": ("ClusterSpec",),
     "cluster_roles": ("id_in_cluster", "is_chief", "worker_count"),
+    "compat.chief_queue_runner": ("ChiefQueueRunner",),
+    "compat.session_hooks": ("SessionHook", "SyncReplicasHook"),
+    "compat.strategy_extended": ("StrategyExtended",),
+    "compat.training_sessions": ("MonitoredTrainingSession",),
     "errors": (
         "AttachError", "AuthenticationError", "BusyError", "CaptureError", "CheckpointCorrupt",
         "CheckpointError", "CheckpointMismatch", "CheckpointNotFound", "ClosedError",
@@ -217,7 +218,6 @@ _HOMES = {
         "has_strategy", "in_cross_replica_context",
     ),
     "replicas.losses": ("compute_average_loss", "scale_regularization_loss"),
-    "replicas.strategy_extended": ("StrategyExtended",),
     "serialization.functions": ("StaleCaptureWarning",),
     "serialization.remote_value": ("RemoteValue", "RemoteValueStatus"),
     "specs": ("Outcome",),

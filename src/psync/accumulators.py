@@ -1,16 +1,16 @@
-"""Accumulators: gradients of several replicas become one, and stale ones are refused.
+"""Accumulators: the mean of the gradients of several replicas, with stale ones refused.
 
-An accumulator holds the gradients of one step. Whoever wants their mean *takes* it: the step goes
-up by one, nothing is left behind, and what was computed against the step before is stale from then
+An accumulator holds the gradients of one step. To *take* their mean raises the step
+by one, leaves nothing behind, and what was computed against the step before is stale from then
 on. A take waits until enough gradients are there; takes are served in the order in which they
 came, so a small one waits behind a large one. Nothing here blocks: a take that has to wait is
-returned as it is, and the call that ends it says so.
+returned as it is, and the call that completes it returns it.
 
 For an event loop there are the same calls in pieces: ``offering``, and ``enter`` with ``serving``.
 Between two pieces no other call is allowed, but for ``enter``, ``withdraw`` and what only reads.
 
-Source: ``ConditionalAccumulator`` of TensorFlow. Different here: what became of a gradient is
-answered, half precision is not summed in itself, a take that fails changes nothing. Added:
+Source: ``ConditionalAccumulator`` of TensorFlow. Different here: the outcome of a gradient is
+returned, half precision is not summed in itself, a take that fails changes nothing. Added:
 weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
 """
 
@@ -57,7 +57,7 @@ class TakeState(enum.Enum):
 
 
 class Take(Generic[ResultT]):
-    """Somebody who wants the gradients of one step, reduced to one."""
+    """A pending or completed request for the gradients of one step, reduced to one."""
 
     __slots__ = ("_result", "count", "error", "num_required", "state", "step")
 
@@ -153,8 +153,8 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         """Ask for what at least ``num_required`` gradients amount to.
 
         Returns:
-            The take: READY or FAILED if enough gradients are there and nobody else waits, else
-            WAITING, until a later call returns it among those completed.
+            The take: READY or FAILED if enough gradients are there and no earlier take waits,
+            otherwise WAITING, until a later call returns it among those completed.
 
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
@@ -170,7 +170,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         return take
 
     def cancel(self, take: Take[ResultT]) -> tuple[Take[ResultT], ...]:
-        """Let a take wait no longer; it consumes nothing. One that has ended stays as it is.
+        """Cancel a waiting take; it consumes nothing. One that has ended stays as it is.
 
         Returns:
             Takes behind it that were completed by that.
@@ -198,8 +198,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
         Args:
             given: The gradient; of a sparse one (indices, values, dense_shape).
-            local_step: As of ``apply_grad``.
-            weight: Likewise.
+            local_step, weight: See ``apply_grad``.
 
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
@@ -364,7 +363,7 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
 
     @abstractmethod
     def held(self) -> Held | None:
-        """Return what is held; None: nothing."""
+        """Return the contents; None: the accumulator is empty."""
 
     @abstractmethod
     def hold(self, count: int, weight: float, shape: Sequence[int], rows: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Callbacks of ``Trainer.fit``: what happens between the epochs.
+"""Callbacks of ``Trainer.fit``: hooks between epochs, and the built-in ones.
 
 They run in the program, not on workers; there are none for batches, since steps run elsewhere and
 several at once. Each method may be a coroutine function or a plain one.
@@ -284,7 +284,7 @@ class ModelCheckpoint(Callback):
         save_best_only: Whether only epochs that are better than all before are saved.
         mode: "min", "max", or "auto": "max" for accuracies and areas.
         every_n_epochs: Save after each n-th epoch.
-        max_to_keep: The newest so many are kept; None: all.
+        max_to_keep: How many of the newest are kept; None: no limit.
 
     Raises:
         ConfigurationError: An argument is out of range.

@@ -1,6 +1,6 @@
-"""Which tasks a cluster has, where they listen, and what they are called.
+"""The cluster description: jobs, tasks, addresses, names.
 
-A cluster is described as TensorFlow describes it, so that whatever sets ``TF_CONFIG`` today can
+A cluster is described as TensorFlow describes it, so that programs which set ``TF_CONFIG`` can
 start psync. Two things are stricter, because the alternative is a job that hangs: an address must
 be one, and no two tasks may have the same.
 """

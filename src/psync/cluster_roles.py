@@ -1,4 +1,4 @@
-"""What parameter-server training needs of a cluster, and who is who in it."""
+"""Roles of tasks in parameter-server training (chief, ps, worker, evaluator), validated."""
 
 from __future__ import annotations
 

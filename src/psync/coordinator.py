@@ -83,6 +83,8 @@ class Coordinator:
         on_stall: Is called with that report.
         max_losses: A closure that was lost with its worker this often is reported as an error.
         max_flaps: A worker that is lost more often than this within a minute is set aside.
+        workers_wait: Says whether the program has declared a synchronous group or a staleness
+            bound. ps 0 hears of the schedule from then on.
         attach: The program goes on with what another one has left on the ps tasks, and these are
             its optimizers; None: it begins anew.
         replicate: Whether each ps has a backup.
@@ -98,6 +100,7 @@ class Coordinator:
         program: str,
         main_by_name: bool,
         ps_timeout_s: float,
+        workers_wait: Callable[[], bool],
         closure_timeout_s: float | None = None,
         watchdog_timeout_s: float | None = None,
         on_stall: Callable[[str], object] | None = None,
@@ -108,7 +111,7 @@ class Coordinator:
     ) -> None:
         self._attach = attach
         self.attached = False  # whether there was something to go on with
-        self._failpoints = platform.failpoints
+        self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue = ClosureQueue(max_losses=max_losses)
@@ -122,8 +125,8 @@ class Coordinator:
         )
         workers = [task_name("worker", index) for index in cluster.task_indices("worker")]
         self._reports = ScheduleReports(workers, self._queue)
-        service = ClosureService(
-            self._queue, self._closures, self.functions, self._reports, self, platform.failpoints
+        service = self.parts.of(ClosureService)(
+            self._queue, self._closures, self.functions, self._reports, self
         )
         handlers = {
             **service.handlers(),
@@ -144,7 +147,7 @@ class Coordinator:
             ps_timeout_s=ps_timeout_s, replicate=replicate,
         )  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
-        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
+        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports, workers_wait)
         self._told_final = 0
         self._dispatch_due = False
         self._refused = False  # ps tasks refuse all that was scheduled before an error
@@ -558,7 +561,6 @@ class Coordinator:
         self.perform(self._queue.dispatch())
 
     def _send(self, action: Dispatch) -> None:
-        self._failpoints.hit("coordinator.dispatch")
         now = self._loop.time()
         for closure in action.closures:
             closure.payload.sent_at = now

@@ -1,4 +1,4 @@
-"""Helpers for datasets: batches from arrays and from files, shards that are visited once.
+"""Dataset helpers: batches from arrays and from files, shards that are visited once.
 
     psync.data.from_arrays((x, y), batch_size=32, shuffle_seed=7, num_epochs=None)
     psync.data.from_files(sorted(glob.glob("*.npz")), read)
@@ -35,9 +35,9 @@ def from_arrays(
             (axis 0). A list is one array: it is stacked. Every worker that reads the dataset
             gets them all.
         batch_size: Rows in a batch.
-        shuffle_seed: Orders the rows of each epoch anew, and on each worker otherwise where the
+        shuffle_seed: Shuffles the rows in each epoch, and in another order on each worker where the
             whole is given to all. Where it is distributed, all follow one order, so that no row
-            is given twice. None: as they lie.
+            is given twice. None: no shuffling.
         drop_remainder: Whether the last batch is left out if it is smaller than the others.
         num_epochs: How often the rows come; None: for ever.
 
@@ -73,7 +73,7 @@ def from_files(
         files: Their names, in the same order on every start. They are opened on the workers.
         reader: Called with a name, on a worker, in a thread; returns an iterable of batches, as a
             generator function does. It must not call psync.
-        shuffle_seed: Orders the files of each epoch anew; None: as they are given.
+        shuffle_seed: Shuffles the files in each epoch; None: in the order given.
         num_epochs: How often every file is read; None: for ever.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Every exception psync raises, in one tree.
+"""The exceptions of psync, in one tree.
 
 The class answers one question: who must act.
 
@@ -276,7 +276,7 @@ class AttachError(PsyncError):
 
 
 class TrainingEnded(PsyncError):
-    """Training has ended: no further synchronous step will be closed, and nobody waits for one."""
+    """Training has ended: no further synchronous step will be closed."""
 
 
 class EndOfData(PsyncError):

@@ -1,4 +1,4 @@
-"""Gradients from torch and jax, in the form that ``compute_gradients`` and ``minimize`` take.
+"""Gradient functions from torch and jax, for ``compute_gradients`` and ``minimize``.
 
 Both libraries are imported when a gradient is first computed, by the task that computes it.
 """
@@ -72,7 +72,7 @@ def from_jax(loss_fn: Loss, *, jit: bool = True) -> GradientFunction:
         loss_fn: Called with an array for each variable, then the data; returns a scalar, or a pair
             of it and the predictions. Of variables that are nested otherwise than in a list, it
             gets the arrays as one argument, nested alike.
-        jit: Compile it, anew for other shapes.
+        jit: Compile it, again for other shapes.
 
     Returns:
         What ``minimize`` and ``Trainer`` take; see ``GradientFunction``. A gradient is None where

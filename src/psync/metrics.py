@@ -1,4 +1,4 @@
-"""Metrics: what steps count on their workers, and the program reads as one number.
+"""Metrics: sums that steps add to on their workers, and one value that the program reads.
 
 The sums of a metric are one ON_READ variable on a ps: each worker adds to a copy of its own, in one
 small message, and reading adds the copies up. They outlive the worker, and what a closure adds
@@ -81,8 +81,7 @@ class Metric:
         Contributions may be added up: so several batches can be counted in one message.
 
         Args:
-            batch: As of ``update_state``.
-            sample_weight: Likewise.
+            batch, sample_weight: See ``update_state``.
 
         Raises:
             GradientError: What is given does not fit together.
@@ -90,7 +89,7 @@ class Metric:
         return self._rule.contribution(*batch, sample_weight=sample_weight)
 
     async def add(self, contribution: np.ndarray) -> None:
-        """Count what ``contribution`` returned, or a sum of such; else as ``update_state``."""
+        """Count what ``contribution`` returned, or a sum of such; see ``update_state``."""
         await self._sums.assign_add(contribution)
 
     def value_of(self, sums: np.ndarray) -> float:
@@ -109,7 +108,7 @@ class Metric:
         return self.value_of(await self._sums.read())
 
     async def reset_state(self) -> None:
-        """Begin anew: in the program for all workers, in a step for this one.
+        """Reset the sums: in the program for all workers, in a step for this one.
 
         Join first: what steps count at the same time is counted before or after.
 
@@ -212,7 +211,7 @@ class MeanSquaredError(Metric):
 
 
 class MeanAbsoluteError(Metric):
-    """Mean of absolute differences; else as ``MeanSquaredError``.
+    """Mean of absolute differences; see ``MeanSquaredError``.
 
     Args:
         name: Of the metric.

@@ -1,4 +1,4 @@
-"""Optimizers: what a step pushes gradients through. The mathematics runs on the ps tasks.
+"""Optimizers: handles that steps push gradients through; the mathematics runs on the ps tasks.
 
 Each class is a handle with the arguments of one rule. Names, arguments, formulas and defaults
 are those of Keras 3. A learning rate is a number or a schedule; each ps evaluates a schedule at
@@ -45,7 +45,7 @@ class SGD(Optimizer):
         learning_rate: A number or a schedule.
         momentum: In [0, 1]; 0 for none.
         nesterov: Look ahead along the velocity.
-        options: As for ``Optimizer``: weight decay, clipping, accumulation, name and so on.
+        options: See ``Optimizer``: weight decay, clipping, accumulation, name and so on.
 
     Slots: "momentum", if there is one.
 
@@ -69,7 +69,7 @@ class Momentum(SGD):
         learning_rate: A number or a schedule.
         momentum: In [0, 1].
         nesterov: Look ahead along the velocity.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "momentum".
 
@@ -93,7 +93,7 @@ class Nesterov(Momentum):
     Args:
         learning_rate: A number or a schedule.
         momentum: In [0, 1].
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "momentum".
 
@@ -118,7 +118,7 @@ class Adagrad(Optimizer):
         learning_rate: A number or a schedule.
         initial_accumulator_value: What the accumulator begins with, at least 0.
         epsilon: At least 0.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "accumulator".
 
@@ -143,7 +143,7 @@ class Adadelta(Optimizer):
         learning_rate: A number or a schedule; 1 is the paper's.
         rho: Decay of both averages, in [0, 1].
         epsilon: At least 0.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "accumulated_grad", "accumulated_delta_var".
 
@@ -169,7 +169,7 @@ class RMSprop(Optimizer):
         momentum: In [0, 1]; 0 for none.
         epsilon: At least 0.
         centered: Divide by the deviation of gradients instead of their size.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "velocity"; "momentum" if there is one; "average_gradient" if centered.
 
@@ -198,7 +198,7 @@ class Adam(Optimizer):
         beta_2: Decay of the second moment, in [0, 1).
         epsilon: Added to the square root of the second moment.
         amsgrad: Divide by the largest second moment so far.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "v", and "vhat" with amsgrad.
 
@@ -226,7 +226,7 @@ class AMSGrad(Adam):
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
         epsilon: Added to the square root of the second moment.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "v", "vhat".
 
@@ -254,7 +254,7 @@ class AdamW(Adam):
         beta_2: Decay of the second moment, in [0, 1).
         epsilon: Added to the square root of the second moment.
         amsgrad: Divide by the largest second moment so far.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "v", and "vhat" with amsgrad.
 
@@ -283,7 +283,7 @@ class Adamax(Optimizer):
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the norm, in [0, 1).
         epsilon: Added to the norm.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "u".
 
@@ -309,7 +309,7 @@ class Nadam(Optimizer):
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
         epsilon: Added to the square root of the second moment.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "v".
 
@@ -338,7 +338,7 @@ class Ftrl(Optimizer):
         l2_regularization_strength: At least 0.
         l2_shrinkage_regularization_strength: At least 0.
         beta: At least 0.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "accumulator", "linear".
 
@@ -375,7 +375,7 @@ class Lion(Optimizer):
         learning_rate: A number or a schedule.
         beta_1: Part of the momentum in the direction, above 0 and at most 1.
         beta_2: Decay of the momentum, in [0, 1].
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "momentum".
 
@@ -405,7 +405,7 @@ class Lamb(Optimizer):
         beta_1: Decay of the first moment, in [0, 1).
         beta_2: Decay of the second moment, in [0, 1).
         epsilon: Added to the square root of the second moment.
-        options: As for ``Optimizer``.
+        options: See ``Optimizer``.
 
     Slots: "m", "v".
 

@@ -1,11 +1,11 @@
-"""Into how many shards a variable is cut, and which rows each shard has.
+"""Partitioners: the number of shards of a variable, the rows of each, and their placement.
 
 A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of parts
 per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
 ``div_split`` and ``shard_of_row`` are the one layout that psync has, called "div": shards of
 consecutive rows whose numbers differ by at most one, the larger ones first.
 
-Which ps holds which shard.
+The placement at the end of the module chooses a ps for each shard: in turns, or by bytes.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Placer:
         return int(ps)
 
     def note(self, ps: int, nbytes: int) -> None:
-        """Count a shard that went beside another one: nobody was asked."""
+        """Count a shard that lies beside another one, without a placement of its own."""
         self._loads[ps] += nbytes
 
     def pinned(self, where: int | str) -> Pinned:

@@ -18,10 +18,10 @@ here, and nothing is unpickled.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from psync.chief.enquiry import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
@@ -31,7 +31,6 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
-from psync.ps.apply_log import ApplyLog
 from psync.ps.backup_host import ReplicaHost
 from psync.ps.backup_sender import Served
 from psync.ps.cooperative_work import LongWork
@@ -46,16 +45,18 @@ from psync.ps.succession import (
     check_chief,
     check_newest,
 )
-from psync.ps.weakened_rules import went_back
 from psync.store.locate_ps import Primary
 from psync.store.snapshot import Thawed
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
-from psync.sync.session_service import SessionService
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Hello, Refused, Shutdown, Statistics
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import TakeImage
+from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
+
+if TYPE_CHECKING:
+    from psync.compat.session_service import SessionService
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class PsTask:
         *,
         is_hosted: bool = False,
     ) -> None:
-        self.task = f"/job:ps/task:{index}"
+        self.task = task = f"/job:ps/task:{index}"
         self.stopped = asyncio.Event() if stopped is None else stopped
         self.life = Life.EMPTY
         self._platform = platform
@@ -92,32 +93,22 @@ class PsTask:
         self._address = address
         self._pool = BlockPool()
         self._work = LongWork(self.task, self.stopped.set)
-        self._log = ApplyLog(platform.apply_log, index)
+        parts, pool, work, check = platform.parts, self._pool, self._work, self._check_coordinator
         self._process = PsProcess(
-            self.task, index, platform, self._pool, self._work, self._log,
-            self._check_coordinator, self._served, self._depose,
-        )  # fmt: skip
-        nothing = Contents.empty(self.task, self._pool)
-        self.services = PsServices(self._process, self.life, None, 0, nothing)
-        self._host = ReplicaHost(self.task, self._pool, self._make_backup, lambda: self.floor)
-        self._sessions = SessionService(
-            check_coordinator=self._check_coordinator,
-            set_members=lambda *members: self.services.set_members(*members),
-            fence=lambda *task: self.services.fence_everywhere(*task),
-            end_training=lambda reason: self.services.end_training(reason),
+            task, index, platform, pool, work, check, self._served, self._depose
         )
-        self._adoption = AdoptionService(
-            self.task, self._work, self._check_coordinator, lambda: self.services.store
-        )
-        self._images = ImageService(
-            self.task, self._work, self._pool, self._check_coordinator, self,
-            platform.failpoints.hit,
-        )  # fmt: skip
+        make = parts.of(PsServices)
+        self.services = make(self._process, self.life, None, 0, self._nothing(0))
+        self._host = ReplicaHost(task, pool, self._make_backup, lambda: self.floor, parts)
+        self._sessions: SessionService | None = None  # until a training session asks
+        self._adoption = AdoptionService(task, work, check, lambda: self.services.store)
+        self._images = ImageService(task, work, pool, check, self, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
-        served = {} if is_hosted else ServedService(self.task, self, self._host).handlers()
+        served = {} if is_hosted else ServedService(task, self, self._host).handlers()
         grants = CoordinatorGrants() if index == 0 and not is_hosted else None
         granting = GrantService(lambda: self.newest, platform.new_incarnation, grants)
+        of_session = Handler(self._of_session)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
@@ -125,15 +116,13 @@ class PsTask:
             **self._adoption.handlers(),
             **self._images.handlers(),
             **self._host.handlers(),
-            **(self._sessions.handlers() if index == 0 else {}),
+            **dict.fromkeys(ON_EACH_PS if index else ON_PS_0 + ON_EACH_PS, of_session),
             **served,
             **granting.handlers(),
             **self.services.handlers(),
         }
-        self._endpoint = Endpoint(
-            platform, self.task, platform.new_incarnation(), handlers, self._pool, self._admit
-        )
-        self._endpoint.on_peer.append(self._sessions.note_peer)
+        incarnation = platform.new_incarnation()
+        self._endpoint = Endpoint(platform, task, incarnation, handlers, pool, self._admit)
         self.chief = ChiefPresence(self._endpoint)
 
     async def start(self) -> Listener:
@@ -151,10 +140,10 @@ class PsTask:
         self.life = self.life.after(LifeEvent.CLOSE, self.task)
         await self.services.close()
         await self._host.close()
-        self._sessions.close()
+        if self._sessions is not None:
+            self._sessions.close()
         await self._adoption.close()
         await self._work.drain()  # what began meanwhile
-        self._log.close()
 
     @property
     def is_torn(self) -> bool:
@@ -172,26 +161,29 @@ class PsTask:
         return {
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
-            "session": self._sessions.statistics(),
+            "session": {} if self._sessions is None else self._sessions.statistics(),
             "image": {**self._images.statistics(), "timeline": self.services.timeline},
         }
 
     def _replace(
-        self, attach: AttachPs, timeline: int, contents: Contents | None, patience_s: float | None
+        self, attach: AttachPs, timeline: int, contents: Contents, patience_s: float | None
     ) -> None:
         """Serve something else from now on; what was begun before ends where it began.
 
         Args:
             attach: Who the coordinator is.
             timeline: Of it.
-            contents: What is served; None: nothing yet, or any more.
+            contents: What is served.
             patience_s: See ``PsServices.end``.
         """
         self.services.end(timeline, patience_s, self._adoption.lost)
         shares = self.services.shares if self.floor == attach.coordinator else None
-        contents = contents or Contents.empty(self.task, self._pool, attach.coordinator)
-        self.services = PsServices(self._process, self.life, attach, timeline, contents, shares)
+        make = self._platform.parts.of(PsServices)
+        self.services = make(self._process, self.life, attach, timeline, contents, shares)
         self._endpoint.handlers.update(self.services.handlers())
+
+    def _nothing(self, floor: int) -> Contents:
+        return Contents.empty(self._platform.parts, self.task, self._pool, floor)
 
     # The coordinator.
 
@@ -250,12 +242,19 @@ class PsTask:
         self.life = self.life.after(LifeEvent.ATTACH, self.task)
         self._images.forget()
         # Where variables are kept, a step that is decided is applied.
-        self._replace(attach, 0, None, attach.ps_timeout_s if attach.keep else None)
+        patience_s = attach.ps_timeout_s if attach.keep else None
+        self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
         self._adoption.begin(before.store, before.coordinator, attach.coordinator, keep=attach.keep)
-        self._log.serves()
-        self._sessions.attached(attach.coordinator)
+        if self._sessions is not None:
+            self._sessions.attached(attach.coordinator)
         if not attach.keep:  # else it may have to go on with what is here, see EndFormer
             self._host.end_below(attach.coordinator)
+
+    def _of_session(self, peer: Peer, message: Message, body: list[memoryview]) -> Any:
+        if self._sessions is None:
+            make = import_module("psync.compat.session_service").SessionService
+            self._sessions = make(self._endpoint, lambda: self.services, self._check_coordinator)
+        return self._sessions.handlers()[type(message)].run(peer, message, body)
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         check_newest(peer, self.task, self.newest)
@@ -274,8 +273,6 @@ class PsTask:
         self.life = self.life.after(LifeEvent.ROLL_BACK, self.task)
         self._adoption.lost()  # until the program says that all have it
         self._replace(before.attach, message.timeline, contents, None)
-        self._log.serves()
-        went_back(self.services.ledger, message.fences)
         for task, below in (*message.fences, (CLOSER, self.services.closer_incarnation)):
             self.services.refuse_below(task, below)
 
@@ -302,7 +299,7 @@ class PsTask:
         """Hold nothing any more."""
         attach = self.services.attach
         if self.life is Life.DEPOSED and attach is not None:
-            self._replace(attach, self.services.timeline, None, None)
+            self._replace(attach, self.services.timeline, self._nothing(self.floor), None)
 
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know; see ``succession.OwnTask``."""
@@ -321,10 +318,9 @@ class PsTask:
     def _make_backup(self, index: int) -> PsTask:
         host, _, _ = self._address.rpartition(":")
         address = f"{host}:0" if host else f"{self._address}.{index}"
-        failpoints = self._platform.failpoints.of_backup()
-        platform = dataclasses.replace(self._platform, failpoints=failpoints)
+        make = self._platform.parts.of(PsTask)
         # It shares ``stopped``: one that is damaged ends the process.
-        made = PsTask(platform, index, address, self.stopped, is_hosted=True)
+        made = make(self._platform, index, address, self.stopped, is_hosted=True)
         self.chief.watch(made._endpoint)
         return made
 
@@ -345,5 +341,4 @@ class PsTask:
         self.services.accumulators.promoted()  # nobody waits in the log, which has ended
         for task, below in fences:
             self.services.refuse_below(task, below)
-        self._log.serves(promoted=True)
         return await self.start()

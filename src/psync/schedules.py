@@ -1,4 +1,4 @@
-"""Learning-rate schedules as plain data.
+"""Learning-rate schedules as plain data, evaluated on the ps tasks.
 
 A ps evaluates the learning rate itself, because only it knows how many updates it has
 applied. It runs no user code, so a schedule is not a function that travels, but one of the
@@ -9,8 +9,6 @@ Names, arguments and formulas are those of Keras 3 (``keras.optimizers.schedules
 in double precision. Differences: ``Warmup`` can be put before any schedule (Keras has a warm-up
 only in CosineDecay), and arguments for which a formula is undefined somewhere (a negative decay
 rate, a negative power) are refused when the schedule is made, instead of giving NaN in training.
-
-What all learning-rate schedules have in common: a number for each step, and plain data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a variable and its shards look like: names, shapes, dtypes, offsets.
+"""Specs of variables and their shards: names, shapes, dtypes, offsets.
 
 Frozen values that travel between tasks; no behaviour beyond validation.
 """

@@ -1,9 +1,14 @@
-"""The worker task: waits for a coordinator and runs its closures.
+"""The worker task: attaches to a coordinator and runs its closures.
 
     idle --AttachWorker--> attached (a ``Session``) --connection lost or newer coordinator--> idle
 
-One session at a time. A worker listens and never connects to the coordinator: whoever proves
-that it knows the secret, and is a chief newer than the one before, may attach it.
+A task that is asked to leave (SIGTERM, ``leave``) is *leaving*: its closure ends, its updates are
+answered, its results are reported, then the task ends; ``AttachWorker`` is refused meanwhile, and a
+second SIGTERM ends it at once. A session also ends when a ps cannot be reached from here: the
+coordinator gets the reason, and attaches the worker again.
+
+One session at a time. A worker listens and never connects to the coordinator: a chief that proves
+the secret, and is newer than the one before, may attach it.
 """
 
 from __future__ import annotations
@@ -219,13 +224,14 @@ class WorkerTask:
             session.control.abort(FencedError(f"{peer.task} has attached {self.task} anew"))
             session.bulk.abort()
         clients = Endpoint(self._platform, self.task, message.incarnation, {}, self._pool)
-        ps = PsClient(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
+        parts = self._platform.parts
+        ps = parts.of(PsClient)(clients, message.ps_addresses, self._pool, message.ps_timeout_s)
         for link in ps.links:
             link.on_lost = self._lost_ps
         iterators = IteratorTable()
         runtime = Runtime(ps, message.origin, message.program, None, iterators.get)
         self._clients = clients
-        self._session = Session(
+        self._session = parts.of(Session)(
             message, peer, bulk, runtime, iterators, self._platform, self._main_by_name
         )
         return Reply(Done())

@@ -733,13 +733,6 @@ def test_a_handle_is_one_object_and_can_be_made_again_elsewhere() -> None:
 # --- tokens, and what programs for TensorFlow call ---------------------------------------------
 
 
-async def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
-    optimizer = SyncReplicasOptimizer(sgd(), 3, 1, name="sync")
-    for ask in (optimizer.get_init_tokens_op, optimizer.get_chief_queue_runner):
-        with pytest.raises(ValueError, match="before apply_gradients of sync was called"):
-            ask()
-
-
 async def test_initial_tokens_can_be_put_before_and_once() -> None:
     async with model(1) as m:
         optimizer = SyncReplicasOptimizer(sgd(), 3, 1)

@@ -47,10 +47,10 @@ def disk() -> Recorder:
 
 
 def save(directory: Path) -> Path:
-    writer = Writer(directory, "ckpt-00000001")
+    writer = Writer(directory, "ckpt-00000001", 1, {"a": ((2,), "float32")})
     file = writer.data_file("data.safetensors", [Planned("a", (2,), "float32", 0)])
     file.write(np.zeros(2, np.float32))
-    return writer.commit(1, {"a": ((2,), "float32")}, {})
+    return writer.commit()
 
 
 def test_all_that_is_in_a_checkpoint_is_synced_before_it_gets_its_name(

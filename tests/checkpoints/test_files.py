@@ -31,7 +31,8 @@ W = np.arange(20, dtype=np.float32).reshape(10, 2)
 
 def save(directory: Path, number: int = 1) -> Path:
     """A checkpoint of W in two files, and a scalar."""
-    writer = Writer(directory, f"ckpt-{number:08d}")
+    shapes = {"w": ((10, 2), "float32"), "scalar": ((), "int64")}
+    writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": 3})
     first = writer.data_file(
         "data-0.safetensors",
         [Planned("w", (4, 2), "float32", 0), Planned("scalar", (), "int64", 0)],
@@ -40,7 +41,7 @@ def save(directory: Path, number: int = 1) -> Path:
     first.write(np.array(7))
     second = writer.data_file("data-1.safetensors", [Planned("w", (6, 2), "float32", 4)])
     second.write(iter([W[4:5], W[5:]]))
-    return writer.commit(number, {"w": ((10, 2), "float32"), "scalar": ((), "int64")}, {"epoch": 3})
+    return writer.commit()
 
 
 @pytest.fixture
@@ -66,22 +67,22 @@ def test_other_programs_read_the_files(saved: Path) -> None:
 
 def test_bfloat16_survives(tmp_path: Path) -> None:
     values = np.array([1.5, -2.0, 3e38], ml_dtypes.bfloat16)
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1, {"b": ((3,), "bfloat16")})
     writer.data_file("data", [Planned("b", (3,), "bfloat16", 0)]).write(values)
-    reader = Reader(writer.commit(1, {"b": ((3,), "bfloat16")}, {}))
+    reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["b"], 0, 3), values)
 
 
 def test_a_tensor_without_elements_is_one_too(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1, {"e": ((0, 3), "float32")})
     writer.data_file("data", [Planned("e", (0, 3), "float32", 0)]).write(np.zeros((0, 3), "f4"))
-    reader = Reader(writer.commit(1, {"e": ((0, 3), "float32")}, {}))
+    reader = Reader(writer.commit())
     assert reader.read(reader.manifest.tensors["e"], 0, 0).shape == (0, 3)
 
 
 class TestCompleteOrAbsent:
     def test_until_commit_there_is_none(self, tmp_path: Path) -> None:
-        writer = Writer(tmp_path, "ckpt-00000002")
+        writer = Writer(tmp_path, "ckpt-00000002", 1)
         writer.data_file("data", [Planned("w", (10, 2), "float32", 0)]).write(W)
         assert checkpoints_in(tmp_path, "ckpt") == []
         writer.abandon()
@@ -174,7 +175,7 @@ def test_the_mark_of_the_last_one_comes_and_goes_with_it(saved: Path) -> None:
 
 
 def test_bytes_that_were_not_planned_are_refused(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1)
     data_file = writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
     with pytest.raises(CheckpointError, match="expected 80 bytes, got 72"):
         data_file.write(W[:9])
@@ -182,10 +183,10 @@ def test_bytes_that_were_not_planned_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_slice_that_was_not_written_leaves_no_checkpoint(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((10, 2), "float32")})
     writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
     with pytest.raises(CheckpointError, match="'w' was not written"):
-        writer.commit(1, {"w": ((10, 2), "float32")}, {})
+        writer.commit()
     writer.abandon()
     assert checkpoints_in(tmp_path, "ckpt") == []
 
@@ -193,7 +194,7 @@ def test_a_slice_that_was_not_written_leaves_no_checkpoint(tmp_path: Path) -> No
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1)
     data_file = writer.data_file("data", [Planned("w", (10, 2), "float32", 0)])
     data_file.path.unlink()
     os.dup2(full := os.open("/dev/full", os.O_WRONLY), data_file._file.fileno())
@@ -217,7 +218,7 @@ def test_what_is_left_in_memory_when_the_disk_is_full_is_no_second_error(tmp_pat
 
 def test_a_path_that_the_disk_refuses_is_a_clear_error(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 300)
-    for use in (Reader, remove, is_complete, is_last, mark_last, lambda p: Writer(p, "ckpt-1")):
+    for use in (Reader, remove, is_complete, is_last, mark_last, lambda p: Writer(p, "ckpt-1", 1)):
         with pytest.raises(CheckpointError, match=f"{path}.*: File name too long"):
             use(path)
 
@@ -225,7 +226,7 @@ def test_a_path_that_the_disk_refuses_is_a_clear_error(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="making"):
-        Writer(tmp_path / "file" / "run", "ckpt-1")
+        Writer(tmp_path / "file" / "run", "ckpt-1", 1)
 
 
 def test_the_header_is_aligned(saved: Path) -> None:

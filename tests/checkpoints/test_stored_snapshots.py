@@ -14,7 +14,6 @@ from psync.checkpoints.layout import Layout
 from psync.checkpoints.stored_snapshots import SavedImages, stored_images
 from psync.checkpoints.writer import Writer
 from psync.errors import CheckpointCorrupt, CheckpointNotFound
-from psync.numerics.blocks import BlockPool
 from psync.ps.snapshot_files import read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
@@ -38,21 +37,21 @@ def save(directory: Path, number: int = 1, value: float = 1.0, drop: int = 0) ->
     """A checkpoint of two ps tasks; ``drop``: so many places are left out of the manifest."""
     frozen = [held(ps, value + ps) for ps in range(2)]
     layout = Layout([each.state for each in frozen], [])
-    writer = Writer(directory, f"ckpt-{number:08d}")
+    writer = Writer(directory, f"ckpt-{number:08d}", number)
     for ps, each in enumerate(frozen):
         name = f"ps-{ps}.safetensors"
         size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
         writer.add_file(name, size, [])
         places = layout.places(ps, written)[drop:]
         writer.add_image(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
-    return writer.commit(number, {}, {})
+    return writer.commit()
 
 
 def value_of(path: Path) -> float:
     """What the second ps held of w."""
     image = stored_images(path)[1]
     state = ImageState.from_bytes(image.state, "here")
-    made = thaw(state, "/job:ps/task:1", BlockPool(), 0, bytes.hex)
+    made = thaw(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
     places = [(place.item, (place.start, place.nbytes, place.crc32)) for place in image.places]
     read_items(image.file, made, places)
     return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
@@ -95,7 +94,7 @@ class TestDamage:
     def test_no_checkpoint_and_one_without_images_are_told_apart(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
             stored_images(tmp_path / "ckpt-1")
-        path = Writer(tmp_path, "ckpt-2").commit(2, {}, {})
+        path = Writer(tmp_path, "ckpt-2", 2).commit()
         with pytest.raises(CheckpointNotFound, match="does not say what each ps held"):
             stored_images(path)
 

@@ -13,6 +13,7 @@ from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
 from psync.checkpoints.manifest import Image, Place
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.errors import CheckpointError, ConfigurationError
+from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 
 W = np.arange(6, dtype=np.float32)
 
@@ -27,13 +28,13 @@ def written_by_another(writer: Writer, name: str) -> DataFile:
 
 
 def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
     data_file = written_by_another(writer, "ps-0.safetensors")
     writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
     places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
               enumerate(data_file.slices)]  # fmt: skip
     writer.add_image(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
-    reader = Reader(writer.commit(1, {"w": ((6,), "float32")}, {}))
+    reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), W)
     assert reader.manifest.images == (
         Image("ps-0.json", 0xA3A6BF43, "ps-0.safetensors", tuple(places)),
@@ -43,23 +44,23 @@ def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
 
 
 def test_images_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1)
     for ps in (1, 0):
         data_file = written_by_another(writer, f"ps-{ps}")
         writer.add_file(f"ps-{ps}", data_file.close(), [])
         writer.add_image(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
-    images = Reader(writer.commit(1, {}, {})).manifest.images
+    images = Reader(writer.commit()).manifest.images
     assert [image.data for image in images] == ["ps-0", "ps-1"]
 
 
 def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:
     for number, spoil in enumerate((os.unlink, lambda path: os.truncate(path, 100))):
-        writer = Writer(tmp_path, f"ckpt-{number}")
+        writer = Writer(tmp_path, f"ckpt-{number}", 1, {"w": ((6,), "float32")})
         data_file = written_by_another(writer, "ps-0")
         writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
         spoil(data_file.path)
         with pytest.raises(CheckpointError, match=r"looking at .*ps-0|were written there, 100 are"):
-            writer.commit(1, {"w": ((6,), "float32")}, {})
+            writer.commit()
         writer.abandon()
     assert list(tmp_path.iterdir()) == []
 
@@ -75,20 +76,20 @@ class NameLost(Disk):
 def test_a_file_whose_machine_dies_before_its_name_is_synced_leaves_no_checkpoint(
     tmp_path: Path,
 ) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1, {"w": ((6,), "float32")})
     data_file = written_by_another(writer, "ps-0")
     writer.add_file("ps-0", data_file.close(), data_file.slices[:1])
     token = current_disk.set(NameLost())
     try:
         with pytest.raises(CheckpointError, match=r"looking at .*ps-0"):
-            writer.commit(1, {"w": ((6,), "float32")}, {})
+            writer.commit()
     finally:
         current_disk.reset(token)
     assert checkpoints_in(tmp_path, "ckpt") == []
 
 
 def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1)
     data_file = written_by_another(writer, "ps-0")
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
@@ -99,26 +100,19 @@ def test_who_comes_late_cannot_write_into_what_was_abandoned(tmp_path: Path) -> 
 
 
 def test_the_nonce_is_no_part_of_it(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, "ckpt-1")
+    writer = Writer(tmp_path, "ckpt-1", 1)
     assert writer.put_nonce("abc").read_text() == "abc"
-    path = writer.commit(1, {}, {})
+    path = writer.commit()
     assert sorted(found.name for found in path.iterdir()) == ["COMMIT", "manifest.json"]
 
 
 @pytest.mark.parametrize("place", ["checkpoint.before_commit", "checkpoint.before_rename"])
 def test_until_it_has_its_name_it_does_not_exist(tmp_path: Path, place: str) -> None:
-    class Stopped(Exception):
-        pass
-
-    def reached(name: str) -> None:
-        if name == place:
-            raise Stopped
-
-    writer = Writer(tmp_path, "ckpt-1", reached)
-    with pytest.raises(Stopped):
-        writer.commit(1, {}, {})
+    writer = SabotagedParts(Failpoints(f"{place}=error")).of(Writer)(tmp_path, "ckpt-1", 1)
+    with pytest.raises(FailpointError, match=place):
+        writer.commit()
     assert checkpoints_in(tmp_path, "ckpt") == []
-    assert Reader(Writer(tmp_path, "ckpt-1").commit(1, {}, {})).manifest.number == 1
+    assert Reader(Writer(tmp_path, "ckpt-1", 1).commit()).manifest.number == 1
 
 
 def test_the_environment_may_say_that_ps_tasks_write_nothing() -> None:

@@ -14,7 +14,6 @@ from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import EndOfData, RemoteProtocolError, UsageError
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Reply
 from psync.replicas.closure_messages import ScheduledCall
 from psync.serialization.failures import describe_exception
@@ -49,7 +48,7 @@ class World:
         reports = ScheduleReports([WORKER], self.queue)
         reports.worker_joined(WORKER, 1)
         self._handlers = ClosureService(
-            self.queue, self.closures, self.functions, reports, self, Failpoints()
+            self.queue, self.closures, self.functions, reports, self
         ).handlers()
         for closure_id in range(num_closures):
             call = ScheduledCall(self.function, pack_arguments("step", (closure_id,), {}))

@@ -14,6 +14,7 @@ from psync.chief.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of
+from psync.testing.sabotage import failpoints_of
 from psync.wire.ps_messages import CreateShards
 
 pytestmark = pytest.mark.asyncio
@@ -120,7 +121,7 @@ async def test_a_connection_that_is_cut_in_the_middle_repeats_it(size: int) -> N
     async with PsCluster(2) as cluster:
         for task in cluster.ps:
             cut = functools.partial(cluster.network.cut, task._address)
-            task._platform.failpoints.arm("ps.create.done", cut)
+            failpoints_of(task._platform).arm("ps.create.done", cut)
         v = cluster.declare("v", np.ones((4, size), np.float32), shards=4)
         w = cluster.declare("w", np.float32(5))
         await cluster.creation.ensure()
@@ -223,7 +224,7 @@ async def test_a_constant_that_was_updated_is_not_created_anew_by_a_repetition()
                 pass
             cluster.network.cut(task._address)
 
-        task._platform.failpoints.arm("ps.create.done", cut)
+        failpoints_of(task._platform).arm("ps.create.done", cut)
         v = declare(cluster, "v", np.broadcast_to(np.float32(0.5), (6,)), (6,))
         await cluster.creation.ensure()
         assert (await pull(cluster.chief, v))[0].tolist() == [1.5] * 6
@@ -305,7 +306,7 @@ async def test_copying_is_repeated_after_a_lost_connection_and_done_once(size: i
                 pass
             cluster.network.cut(task._address)
 
-        task._platform.failpoints.arm("ps.create.done", cut)
+        failpoints_of(task._platform).arm("ps.create.done", cut)
         c = declare_copy(cluster, "c", v)
         await cluster.creation.ensure()
         assert seen == [["v/0"], ["c/0"], ["c/0"]]

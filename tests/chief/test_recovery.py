@@ -18,9 +18,9 @@ from memory_cluster import cluster_of, coordinating, event_of, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
-from psync.net.message_loss import MessageLosses
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
+from psync.testing.sabotage import MessageLosses
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
@@ -196,12 +196,14 @@ async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: P
 
 @pytest.mark.virtual_time
 async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_changed() -> None:
+    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
             coordinator._running("test").recovery.recovery_ended()
             await asyncio.sleep(5)
+        del bound
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
         (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
         assert final.closure == 3
@@ -210,12 +212,14 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
 
 @pytest.mark.virtual_time
 async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
+    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
             coordinator._running("test").recovery.end_sessions()
             await asyncio.sleep(5)
+        del bound
         assert heard
         assert [report.missing for report in heard] == [[]] * len(heard)
 

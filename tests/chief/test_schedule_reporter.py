@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
+import psync
 from memory_cluster import coordinating, event_of
 from psync.errors import EndOfData, ParameterServerLost
 from psync.net.peer import Peer
+from psync.net.process_state import fresh_process
 from psync.wire.codec import Message
 from psync.wire.sync_messages import ReportSchedule
 
@@ -18,8 +22,8 @@ pytestmark = pytest.mark.virtual_time
 
 
 @pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> list[ReportSchedule]:
-    """All reports that were sent, repetitions too."""
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReportSchedule]]:
+    """All reports that were sent, repetitions too, of a program that begins with no optimizer."""
     sent: list[ReportSchedule] = []
     call = Peer.call
 
@@ -30,7 +34,68 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[ReportSchedule]:
         return await call(self, message, *args, **kwargs)
 
     monkeypatch.setattr(Peer, "call", recording)
-    return sent
+    with fresh_process():
+        yield sent
+
+
+@pytest.fixture
+def reports(sent: list[ReportSchedule]) -> Iterator[list[ReportSchedule]]:
+    """The same of a program whose workers wait for each other."""
+    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
+    yield sent
+    del bound
+
+
+async def test_nothing_is_reported_where_workers_never_wait_for_each_other(sent):
+    async with coordinating(num_workers=2) as (cluster, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+        optimizer = psync.optimizers.SGD(1.0)
+
+        async def step():
+            await optimizer.apply_gradients([(np.ones(2, np.float32), w)])
+
+        for _ in range(10):
+            coordinator.schedule(step)
+        await coordinator.join()
+        await cluster.stop("worker-1")
+        await asyncio.sleep(1)
+        coordinator.schedule(step)
+        await coordinator.join()
+        await coordinator.strategy.run(step)
+        await asyncio.sleep(10)
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 2),
+        lambda: psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(0)),
+    ],
+    ids=["group", "bound"],
+)
+async def test_from_the_declaration_of_a_group_or_bound_on_ps_0_hears_of_the_schedule(sent, make):
+    async with coordinating(num_workers=2) as (_, coordinator):
+        with coordinator.strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+            global_step = psync.get_or_create_global_step()
+
+        async def step(optimizer):
+            await optimizer.apply_gradients([(np.ones(2, np.float32), w)], global_step)
+
+        async def train(optimizer):
+            for _ in range(4):
+                coordinator.schedule(step, args=(optimizer,))
+            await coordinator.join()
+            await asyncio.sleep(1)
+
+        await train(psync.optimizers.SGD(1.0))
+        assert sent == []
+        await train(make())
+        assert [index for index, _ in sent[0].workers] == [0, 1]
+        assert sent[0].version == 1
+        assert not sent[-1].queued
 
 
 async def test_the_state_is_reported_as_soon_as_the_cluster_is_up(reports):

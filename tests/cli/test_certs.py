@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from psync.cli.main import main, run
+from psync.cli import run
+from psync.cli.main import main
 from psync.launch import tasks
 from psync.net.tls_config import TLS_VARIABLES, load_tls
 from tls_files import authority, variables_of

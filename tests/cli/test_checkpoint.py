@@ -13,10 +13,11 @@ from psync.cli.main import main
 
 
 def save(directory: Path, number: int, value: float) -> str:
-    writer = Writer(directory, f"ckpt-{number:08d}")
+    shapes = {"model/w": ((4,), "float32")}
+    writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, {"epoch": number})
     file = writer.data_file("data", [Planned("model/w", (4,), "float32", 0)])
     file.write(np.full(4, value, np.float32))
-    return str(writer.commit(number, {"model/w": ((4,), "float32")}, {"epoch": number}))
+    return str(writer.commit())
 
 
 def test_complete_checkpoints_are_listed(

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from psync.checkpoints.files import Planned
 from psync.checkpoints.writer import Writer
-from psync.cli.checkpoint import INDEX, differences, export, inspection, summary
+from psync.cli.checkpoint_reports import INDEX, differences, export, inspection, summary
 from psync.errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from psync.specs import dtype_name
 
@@ -28,7 +28,9 @@ def save(directory: Path, number: int, **changes: Any) -> Path:
         "model/half": np.ones(3, ml_dtypes.bfloat16), **changes,
     }  # fmt: skip
     tensors = {name: np.asarray(value) for name, value in tensors.items() if value is not None}
-    writer = Writer(directory, f"ckpt-{number:08d}")
+    shapes = {name: (value.shape, dtype_name(value.dtype)) for name, value in tensors.items()}
+    states = {"opt/step": 7, "long": "x" * 200}
+    writer = Writer(directory, f"ckpt-{number:08d}", number, shapes, states)
     pieces = []
     for name, value in tensors.items():
         dtype = dtype_name(value.dtype)
@@ -40,8 +42,7 @@ def save(directory: Path, number: int, **changes: Any) -> Path:
     file = writer.data_file("data", [planned for planned, _ in pieces])
     for _, value in pieces:
         file.write(value)
-    shapes = {name: (value.shape, dtype_name(value.dtype)) for name, value in tensors.items()}
-    return writer.commit(number, shapes, {"opt/step": 7, "long": "x" * 200})
+    return writer.commit()
 
 
 def test_a_summary_is_a_line(tmp_path: Path) -> None:

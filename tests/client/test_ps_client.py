@@ -19,10 +19,10 @@ from psync.errors import (
     RemoteProtocolError,
     UnknownVariableError,
 )
-from psync.net.failpoints import FailpointError, Failpoints
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
+from psync.testing.sabotage import FailpointError, Failpoints, failpoints_of
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 
@@ -338,7 +338,7 @@ async def test_an_average_whose_answer_was_lost_happens_once() -> None:
         s = await cluster.create("s", np.zeros(3, np.float32))
         task = cluster.ps[0]
         cut = functools.partial(cluster.network.cut, task._address)
-        task._platform.failpoints.arm("ps.assign.applied", cut)
+        failpoints_of(task._platform).arm("ps.assign.applied", cut)
         client = cluster.client()
         plan = client.plan((s,))
         originals = {s.variable_id: v.variable_id}

@@ -19,6 +19,7 @@ from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.scatter import SCATTER_OPS
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
+from psync.testing.sabotage import failpoints_of
 from psync.wire.messages import Done
 from psync.wire.ps_messages import PullRows, RowsPulled
 
@@ -267,7 +268,7 @@ class TestPushes:
         async with PsCluster() as cluster:
             v = await cluster.create("v", table())
             cut = lambda: cluster.network.cut("w")  # noqa: E731
-            cluster.ps[0]._platform.failpoints.arm("ps.push.applied", cut)
+            failpoints_of(cluster.ps[0]._platform).arm("ps.push.applied", cut)
             gradient = IndexedSlices(np.ones((1, 3), np.float32), rows_of(1))
             assert await push_rows(cluster.client(WORKER, host="w"), v, gradient) == ["accepted"]
             expected = table()

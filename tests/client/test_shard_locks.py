@@ -17,8 +17,8 @@ from psync.client import shard_locks
 from psync.client.ps_client import PsClient
 from psync.client.shard_locks import LEASE_S, assign_at_once, pull_at_once
 from psync.errors import LockLost
-from psync.net.failpoints import FailpointError, Failpoints
 from psync.specs import VariableSpec
+from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.limits import Limits
 from psync.wire.lock_messages import LockShards, RenewLock, UnlockShards
 

@@ -21,16 +21,16 @@ from psync.errors import (
     RemoteProtocolError,
     TrainingEnded,
 )
-from psync.net.failpoints import FailpointError, Failpoints
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig
+from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence
-from psync.wire.session_messages import AwaitEnd, EndTraining
+from psync.wire.session_messages import EndTraining
 from psync.wire.sync_messages import AskStep, Contribute, Contributed, InitTokens, Staged, StagePush
 
 LARGE = 1 << 15  # elements of float32: 128 KiB, beyond what is sent without asking
@@ -66,7 +66,7 @@ class Cluster(PsCluster):
 
     def worker(self, task: str = WORKER, **options: Any) -> tuple[PsClient, SyncClient]:
         client = self.client(task, **options)
-        return client, SyncClient(client)
+        return client, client.parts.of(SyncClient)(client)
 
     async def push(
         self,
@@ -490,37 +490,11 @@ class TestTokensAndTheEnd:
             await cluster.group(2)
             v = await cluster.variable("v")
             worker = cluster.worker()
-            ending = asyncio.create_task(worker[1].wait_ended())
             async with in_background(cluster.push(worker, v)) as (pushing,):
                 await until(lambda: _counted(cluster) == 1)
                 await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
                 with pytest.raises(TrainingEnded, match="all done"):
                     await pushing
-            await ending
-
-    @pytest.mark.virtual_time
-    async def test_waiting_for_the_end_outlives_any_number_of_connections(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(1)
-            await cluster.push(cluster.worker(OTHER), await cluster.variable("v"))
-            _, sync = cluster.worker(host="w")
-            asked = heard(cluster.ps[0], AwaitEnd)
-            ending = asyncio.create_task(sync.wait_ended())
-            for count in range(1, 20):
-                await asyncio.sleep(10)  # virtual: attempts to connect are seconds apart
-                assert len(asked) == count
-                cluster.network.cut("w")
-            await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
-            await ending
-
-    async def test_waiting_for_the_end_ends_with_the_task_too(self) -> None:
-        async with Cluster() as cluster:
-            client, sync = cluster.worker()
-            asked = heard(cluster.ps[0], AwaitEnd)
-            ending = asyncio.create_task(sync.wait_ended())
-            await until(lambda: asked)
-            await client.close()
-            await ending
 
 
 def _counted(cluster: Cluster) -> int:

@@ -39,6 +39,7 @@ LAW = (
     "worker_task",
     "coordinator",
     "api",
+    "compat",
     "optimizers gradients metrics data",
     "training callbacks",
     "testing",
@@ -47,7 +48,7 @@ LAW = (
     "bench",
     "cli",
     "__main__",
-    "testing.chaos testing.simulation",
+    "testing.sabotage testing.chaos testing.simulation",
 )
 
 # Rules, and what reads bytes: tested without an event loop, every branch of them.
@@ -56,7 +57,7 @@ PURE = (
     "numerics accumulators store closures net.handshake_limits client.pulled_steps "
     "worker.element_specs checkpoints.manifest checkpoints.layout ps.life "
     "sync.tokens sync.group sync.steps sync.followed_steps sync.staging sync.staleness "
-    "sync.session_members"
+    "compat.session_members"
 ).split()
 
 # What is pure is given these as a value.

@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import psync
+from psync.launch.tasks import make_task
 from psync.net.platform import Platform
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork, VirtualClockLoop
+from psync.testing.sabotage import SabotagedParts
 from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.worker_task import WorkerTask
 
@@ -46,6 +48,7 @@ class MemoryCluster:
             self.network.host(host),
             secret,
             limits=self.limits,
+            parts=SabotagedParts(),
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
             threads=not virtual,
@@ -53,8 +56,8 @@ class MemoryCluster:
 
     async def start(self, name: str, secret: Secret = SECRET) -> None:
         job, _, index = name.partition("-")
-        make = PsTask if job == "ps" else WorkerTask
-        task = self.tasks[name] = make(self.platform(secret, name), int(index), f"{name}:1")
+        task = make_task(self.platform(secret, name), job, int(index), f"{name}:1")
+        self.tasks[name] = task
         await task.start()
 
     async def start_all(self) -> None:

@@ -15,7 +15,6 @@ from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
 from psync.net.endpoint import Endpoint
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler
 from psync.net.platform import Platform
 from psync.net.secret import Secret
@@ -25,6 +24,7 @@ from psync.partitioners import FixedShardsPartitioner
 from psync.ps_task import PsTask
 from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
+from psync.testing.sabotage import Failpoints, SabotagedParts
 from psync.wire.codec import Message
 from psync.wire.ps_messages import AttachPs, Pushed
 
@@ -45,7 +45,7 @@ class PsCluster:
 
     def __init__(self, num_ps: int = 1, *, lost_after_s: float = 15.0, **network: Any) -> None:
         self.network = MemoryNetwork(**network)
-        self.ps = [PsTask(self.platform(), index, f"ps{index}:1") for index in range(num_ps)]
+        self.ps = [self._new_ps(index) for index in range(num_ps)]
         self.declared: list[Declaration] = []
         self.variables = itertools.count()
         self.places = itertools.cycle(range(num_ps))
@@ -53,11 +53,15 @@ class PsCluster:
         self._incarnations = itertools.count(1000)
         self._stack = AsyncExitStack()
 
+    def _new_ps(self, index: int) -> PsTask:
+        platform = self.platform()
+        return platform.parts.of(PsTask)(platform, index, f"ps{index}:1")
+
     def platform(self, failpoints: Failpoints | None = None, incarnation: int = 7) -> Platform:
         return Platform(
             self.network,
             SECRET,
-            failpoints=failpoints or Failpoints(),
+            parts=SabotagedParts(failpoints),
             new_incarnation=lambda: incarnation,
         )
 
@@ -91,11 +95,11 @@ class PsCluster:
     ) -> PsClient:
         """A task's links to all ps tasks, closed at the end."""
         network = self.network.host(host) if host else self.network
-        platform = Platform(network, secret, failpoints=failpoints or Failpoints())
+        platform = Platform(network, secret, parts=SabotagedParts(failpoints))
         pool = BlockPool()
         number = next(self._incarnations) if incarnation is None else incarnation
         endpoint = Endpoint(platform, task, number, {}, pool)
-        client = PsClient(
+        client = platform.parts.of(PsClient)(
             endpoint, [f"ps{index}:1" for index in range(len(self.ps))], pool, self._lost_after_s
         )
         self._stack.push_async_callback(endpoint.close)

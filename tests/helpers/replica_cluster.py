@@ -13,10 +13,9 @@ import numpy as np
 
 import psync
 from memory_cluster import MemoryCluster, shared
-from psync.net.failpoints import Failpoints
-from psync.net.message_loss import MessageLosses
 from psync.net.platform import Platform
 from psync.ps_task import PsTask
+from psync.testing.sabotage import MessageLosses, SabotagedParts, failpoints_of
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -29,8 +28,8 @@ class ReplicaCluster(MemoryCluster):
 
     def platform(self, *args: Any, **options: Any) -> Platform:
         made = super().platform(*args, **options)
-        failpoints = Failpoints(without=self.without)
-        return dataclasses.replace(made, failpoints=failpoints, losses=self.losses)
+        parts = SabotagedParts(without=self.without, losses=self.losses)
+        return dataclasses.replace(made, parts=parts)
 
     def ps(self, name: str) -> PsTask:
         task = self.tasks[name]
@@ -45,7 +44,7 @@ class ReplicaCluster(MemoryCluster):
             self.cut_off(name)
             died.set()  # what it does from here on reaches nobody
 
-        self.ps(name)._platform.failpoints.arm(place, die, count)
+        failpoints_of(self.ps(name)._platform).arm(place, die, count)
         return died
 
     def cut_off(self, name: str) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 from ps_cluster import CONFIG, PsCluster, pull
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
-from psync.net.failpoints import Failpoints
 from psync.net.platform import Platform
 from psync.specs import VariableSpec
 from psync.store.sync_config import SyncConfig
+from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.limits import Limits
 from psync.wire.sync_messages import Contributed, ReportSchedule
@@ -122,7 +122,7 @@ class SyncReplica:
 
     def __init__(self, client: PsClient, config: dict[str, Any]) -> None:
         self.client = client
-        self.sync = SyncClient(client)
+        self.sync = client.parts.of(SyncClient)(client)
         self.config = config
 
     async def push(

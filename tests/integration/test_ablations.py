@@ -1,7 +1,7 @@
 """Without a safeguard something goes wrong, and the oracles of the simulations notice it.
 
-Which safeguards have a switch: ``psync.net.testing_switches``. Real processes with a switch off:
-``tests/processes/test_chaos_command.py``; docs/testing.md has a table.
+Which safeguards have a switch: ``psync.testing.sabotage.switches``. Real processes with a switch
+off: ``tests/processes/test_chaos_command.py``; docs/testing.md has a table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import cluster_of, event_of
-from psync.net.failpoints import Failpoints
 from psync.net.platform import Platform
 from psync.testing import MemoryNetwork, run_virtual
+from psync.testing.sabotage import SabotagedParts
 from psync.testing.simulation.drawing import drawn
 from psync.testing.simulation.mutants import MUTANTS
 from psync.testing.simulation.run import simulate
@@ -31,8 +31,8 @@ def switch_off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     plain = memory_cluster.MemoryCluster.platform
 
     def platform(self: Any, *args: Any, **options: Any) -> Platform:
-        failpoints = Failpoints(without=frozenset(names))
-        return dataclasses.replace(plain(self, *args, **options), failpoints=failpoints)
+        parts = SabotagedParts(without=frozenset(names))
+        return dataclasses.replace(plain(self, *args, **options), parts=parts)
 
     monkeypatch.setattr(memory_cluster.MemoryCluster, "platform", platform)
 

@@ -9,6 +9,7 @@ import pytest
 
 from attach_cluster import at, backing_one_another_up, fail_over, life, silence
 from psync.net.process_state import fresh_process
+from psync.testing.sabotage import failpoints_of
 from psync.wire.recovery_messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
 
@@ -67,7 +68,7 @@ async def test_wherever_a_step_is_when_the_chief_dies(
                 silence(cluster, first)
                 reached.set()
 
-            cluster.ps(where)._platform.failpoints.arm(place, die, count)
+            failpoints_of(cluster.ps(where)._platform).arm(place, die, count)
             training.schedule(40)
             await reached.wait()
         async with life(cluster) as second:

@@ -10,7 +10,7 @@ import pytest
 from image_store import keep_images
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
-from psync.net.message_loss import FORMS
+from psync.testing.sabotage.message_loss import FORMS
 from replica_cluster import check, declared, replicated, run
 
 pytestmark = pytest.mark.virtual_time

@@ -17,6 +17,7 @@ from psync.net.environment import platform_of, watchdog_timeout
 from psync.net.platform import Platform
 from psync.net.tls import TlsNetwork
 from psync.testing import MemoryNetwork
+from psync.testing.sabotage import failpoints_of
 from psync.wire.limits import Limits
 from tls_files import authority, variables_of
 
@@ -101,8 +102,8 @@ def test_every_limit_is_described_with_its_default() -> None:
 
 def test_failpoints_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PSYNC_FAILPOINTS", "ps.push.applied=error")
-    failpoints = platform_of(resolver(), LOCAL, insecure=True).failpoints
-    assert failpoints.hits == {"ps.push.applied": 0}
+    platform = platform_of(resolver(), LOCAL, insecure=True)
+    assert failpoints_of(platform).hits == {"ps.push.applied": 0}
 
 
 def test_certificates_are_the_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from psync.net.failpoints import Failpoints
 from psync.testing.chaos.__main__ import PS_POINTS, WORKER_POINTS, drawn_failpoints
+from psync.testing.sabotage import Failpoints
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(170)]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.numerics.blocks import BLOCK_BYTES, BlockPool
+from psync.numerics.blocks import BLOCK_BYTES
 from psync.ps.snapshot_files import Place, has_text, read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
@@ -34,7 +34,7 @@ def frozen() -> Frozen:
 
 
 def thawed(frozen: Frozen) -> Thawed:
-    return thaw(frozen.state, "/job:ps/task:0", BlockPool(), 0, lambda data: data)
+    return thaw(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
 
 
 def contents(frozen: Frozen) -> list[bytes]:

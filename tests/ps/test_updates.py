@@ -29,6 +29,7 @@ from psync.ps.committer import Committer, Entry
 from psync.specs import VariableSpec
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Fresh
+from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed
@@ -69,7 +70,7 @@ class TestIdentity:
             v = await cluster.create("v", np.zeros(size, np.float32))
             client = cluster.client(host="w")
             failpoint = "ps.push.applied" if op == "push" else "ps.assign.applied"
-            cluster.ps[0]._platform.failpoints.arm(failpoint, lambda: cluster.network.cut("w"))
+            failpoints_of(cluster.ps[0]._platform).arm(failpoint, lambda: cluster.network.cut("w"))
             if op == "push":
                 (answer,) = await push(client, (v,), (2.0,), closure=1)
                 assert (answer.outcome, answer.step) == ("accepted", 1)
@@ -125,9 +126,10 @@ class TestIdentity:
     async def test_where_the_first_run_has_not_come_the_second_counts(self) -> None:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
-            first, second = cluster.client(WORKER), cluster.client(OTHER)
-            first.failpoints.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
             first_dies: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            points = Failpoints()
+            points.arm("worker.push.between_ps", lambda: first_dies.set_result(None))
+            first, second = cluster.client(WORKER, failpoints=points), cluster.client(OTHER)
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await first_dies
             await first.close()

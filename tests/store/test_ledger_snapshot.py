@@ -13,8 +13,8 @@ from psync.store.ledger_snapshot import (
     LedgerState,
     SenderState,
     gradients_of,
-    ledger_of,
     note_gradients,
+    restore_ledger,
     state_of,
 )
 
@@ -32,7 +32,9 @@ def unpack(data: bytes) -> object:
 
 
 def again(ledger: Ledger) -> Ledger:
-    return ledger_of(state_of(ledger, pack), FLOOR, unpack)
+    made = Ledger(FLOOR)
+    restore_ledger(made, state_of(ledger, pack), unpack)
+    return made
 
 
 def push(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
 from psync.numerics import blocks
-from psync.numerics.blocks import BLOCK_BYTES, BlockPool, bytes_of
+from psync.numerics.blocks import BLOCK_BYTES, bytes_of
 from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD
@@ -50,7 +50,7 @@ def frozen(store: ShardStore, ledger: Ledger | None = None, **kwargs: Any) -> Fr
 
 
 def thawed(state: ImageState) -> Thawed:
-    return thaw(state, PS, BlockPool(), 20, unpack)
+    return thaw(state, ShardStore(PS), Ledger(20), unpack)
 
 
 def fill(target: Thawed, source: Frozen) -> None:

@@ -18,12 +18,12 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.net.failpoints import Failpoints
 from psync.numerics.blocks import BlockPool
 from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
+from psync.testing.sabotage import failpoints_of
 from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
@@ -203,12 +203,8 @@ class TestWholePushes:
             for step in range(2):
                 task = cluster.ps[1 if place == "ps.step.applied" else 0]
                 if step:
-                    points = Failpoints()
+                    points = failpoints_of(task._platform)
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
-                    task.services.sync.applier._failpoints = points
-                    assert task.services.closer is None or cluster.ps[0] is task
-                    if task.services.closer is not None:
-                        task.services.closer._failpoints = points
                 answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
                 assert [answer.token for answer in answers] == [step + 1] * 2
             (got,) = await pull(cluster.chief, w)

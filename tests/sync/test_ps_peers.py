@@ -19,11 +19,11 @@ from psync.errors import (
     ParameterServerLost,
     PsyncError,
 )
-from psync.net.failpoints import Failpoints
 from psync.ps_task import PsTask
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Values
 from psync.sync.ps_peers import AllPs
+from psync.testing.sabotage import failpoints_of
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
@@ -101,7 +101,7 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        cluster.ps[broken].services.sync.applier._failpoints = Failpoints("ps.step.applied=error")
+        failpoints_of(cluster.ps[broken]._platform).fail("ps.step.applied")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
         assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
@@ -133,7 +133,7 @@ async def test_a_global_step_of_one_dimension_will_do() -> None:
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
-        cluster.ps[1]._platform.failpoints.arm(
+        failpoints_of(cluster.ps[1]._platform).arm(
             "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
         )
         await all_ps.raise_global_step(config, GROUP, 0)

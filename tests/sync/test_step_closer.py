@@ -19,10 +19,10 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.net.failpoints import Failpoints
 from psync.specs import VariableSpec
 from psync.sync.group_phases import Phase
 from psync.testing import settle
+from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
 from psync.wire.sync_messages import (
     AskStep,
@@ -474,17 +474,21 @@ class TestMembership:
             replica = cluster.replica(0)
             waiting = asyncio.create_task(replica.push((w,), (1.0,)))
             assert await waits(waiting)
-            cluster.ps[0].services.end_training("the chief has left")
+            closer = cluster.ps[0].services.closer
+            assert closer is not None
+            closer.end("the chief has left")
             for push in (waiting, cluster.replica(1).push((w,), (1.0,))):
                 with pytest.raises(TrainingEnded, match="the chief has left"):
                     await push
 
-    async def test_what_ps_0_fences_all_ps_tasks_fence(self) -> None:
+    async def test_what_ps_0_fences_the_others_fence(self) -> None:
         async with SyncCluster(3) as cluster:
-            cluster.ps[0].services.fence_everywhere("/job:worker/task:0", 5000)
+            closer = cluster.ps[0].services.closer
+            assert closer is not None
+            closer.fence("/job:worker/task:0", 5000)
             await settle()
             client = cluster.client("/job:worker/task:0", 4000)
-            for ps in range(3):
+            for ps in (1, 2):
                 with pytest.raises(FencedError):
                     await ask(client, Pull(1, [], -1, ""), ps=ps)
 
@@ -498,7 +502,7 @@ class TestLosses:
             replicas = [cluster.replica(index) for index in range(2)]
             waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
             assert await waits(waiting)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0]._platform)
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
@@ -513,7 +517,7 @@ class TestLosses:
     async def test_another_ps_that_is_cut_off_for_a_while_is_waited_for(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0]._platform)
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -529,8 +533,7 @@ class TestLosses:
     async def test_a_ps_that_cannot_apply_a_step_ends_the_group(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = Failpoints("ps.step.applied=error")
-            cluster.ps[1].services.sync.applier._failpoints = points
+            failpoints_of(cluster.ps[1]._platform).fail("ps.step.applied")
             pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, PsyncError)
@@ -542,7 +545,7 @@ class TestLosses:
     async def test_a_new_coordinator_while_a_step_is_closed(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = cluster.ps[0]._platform.failpoints
+            points = failpoints_of(cluster.ps[0]._platform)
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)

@@ -12,7 +12,6 @@ import pytest
 from norm_training import Training
 from ps_cluster import CHIEF, heard, hold, pull, until
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
-from psync.net.failpoints import Failpoints
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.layerwise_rules import Lamb
 from psync.numerics.moment_rules import Adam
@@ -20,6 +19,7 @@ from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import VariableSpec
 from psync.testing import settle
+from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
 from sync_cluster import GROUP, SyncCluster
 
@@ -226,7 +226,7 @@ class TestRounds:
             cluster.configure(2, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
             turns, measured = 0, asyncio.Event()
             asked = heard(cluster.ps[1], MeasureStep)
-            cluster.ps[0]._platform.failpoints.arm("ps0.step.measured", measured.set)
+            failpoints_of(cluster.ps[0]._platform).arm("ps0.step.measured", measured.set)
             pushes = asyncio.gather(
                 *(cluster.replica(i).push((v, u), (1.0 + 2 * i, 0.0)) for i in range(2))
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import threading
 from pathlib import Path
@@ -17,14 +18,23 @@ from local_training import in_step, training
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
-from psync.net.failpoints import Failpoints
+from psync.launch import local
+from psync.net.platform import Platform
 from psync.store.snapshot_state import ImageState
 from psync.testing import MemoryNetwork
+from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training.checkpoint import TRIES
 from psync.training.saved_arrays import in_thread
 from session_cluster import session_cluster
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
+
+
+@pytest.fixture(autouse=True)
+def with_failpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tasks of a cluster here have the same."""
+    platform = functools.partial(Platform, parts=SabotagedParts())
+    monkeypatch.setattr(local, "Platform", platform)
 
 
 @contextlib.asynccontextmanager
@@ -37,12 +47,6 @@ async def slow_training(num_ps: int = 3, num_workers: int = 3) -> Any:
         )
         async with psync.ClusterCoordinator(strategy) as coordinator:
             yield strategy, coordinator
-
-
-def failpoints_of(strategy: psync.ParameterServerStrategy) -> Failpoints:
-    """Those of all tasks here."""
-    failpoints: Failpoints = strategy.cluster_resolver.platform.failpoints  # type: ignore[attr-defined]
-    return failpoints
 
 
 def fails() -> None:
@@ -186,7 +190,7 @@ class TestFailure:
             manager = psync.CheckpointManager(psync.Checkpoint(w=w), tmp_path)
             first = await manager.save()
             await w.assign(np.zeros(4))
-            failpoints_of(strategy).arm(place, fails)
+            failpoints_of(strategy.cluster_resolver.platform).arm(place, fails)
             with pytest.raises(CheckpointError, match="No space left on device") as caught:
                 await manager.save()
             assert str(tmp_path) in caught.value.message
@@ -253,7 +257,7 @@ class TestFailure:
             coordinator = psync.training.checkpoint.coordinator_of(strategy.origin)
             assert coordinator is not None
 
-            failpoints = failpoints_of(strategy)
+            failpoints = failpoints_of(strategy.cluster_resolver.platform)
 
             def cut_off() -> None:
                 if always:

@@ -18,7 +18,7 @@ import psync
 from local_training import in_step, training
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
-from psync.cli.checkpoint import differences, inspection
+from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.ps import frozen_snapshots
 from psync.store.snapshot_state import ImageState

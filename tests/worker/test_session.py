@@ -11,7 +11,7 @@ import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.errors import RemoteError
-from psync.net.failpoints import FailpointError
+from psync.testing.sabotage import FailpointError, failpoints_of
 from psync.worker.session import Session
 from psync.worker_task import WorkerTask
 
@@ -160,11 +160,7 @@ async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again
 async def test_failpoints_around_a_step_are_its_errors():
     async with coordinating(num_workers=1) as (cluster, coordinator):
         for name in ("worker.closure.start", "worker.closure.end"):
-
-            def fail(name=name):
-                raise FailpointError(f"failpoint {name}")
-
-            session_of(cluster)._failpoints.arm(name, fail)
+            failpoints_of(cluster.tasks["worker-0"]._platform).fail(name)
             coordinator.schedule(lambda: 1)
             with pytest.raises(FailpointError, match=name):
                 await coordinator.join()

@@ -1,4 +1,4 @@
-"""Handles of accumulators: what both kinds share, and how they are declared.
+"""Accumulator handles: declaration, and the methods that dense and sparse ones share.
 
 A handle holds no gradient: it travels to workers, and stands for one accumulator on one ps
 everywhere.

@@ -168,7 +168,7 @@ class ClusterCoordinator:
         platform = platform_of(
             self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
         )
-        coordinator = Coordinator(
+        coordinator = platform.parts.of(Coordinator)(
             platform,
             self.strategy.cluster,
             self.strategy.declared,
@@ -176,6 +176,7 @@ class ClusterCoordinator:
             program=optimizers_here().process,
             main_by_name=script_is_shared.get(),
             ps_timeout_s=options.ps_timeout_s,
+            workers_wait=optimizers_here().workers_wait,
             closure_timeout_s=options.closure_timeout_s,
             watchdog_timeout_s=options.watchdog_timeout_s,
             on_stall=options.on_stall,

@@ -1,7 +1,7 @@
-"""Accumulators on ps tasks as users see them: gradients go in, their mean comes out.
+"""ConditionalAccumulator and its sparse form: gradients are added by hand, their mean is taken.
 
-Who writes a synchronous optimizer of their own, or studies staleness, says here by hand what
-``SyncReplicasOptimizer`` does by itself.
+With them a program builds a synchronous optimizer of its own, or studies staleness: they do by
+hand what ``SyncReplicasOptimizer`` does by itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ConditionalAccumulator(AccumulatorHandle):
     """An accumulator of gradients of one variable, on a ps.
 
     Declared in ``strategy.scope()``, which spreads accumulators over the ps tasks one after the
-    other, apart from variables. A step, or the program, applies gradients; whoever takes waits
-    until enough are there, and gets their mean, with which the accumulator begins its next step.
+    other, apart from variables. A step, or the program, applies gradients; a take waits
+    until enough are there, and returns their mean, with which the accumulator begins its next step.
     Gradients that were computed before that are stale, and dropped.
 
     Args:
@@ -114,9 +114,9 @@ class ConditionalAccumulator(AccumulatorHandle):
     async def take_grad(self, num_required: int) -> np.ndarray:
         """Wait until enough gradients are there, and take what all of them amount to.
 
-        Takes are served in the order of their coming, so a small one waits behind a large one. It
-        waits as long as it takes, also for gradients that nobody will bring: put a time limit
-        around it (``asyncio.timeout``) where that may be.
+        Takes are served in the order of arrival, so a small one waits behind a large one. It
+        waits as long as it takes, also for gradients that no replica will apply: put a time
+        limit around it (``asyncio.timeout``) where that may be.
 
         Args:
             num_required: Gradients that must be there; more may be, and all are taken.
@@ -146,7 +146,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
     that no gradient contained are not in the result.
 
     Args:
-        dtype: As of ``ConditionalAccumulator``, as is all that is not named here.
+        dtype: See ``ConditionalAccumulator``, also for all that is not named here.
         shape: Of the variable; values may have more dimensions.
         shared_name: See there.
         name: See there.
@@ -200,9 +200,8 @@ class SparseConditionalAccumulator(AccumulatorHandle):
                 than once are summed. In ascending order they need not be sorted here.
             grad_values: Shape (n, …), of the accumulator's dtype, or numbers of Python.
             grad_shape: Of the dense array, -1 where it is not known; compared with the
-                accumulator's shape, and not used otherwise. None: not known.
-            local_step: As of ``ConditionalAccumulator.apply_grad``.
-            weight: Likewise.
+                accumulator's shape, and not used otherwise. None: unknown.
+            local_step, weight: See ``ConditionalAccumulator.apply_grad``.
 
         Raises, cancellation: As there.
         """
@@ -227,7 +226,7 @@ class SparseConditionalAccumulator(AccumulatorHandle):
             ``indices`` (int64, ascending, each once), ``values``, and ``dense_shape``, in which -1
             stands for a number of rows that is not known.
 
-        Else as ``ConditionalAccumulator.take_grad``.
+        See ``ConditionalAccumulator.take_grad`` for the rest.
         """
         message, (indices, values) = await self._take(num_required)
         return SparseGradient(indices, values, tuple(message.dense_shape or ()))

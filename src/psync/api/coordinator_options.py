@@ -1,4 +1,4 @@
-"""What users say of a coordinator when they make it, checked.
+"""Options of a coordinator, validated; and workers added to, or removed from, a running cluster.
 
 Workers that are added to a running cluster, and removed from it.
 """
@@ -53,7 +53,7 @@ def checked_options(
 
     Args:
         num_workers: Workers of the cluster.
-        min_workers: As for ``ClusterCoordinator``, like all that follow.
+        min_workers: See ``ClusterCoordinator``, also for all that follow.
         connect_timeout: Seconds.
         ps_timeout: Seconds.
         closure_timeout: Seconds, or None.
@@ -111,8 +111,8 @@ async def add_worker(
         workers: The links to those that are there.
         cluster: As it was described at the start.
         address: Where the new one listens.
-        index: What it calls itself; None: the lowest that no worker has.
-        timeout_s: Seconds to wait for it; None: for ever.
+        index: Its task index; None: the lowest that no worker has.
+        timeout_s: Seconds to wait for it; None: no limit.
     """
     known = {parse_task_name(name)[1]: at for name, at in workers.addresses().items()}
     if index is None:
@@ -132,7 +132,7 @@ async def add_worker(
 
 
 async def remove_worker(workers: WorkerLinks, task: str, timeout_s: float | None) -> None:
-    """Let a worker leave for good; see ``ClusterCoordinator.remove_worker``."""
+    """Remove a worker for good; see ``ClusterCoordinator.remove_worker``."""
     known = workers.addresses()
     if task not in known:
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""Data shards that are handed to workers, each done exactly once in each epoch.
+"""Data shards distributed over workers, each visited exactly once in each epoch.
 
-``Visitation`` decides; this schedules a closure for each shard and reads off, whenever somebody
-asks, what became of them. A shard is an argument of its closure. So if its worker is lost it is
+``Visitation`` decides; this schedules a closure for each shard and reads off the closures what
+became of them. A shard is an argument of its closure. So if its worker is lost it is
 run again elsewhere like any other closure, and its updates are applied once.
 """
 

@@ -1,8 +1,9 @@
-"""Per-worker datasets: every worker reads its own.
+"""Per-worker datasets and distributed (sharded) datasets, and the positions of their iterators.
 
-Datasets of which each worker has its share.
-
-What the program asks workers about the iterators of per-worker datasets.
+All that may be given (a dataset function, an iterable, arrays, files) becomes a dataset function,
+pickled once and fetched by each worker when it first needs an iterator. What cannot be one is
+refused where it is given: a generator, arrays that are not cut into batches, asynchronous code,
+code that names ``psync.Variable``. A dataset function may not call psync.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class PerWorkerDataset:
 
     Iterating over it makes iterators on all workers: ``iter(dataset)`` returns one handle,
     which steps take as an argument (or capture) and call ``next`` on. Each ``iter`` starts the
-    data anew. Made by ``ClusterCoordinator.create_per_worker_dataset``.
+    data from the beginning. Made by ``ClusterCoordinator.create_per_worker_dataset``.
 
     Source: ``tf.distribute.coordinator.ClusterCoordinator.create_per_worker_dataset``.
     """

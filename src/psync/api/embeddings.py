@@ -1,6 +1,6 @@
-"""Embedding lookups: rows by their ids, in any shape, and rows of several ids made one.
+"""Embedding lookups: rows of variables by ids of any shape, and combined rows of several ids.
 
-Ids that are asked for many times travel once, in one request to each ps that holds some of them.
+An id that is requested many times travels once, in one request to each ps that holds some of them.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ async def embedding_lookup_sparse(
     """Return a row for each row of a sparse matrix of ids: its ids' rows, combined.
 
     Args:
-        params: As for ``embedding_lookup``.
+        params: See ``embedding_lookup``.
         sp_ids: A triple (indices, values, dense_shape), or an object with these attributes, such
             as ``tf.SparseTensor``: ``indices`` of shape (n, 2), in any order, and an id in
             ``values`` for each. Every row has one at least.
         sp_weights: The like with a weight for each id, at the same indices; None: 1 each.
         combiner: "sum" of rows times weights; "mean", the default: that divided by the sum of the
             weights; "sqrtn": divided by the root of the sum of their squares.
-        max_norm: As for ``embedding_lookup``, before rows are combined.
-        partition_strategy: As for ``embedding_lookup``.
+        max_norm: See ``embedding_lookup``, before rows are combined.
+        partition_strategy: See ``embedding_lookup``.
 
     Returns:
         Shape (``dense_shape[0]``,) + the shape of a row.
@@ -121,13 +121,10 @@ async def safe_embedding_lookup_sparse(
     left becomes zeros, or the row of ``default_id``.
 
     Args:
-        params: As for ``embedding_lookup``.
-        sp_ids: As for ``embedding_lookup_sparse``; ``dense_shape`` says how many rows there are.
-        sp_weights: Likewise.
-        combiner: Likewise.
+        params, partition_strategy: See ``embedding_lookup``.
+        sp_ids, sp_weights, combiner, max_norm: See ``embedding_lookup_sparse``; ``dense_shape``
+            says how many rows there are.
         default_id: Whose row empty rows get; None: zeros.
-        max_norm: Likewise.
-        partition_strategy: Likewise.
 
     Returns:
         Shape (``dense_shape[0]``,) + the shape of a row.
@@ -164,8 +161,7 @@ class _Table:
 
     Args:
         what: For messages.
-        params: As for ``embedding_lookup``.
-        strategy: Likewise.
+        params, strategy: See ``embedding_lookup``.
     """
 
     def __init__(self, what: str, params: Any, strategy: str) -> None:

@@ -1,4 +1,4 @@
-"""The global step: how many updates the model has had, as a variable that all tasks share.
+"""The global step: the number of updates of the model, as a variable that all tasks share.
 
 It is known by its name. It lies on ps 0, which closes synchronous steps, and takes no turn
 in the round of the other variables: a program places them alike with and without it.
@@ -59,7 +59,7 @@ def get_global_step() -> Variable | None:
 
 
 def global_step_of(scope: Scope) -> Variable | None:
-    """Return the variable called "global_step" of a strategy, whoever declared it, or None.
+    """Return the variable called "global_step" of a strategy, or None if it was not declared.
 
     Raises:
         UsageError: It is no integer scalar.

@@ -1,8 +1,6 @@
-"""Gradients as users give them, checked before anything is pushed.
+"""Gradient arguments: validation, the variables that are meant, and gradients of a function.
 
-Which variables are meant: those that a call names, or all that can be trained here.
-
-Gradients from a function of the values: pull the variables, call it, check what it returns.
+``value_and_gradients`` pulls variables, calls a function of their values and checks the result.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def checked_pairs(grads_and_vars: GradsAndVars, finite: str | None) -> Pairs:
     """Return pairs of gradient, as an array or rows that fit, and variable; None is passed over.
 
     Args:
-        grads_and_vars: As for ``apply_gradients``.
+        grads_and_vars: See ``apply_gradients``.
         finite: Name of an optimizer that forbids NaN and infinity; None: they are gradients.
 
     Raises:
@@ -182,7 +180,7 @@ def trainable_here(operation: str, arrived: Sequence[AnyVariable]) -> list[AnyVa
         arrived: Those that came with an optimizer from another process.
 
     Raises:
-        UsageError: There is none, or nobody can tell of which strategy.
+        UsageError: There is none, or it is not clear of which strategy.
     """
     runtime, scopes = current_runtime(), running_scopes()
     if runtime is not None:

@@ -1,4 +1,4 @@
-"""Module: an object whose attributes hold variables, which it finds by itself."""
+"""Module: an object that collects the variables in its attributes."""
 
 from __future__ import annotations
 

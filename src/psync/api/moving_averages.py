@@ -164,7 +164,7 @@ class ExponentialMovingAverage:
         runs again after a worker's loss, it happens once. Averages of different shards follow
         different versions, as in a pull.
 
-        In synchronous training the ps tasks do it after each step, and nobody calls this.
+        In synchronous training the ps tasks do it after each step, without this call.
 
         Raises:
             UsageError: Nothing is averaged; ``num_updates=True`` and the strategy has no global

@@ -1,10 +1,20 @@
-"""Variables that are synchronized when they are read: a copy for each worker.
+"""Variables synchronized on read: a copy for each worker, aggregated when it is read.
 
 The copies lie on one ps, as the rows of one hidden variable: a row for each worker, by its index,
-and one for the program. So what a worker has added outlives it. In a step a variable is the
-worker's own copy; elsewhere it is what the aggregation makes of all.
+and one for the program. So what a worker has added outlives it. A checkpoint keeps the aggregate.
 
-Copies of a variable, one for each worker: how they begin, and how they become one value.
+    code                              reads         assign           assign_add, assign_sub
+    step, replica of a gang           its worker's  sets it          changes it
+                                      copy
+    program in ``strategy.scope()``,  aggregate     each worker's    SUM: an error; else all copies
+    merge function                                  (*)
+    program outside of scopes, or     aggregate     the same         SUM: the program's own row;
+    in ``update``                                                    else all copies
+
+    aggregate: SUM of all rows, MEAN of the workers', the first worker's, or (NONE) an error
+    (*) SUM: value / workers, the program's row 0; else the value
+
+All workers of the cluster count, alive or not; one that was added later shares a copy.
 """
 
 from __future__ import annotations
@@ -219,7 +229,7 @@ class CopyAccess(RowAccess):
         await self._write_all(await self.runtime_for(operation), "assign", array, operation)
 
     async def sparse_read(self, indices: Any) -> np.ndarray:
-        """Return rows of ``read``; else as ``Variable.sparse_read``."""
+        """Return rows of ``read``; see ``Variable.sparse_read``."""
         rows = self._row_numbers(indices, f'sparse_read of "{self.spec.name}"')
         part: np.ndarray = (await self.read())[rows]
         return part
@@ -303,7 +313,7 @@ class CopyAccess(RowAccess):
 
 
 class CopyRead(AwaitFirst):
-    """Part of a variable with copies that can be awaited; each time it is read anew."""
+    """Part of a variable with copies that can be awaited, each time for the present value."""
 
     __slots__ = ("_index", "_variable")
 

@@ -1,4 +1,4 @@
-"""What lies where: the answer of ``strategy.placement()``."""
+"""The placement report of ``strategy.placement()``: the shards and bytes on each ps."""
 
 from __future__ import annotations
 

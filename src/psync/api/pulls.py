@@ -1,4 +1,4 @@
-"""Pulling many variables at once, in whatever nesting they are kept."""
+"""Pulls of many variables at once, in any nest of containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How values of variables are read: anew, as they were kept, or all at one instant."""
+"""Reads of variables: plain, cached in a scope, or consistent."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def values_of(
         runtime: Carries it to the ps tasks.
         variables: Their handles.
         copy: Whether the caller may change the arrays.
-        out: As for ``PsClient.pull``.
+        out: See ``PsClient.pull``.
         consistent: Whether all are read at one instant.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What users do with rows of a variable: index them, gather them, scatter to them.
+"""Row operations of variables: indexing, gather, scatter.
 
 Only the rows that are needed travel, from and to the ps tasks that hold them.
 """
@@ -184,8 +184,8 @@ class RowAccess(AwaitFirst):
         return await self._scatter("batch_scatter_update", "assign", sparse_delta)
 
     async def scatter_add(self, sparse_delta: Any) -> Self:
-        """Add to rows; those of one that is named more than once are summed. Else as
-        ``scatter_update``.
+        """Add to rows; those of one that is named more than once are summed. See
+        ``scatter_update`` for arguments and errors.
 
         What is refused are values that the dtype cannot hold. Results are numpy's in place, here
         and in the other methods: integers wrap around, and floats that grow too large become
@@ -194,25 +194,25 @@ class RowAccess(AwaitFirst):
         return await self._scatter("scatter_add", "add", sparse_delta)
 
     async def scatter_sub(self, sparse_delta: Any) -> Self:
-        """Subtract from rows; else as ``scatter_add``."""
+        """Subtract from rows; see ``scatter_add``."""
         return await self._scatter("scatter_sub", "sub", sparse_delta)
 
     async def scatter_mul(self, sparse_delta: Any) -> Self:
-        """Multiply rows, one that is named more than once by each value; else as
+        """Multiply rows, one that is named more than once by each value; see
         ``scatter_update``.
         """
         return await self._scatter("scatter_mul", "mul", sparse_delta)
 
     async def scatter_div(self, sparse_delta: Any) -> Self:
-        """Divide rows; else as ``scatter_mul``."""
+        """Divide rows; see ``scatter_mul``."""
         return await self._scatter("scatter_div", "div", sparse_delta)
 
     async def scatter_min(self, sparse_delta: Any) -> Self:
-        """Set rows to the smaller of their elements and those given; else as ``scatter_update``."""
+        """Set rows to the smaller of their elements and those given; see ``scatter_update``."""
         return await self._scatter("scatter_min", "min", sparse_delta)
 
     async def scatter_max(self, sparse_delta: Any) -> Self:
-        """Set rows to the larger of their elements and those given; else as ``scatter_update``."""
+        """Set rows to the larger of their elements and those given; see ``scatter_update``."""
         return await self._scatter("scatter_max", "max", sparse_delta)
 
     async def _scatter(self, method: str, op: str, sparse_delta: Any) -> Self:
@@ -253,7 +253,7 @@ class RowAccess(AwaitFirst):
 class RowRead(AwaitFirst):
     """Part of a variable that can be awaited: what ``v[index]`` returns.
 
-    Each time it is awaited it is read anew.
+    Each ``await`` reads the present value.
     """
 
     __slots__ = ("_selection", "_variable")

@@ -1,6 +1,11 @@
-"""ParameterServerStrategy: where variables go.
+"""ParameterServerStrategy: variable placement, scopes, and the entry to ``strategy.run``.
 
-Declaring a variable beside another one: on the same ps, and not partitioned by itself.
+A variable that is declared beside another one (``colocate_vars_with``) lies on the same ps, and is
+not partitioned by itself. Placement is decided when a variable is declared, without asking a ps,
+and by the same rules each time: programs without a coordinator depend on it. ``Variable(...)``
+asks, in this order: ``variable_creator_scope`` hooks, the innermost first; the place in force
+(``pinned``, ``colocate_vars_with``), then no partitioner is asked; ``variable_partitioner``, and
+the placement for each shard.
 """
 
 from __future__ import annotations
@@ -44,14 +49,13 @@ from psync.net.resolvers import ClusterResolver, training_cluster
 from psync.partitioners import Pinned, Placement, Placer, RoundRobin
 from psync.replicas.context import cross_replica, replicas_in_sync
 from psync.replicas.run import ReplicaRuns
-from psync.replicas.strategy_extended import ReplicaValues
 from psync.specs import VariableSpec
 from psync.worker.data_sources import ArrayDataset
 
 Partitioner = Callable[[tuple[int, ...], Any], Any]
 
 
-class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
+class ParameterServerStrategy(ReplicaRuns):
     """Variables on ps tasks, steps on workers.
 
     Args:
@@ -60,9 +64,9 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
             be above 1), or None: variables are not sharded.
         placement: Which ps gets the next shard: "round_robin"; "least_bytes", the one with the
             fewest bytes of variables so far; or an object with ``place(nbytes) -> ps index``.
-        ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks go back to the newest
-            one that a ``CheckpointManager`` has saved. "replica": every ps has a copy in the
-            process of another one, which takes over within a second, and nothing that was
+        ps_recovery: What happens when a ps dies. "checkpoint": all ps tasks roll back to the newest
+            one that a ``CheckpointManager`` has saved. "replica": every ps has a backup in the
+            process of another one, which serves within a second, and nothing that was
             answered is lost; it needs two ps tasks or more, twice the memory, and asynchronous
             training.
 
@@ -247,7 +251,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
 
     @property
     def worker_index(self) -> int | None:
-        """Which worker this process is, by its place among them; None: it is none."""
+        """The index of this process among the workers; None: it is not a worker."""
         return self._workers()[1]
 
     def _workers(self) -> tuple[int, int | None]:
@@ -259,8 +263,8 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
     def pinned(self, where: int | str) -> AbstractContextManager[None]:
         """Return a context manager in which variables are declared on one ps.
 
-        They are not partitioned and take nobody's turn. The innermost of several such scopes
-        counts, ``colocate_vars_with`` among them.
+        They are not partitioned and take no turn in the placement. The innermost of several such
+        scopes counts, ``colocate_vars_with`` among them.
 
         Args:
             where: Index of the ps, or its device: "/job:ps/replica:0/task:1/device:CPU:0", or for
@@ -309,7 +313,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
     ) -> VariableSpec:
         """Place a new variable; it is created before anything needs it.
 
-        With a placement of its own it is not partitioned, and takes nobody's turn.
+        With a placement of its own it is not partitioned, and takes no turn.
         """
         self._check_open(name)
         initial, full_shape, dtype_name = describe(initial_value, name, dtype, shape, where)
@@ -393,7 +397,7 @@ class ParameterServerStrategy(ReplicaRuns, ReplicaValues):
 def colocate_vars_with(strategy: Scope, variable: Any) -> AbstractContextManager[None]:
     """Return a context manager in which variables are declared on the ps of another one.
 
-    They take nobody's turn, and no partitioner is asked: beside a variable with one shard, or a
+    They take no turn, and no partitioner is asked: beside a variable with one shard, or a
     single shard of another, they have one shard; beside one with several they must have its shape,
     and each of their shards is on the ps of the other's. The innermost of several scopes counts,
     ``strategy.pinned`` among them.

@@ -1,6 +1,6 @@
-"""What users give to a synchronous optimizer, checked.
+"""Arguments of a synchronous optimizer, validated, and its configuration for ps tasks.
 
-What ps tasks are told of a synchronous optimizer: complete once its global step is known.
+The configuration is complete once the global step of the group is known.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def checked_config(
     Args:
         name: Of the optimizer.
         optimizer: Configuration of the wrapped one.
-        replicas_to_aggregate: As for ``SyncReplicasOptimizer``, like all that follow.
+        replicas_to_aggregate: See ``SyncReplicasOptimizer``, also for all that follow.
         total_num_replicas: None: as many.
         strict: Implied by ``deterministic``.
         deterministic: A bool.
@@ -137,7 +137,7 @@ def checked_step(operation: str, variable: object) -> Variable:
     """Return the global step that was given to ``operation``.
 
     Raises:
-        ConfigurationError: It is none: no variable, or no int64 scalar.
+        ConfigurationError: It is not a variable, or not an int64 scalar.
     """
     hint = "global_step=psync.get_or_create_global_step(), made in `with strategy.scope():`"
     if variable is None:
@@ -181,7 +181,7 @@ class GroupConfig:
         self._told: dict[str, Any] = {}  # what ps tasks are told, once it is known
 
     def add_averages(self, averages: object, variables: Iterable[AnyVariable] | None) -> None:
-        """Let moving averages follow each step; as the arguments of ``SyncReplicasOptimizer`` say.
+        """Add moving averages that follow each step; see the options of ``SyncReplicasOptimizer``.
 
         Raises:
             ConfigurationError: There are variables and no averages, or these are none.

@@ -2,21 +2,19 @@
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the
-step at which its replica may go on. How, is in docs/design.md, section 9.
+step at which its replica may go on. See docs/design.md, "A synchronous step".
 """
 
 from __future__ import annotations
 
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from psync.api.chief_queue_runner import ChiefQueueRunner
-from psync.api.global_step import global_step_of
 from psync.api.gradient_arguments import AnyVariable, GradsAndVars, ValueAndGrad
 from psync.api.moving_averages import ExponentialMovingAverage
 from psync.api.optimizers.handles import Optimizer
 from psync.api.optimizers.state import PushResult
-from psync.api.session_hooks import SyncReplicasHook
 from psync.api.sync_arguments import (
     GroupConfig,
     check_wrapped,
@@ -29,10 +27,13 @@ from psync.api.sync_arguments import (
 from psync.api.variables import Variable, runtime_of, scope_of
 from psync.client.context import current_closure, forbid_in_dataset
 from psync.client.runtime import Runtime, current_runtime
-from psync.client.scopes import running_scopes
 from psync.errors import ConfigurationError, UsageError
 from psync.specs import Outcome
 from psync.wire.sync_messages import Contributed
+
+if TYPE_CHECKING:
+    from psync.compat.chief_queue_runner import ChiefQueueRunner
+    from psync.compat.session_hooks import SyncReplicasHook
 
 
 class SyncReplicasOptimizer(Optimizer):
@@ -381,7 +382,7 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_init_tokens_op``.
         """
-        global_step = self._applied("get_init_tokens_op")
+        global_step = self._step_meant("get_init_tokens_op")
         self._checked_tokens(num_tokens)
         return self.init_tokens(global_step, num_tokens)
 
@@ -393,7 +394,9 @@ class SyncReplicasOptimizer(Optimizer):
 
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.get_chief_queue_runner``.
         """
-        return ChiefQueueRunner(self._applied("get_chief_queue_runner"))
+        wing = import_module("psync.compat.chief_queue_runner")
+        runner: ChiefQueueRunner = wing.ChiefQueueRunner(self._step_meant("get_chief_queue_runner"))
+        return runner
 
     def make_session_run_hook(self, is_chief: bool, num_tokens: int = -1) -> SyncReplicasHook:
         """Return a hook for a training session, which puts the initial tokens.
@@ -408,38 +411,15 @@ class SyncReplicasOptimizer(Optimizer):
         Source: ``tf.compat.v1.train.SyncReplicasOptimizer.make_session_run_hook``.
         """
         self._checked_tokens(num_tokens)
-        return SyncReplicasHook(lambda: self._put_tokens(num_tokens), is_chief)
+        wing = import_module("psync.compat.session_hooks")
+        hook: SyncReplicasHook = wing.hook_of(
+            self, lambda: self._group.global_step, is_chief, num_tokens
+        )
+        return hook
 
-    async def _put_tokens(self, num_tokens: int) -> None:
-        """Put other numbers of tokens than ps 0 would put by itself."""
-        if num_tokens == -1:
-            return
-        step = self._known_step()
-        if step is None:
-            raise UsageError(
-                f"{self._name}: {num_tokens} initial tokens for an unknown global step",
-                hint="make it with psync.get_or_create_global_step() before the session begins",
-            )
-        await self.init_tokens(step, num_tokens)
-
-    def _known_step(self) -> Variable | None:
-        """Return the global step of the last push; else that of the strategy that is running."""
-        if self._group.global_step is not None:
-            return self._group.global_step
-        steps = [global_step_of(scope) for scope in running_scopes()]
-        return steps[0] if len(steps) == 1 else None
-
-    def _applied(self, operation: str) -> Variable:
-        step = self._known_step()
-        if step is None:
-            raise ConfigurationError(
-                f"{operation} before apply_gradients of {self._name} was called in this process, "
-                "and there is no other global step",
-                hint="call it while a coordinator or session is running, with "
-                "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps by "
-                "itself; to put other numbers of tokens: "
-                "`await optimizer.init_tokens(global_step, num_tokens)`",
-            )
+    def _step_meant(self, operation: str) -> Variable:
+        wing = import_module("psync.compat.known_steps")
+        step: Variable = wing.step_meant(operation, self._name, self._group.global_step)
         return step
 
     def _checked_tokens(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What users do with the whole value of a variable: read it, assign to it."""
+"""Whole-value operations of variables: read and assign."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ValueAccess(RowAccess):
     async def read(
         self, *, copy: bool = False, out: np.ndarray | None = None, consistent: bool = False
     ) -> np.ndarray:
-        """Return the value; all else as in ``psync.pull``, which reads many at once."""
+        """Return the value; see ``psync.pull``, which reads many at once, for the arguments."""
         target = None if out is None else [checked_target(out, self.spec)]
         operation = f'read of "{self.spec.name}"'
         runtime = await self.runtime_for(operation)
@@ -49,8 +49,8 @@ class ValueAccess(RowAccess):
                 variable's dtype within a kind (float64 to float32, integers to floats) if that
                 can hold all its numbers: floats may be rounded, but none may become infinite.
                 Not copied: do not change it before this returns.
-            atomic: Whether all shards change as one: whoever reads with ``consistent=True``, and
-                whoever else assigns so, finds the old value or the new one in all of them. Other
+            atomic: Whether all shards change as one: a read with ``consistent=True``, and another
+                atomic assign, finds the old value or the new one in all of them. Other
                 updates wait meanwhile; one that has its part on several ps tasks may come before
                 it here and after it there. It costs two more messages to each ps. If this task or
                 a ps dies half-way, some shards may have the new value and others not.
@@ -76,7 +76,7 @@ class ValueAccess(RowAccess):
         return await self._assign("assign", "assign", value)
 
     async def assign_add(self, delta: Any) -> Self:
-        """Add ``delta`` to the value; else as ``assign``.
+        """Add ``delta`` to the value; see ``assign``.
 
         What is refused is a ``delta`` that the dtype cannot hold. The sum is numpy's in place:
         integers wrap around, and floats that grow too large become infinite.
@@ -84,7 +84,7 @@ class ValueAccess(RowAccess):
         return await self._assign("assign_add", "add", delta)
 
     async def assign_sub(self, delta: Any) -> Self:
-        """Subtract ``delta`` from the value; else as ``assign_add``."""
+        """Subtract ``delta`` from the value; see ``assign_add``."""
         return await self._assign("assign_sub", "sub", delta)
 
     async def _assign(self, method: str, op: str, value: Any) -> Self:

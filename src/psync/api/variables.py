@@ -4,7 +4,8 @@ A handle holds no value. It is declared in ``strategy.scope()``, travels to work
 (origin, spec), and is one object per process there. Inside a step it talks to ps tasks
 through the worker it runs on, elsewhere through its strategy's coordinator.
 
-Hooks that see each ``Variable(...)`` before it is declared, and may change it.
+``variable_creator_scope`` hooks see each ``Variable(...)`` before it is declared, the innermost
+first, and may change it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def variable_creator_scope(variable_creator: Creator) -> Generator[None, None, N
 
     Where a variable lies is the strategy's decision, which falls between those that were entered
     inside ``strategy.scope()`` and those around it. So what a hook around the scope says with
-    ``strategy.pinned`` or ``colocate_vars_with`` wins over the strategy, and takes nobody's turn;
+    ``strategy.pinned`` or ``colocate_vars_with`` wins over the strategy, and takes no turn;
     what one inside says about the place is overridden by what was in force where ``Variable(...)``
     was called.
 
@@ -403,5 +404,5 @@ async def runtime_of(operation: str, *variables: Handle) -> Runtime:
 
 
 def scope_of(variable: Handle) -> Scope | None:
-    """Return the strategy that declared a variable, or None: it is elsewhere, or gone."""
+    """Return the strategy that declared a variable; None: it is in another process, or gone."""
     return variable._scope() if variable._scope is not None else None

@@ -1,4 +1,4 @@
-"""What ``psync bench`` runs: measurements on clusters of real processes, and in virtual time.
+"""Benchmarks of ``psync bench``: clusters of real processes, and virtual time.
 
 ``sync_async`` compares synchronous with asynchronous training; the other modules are its parts.
 """

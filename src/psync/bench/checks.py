@@ -1,4 +1,4 @@
-"""After a timed run: what the variables must be, if every push did what its answer says."""
+"""Checks after a timed run: the variables must match what every push has answered."""
 
 from __future__ import annotations
 

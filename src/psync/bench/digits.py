@@ -1,4 +1,4 @@
-"""The work: handwritten digits, and a small network that learns to read them.
+"""The workload: handwritten digits, and a small network that learns to read them.
 
 1797 real images of 8×8 pixels that come with scikit-learn; 64 inputs, 32 hidden units, 10
 outputs. A gradient of a batch of 32 takes about 0.2 ms.

@@ -1,4 +1,4 @@
-"""How many gradients of a step come late, and which: drawn from a model of a large cluster.
+"""A model of stragglers in a large cluster: how many gradients of a step are late, and which.
 
 Of the gradients of one step, beta-binomially many are slow: each is slow with the same small
 probability, and that probability differs from step to step (beta), because what makes

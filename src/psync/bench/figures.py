@@ -1,4 +1,4 @@
-"""What a run amounts to: plain figures, for tables, plots and JSON."""
+"""The figures of a run, for tables, plots and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to train that are compared.
+"""The training modes that are compared.
 
 A gradient weighs the same in all of them: an asynchronous push is applied with the learning rate
 of the whole cluster divided by the number of workers, and the mean of R gradients with R times

@@ -1,4 +1,4 @@
-"""Beside TensorFlow 1: every step reads all variables and pushes dense gradients of their size.
+"""Comparison with TensorFlow 1: every step reads all variables and pushes dense gradients.
 
 The two take turns, repetition by repetition, so that whatever else the machine does hits both.
 TensorFlow runs in a Python that has it, as a script that prints its figures as JSON.

@@ -1,4 +1,4 @@
-"""Pictures of the figures, as PNG files."""
+"""Plots of the figures, as PNG files."""
 
 from __future__ import annotations
 

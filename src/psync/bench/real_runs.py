@@ -1,4 +1,4 @@
-"""Real processes on this machine, with and without one worker that is slow."""
+"""Benchmarks on real processes of this machine, with and without one slow worker."""
 
 from __future__ import annotations
 

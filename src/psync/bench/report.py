@@ -1,4 +1,4 @@
-"""Tables, and what they say in words."""
+"""The report of a benchmark: tables, and conclusions in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous against asynchronous training: runs the parts, prints, writes JSON and pictures."""
+"""The benchmark of synchronous against asynchronous training: runs, output, JSON, plots."""
 
 from __future__ import annotations
 

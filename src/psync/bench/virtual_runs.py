@@ -1,4 +1,4 @@
-"""100 workers in virtual time: where the best number of backup replicas lies.
+"""Benchmarks of 100 workers in virtual time: the best number of backup replicas.
 
 The tasks are the real ones, in this process, on a network in memory. Computing takes as long as
 it is drawn to take, everything else takes no time: what is seen is the mathematics of waiting.

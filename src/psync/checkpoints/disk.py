@@ -1,4 +1,4 @@
-"""What is done to files of checkpoints, in one place: a simulation has a disk of its own.
+"""The disk operations of checkpoint writers, in one place that a simulation replaces.
 
 Reading needs no seam: what a simulated disk has done to a directory is really there.
 """

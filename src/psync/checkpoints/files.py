@@ -1,18 +1,18 @@
-"""Checkpoints on disk: written whole or not at all, read by ranges of rows, checked.
+"""Checkpoint directories: their layout, listing, and checked reading of row ranges.
 
     directory/
         ckpt-00000012/
             ps-00000-of-00002.safetensors   the arrays of a ps, one slice after the other
-            ps-00000-of-00002.json          whatever else it held
+            ps-00000-of-00002.json          the state of its snapshot
             data-00000.safetensors          arrays that the program wrote
             manifest.json                   what lies where
             COMMIT                          size and checksum of the manifest, written last
-            LAST                            the program has said that no other one follows
+            LAST                            the program has declared this the last checkpoint
 
 A checkpoint is written under a name that ends in ``.tmp`` (files, manifest, COMMIT, each one synced
 to disk) and renamed when it is complete. One without COMMIT, or with ``.tmp``, does not exist. The
 data files are plain safetensors, which other programs read; nothing in a checkpoint is a pickle.
-How one is written stands in ``checkpoint_writer``.
+``writer`` writes one.
 
 Everything here blocks: call it in a thread.
 """

@@ -1,4 +1,4 @@
-"""Under which name an array of an image lies in a checkpoint, and of which tensors it is a part.
+"""Layout of snapshots in a checkpoint: array names, and the tensor slices that they are.
 
 Each ps writes all its arrays into one file. What the user asked to save is called as its slice of a
 tensor, "model/w@0". The rest is needed only to bring a ps back as it was: it is called

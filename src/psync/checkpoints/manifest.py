@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: which tensors it has, and where their rows lie.
+"""The manifest of a checkpoint: its tensors, and the files and rows where their slices lie.
 
 The manifest is JSON. It is read before anything else of a checkpoint, so nothing in it is
 trusted: whatever is not as it must be is a CheckpointCorrupt that names it.
@@ -7,8 +7,8 @@ A tensor is a logical array. Its rows may be spread over several files, as they 
 tasks when it was saved; ``rows_in`` says where to find any range of them. So it can be restored
 into any number of shards.
 
-Beside that it lists *images*: what each ps held, wholly, from which the same program can go on if
-a ps is lost. Their arrays are the same bytes in the same files.
+It also lists *images*: the snapshot of each ps, to which the same program rolls back if a ps is
+lost. Their arrays are the same bytes in the same files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each ps held, out of a checkpoint: what a ps that was lost is brought back from.
+"""Snapshots of ps tasks inside a checkpoint, for rollback.
 
 Everything here blocks: call it in a thread.
 """

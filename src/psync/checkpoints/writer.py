@@ -1,8 +1,14 @@
-"""A checkpoint that is being written: its files, whoever writes them, and how it is completed.
+"""The writer of one checkpoint: files by ps tasks or program, then manifest, COMMIT, rename.
 
 The program makes a directory that ends in ``.tmp``. ps tasks that see it write their files there
-themselves; all others are written by the program. Then come the manifest, ``COMMIT`` and the
-name, from which on the checkpoint exists.
+themselves; the program writes the others. Then come the manifest, ``COMMIT`` and the rename, from
+which on the checkpoint exists.
+
+    dies while a checkpoint is written    left behind
+    the program, before the rename        earlier checkpoints; a ``.tmp`` that the next save removes
+    the program, after it                 the new one, complete
+    a ps, or the connection to it         nothing; another cut is taken when the ps is there again
+    the disk is full                      nothing; ``save`` raises, the ps goes on
 
 Everything here blocks: call it in a thread.
 """
@@ -11,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +60,9 @@ class Writer:
     Args:
         directory: Of all checkpoints; made if it is not there.
         name: Of this one: "ckpt-00000012".
-        reached: Told the names of places where a test may stop it.
+        number: Of the save.
+        tensors: Whole shape and dtype of each tensor.
+        states: Of objects without tensors.
 
     Raises:
         CheckpointError: There is one of this name; or the disk is full, or fails.
@@ -62,7 +70,9 @@ class Writer:
 
     directory: Path
     name: str
-    reached: Callable[[str], None] = lambda name: None
+    number: int
+    tensors: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
     _files: list[DataFile] = field(default_factory=list)
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
     _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
@@ -114,7 +124,6 @@ class Writer:
             size: In bytes, as its writer says.
             slices: What lies in it of tensors, with their names.
         """
-        self.reached("checkpoint.file.written")
         self._sizes[name] = size
         self._slices += slices
 
@@ -136,35 +145,29 @@ class Writer:
         self._sizes[name] = len(state)
         self._images[ps] = Image(name, zlib.crc32(state), data, tuple(places))
 
-    def commit(
-        self,
-        number: int,
-        tensors: Mapping[str, tuple[tuple[int, ...], str]],
-        states: Mapping[str, Any],
-    ) -> Path:
+    def commit(self) -> Path:
         """Complete the checkpoint and return its path; from here on it exists.
-
-        Args:
-            number: Of the save.
-            tensors: Whole shape and dtype of each tensor.
-            states: Of objects without tensors.
 
         Raises:
             CheckpointError: The disk is full, or fails; nothing that was there before has changed.
         """
-        data = self._manifest(number, tensors, states).to_bytes()
+        data = self._manifest().to_bytes()
         final = self.directory / self.name
         self.remove_nonce()
         with disk_errors(f"writing {final}"):
             write_synced(self.temporary / MANIFEST, data)
-            self.reached("checkpoint.before_commit")
-            write_synced(self.temporary / COMMIT, commit_line(data))
-            sync_directory(self.temporary)
+            self._mark_complete(data)
             self._look_at_files()  # only now: a machine that dies no longer takes a name with it
-            self.reached("checkpoint.before_rename")
-            current_disk.get().rename(self.temporary, final)
-            sync_directory(self.directory)
+            self._rename_to(final)
         return final
+
+    def _mark_complete(self, manifest: bytes) -> None:
+        write_synced(self.temporary / COMMIT, commit_line(manifest))
+        sync_directory(self.temporary)
+
+    def _rename_to(self, final: Path) -> None:
+        current_disk.get().rename(self.temporary, final)
+        sync_directory(self.directory)
 
     def _look_at_files(self) -> None:
         """Refuse a checkpoint of which somebody else's file is not what it was said to be."""
@@ -175,28 +178,23 @@ class Writer:
             if found != size:
                 raise CheckpointError(f"{path}: {size} bytes were written there, {found} are here")
 
-    def _manifest(
-        self,
-        number: int,
-        tensors: Mapping[str, tuple[tuple[int, ...], str]],
-        states: Mapping[str, Any],
-    ) -> Manifest:
-        slices: dict[str, list[Slice]] = {name: [] for name in tensors}
+    def _manifest(self) -> Manifest:
+        slices: dict[str, list[Slice]] = {name: [] for name in self.tensors}
         sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
         written = [piece for file in self._files for piece in file.slices]
         for tensor, piece in (*self._slices, *written):
             if tensor in slices:  # others are parts of images
                 slices[tensor].append(piece)
         return Manifest(
-            number,
+            self.number,
             {
                 name: Tensor(
                     name, shape, dtype,
                     tuple(sorted(slices[name], key=lambda piece: piece.offset)),
                 )
-                for name, (shape, dtype) in tensors.items()
+                for name, (shape, dtype) in self.tensors.items()
             },
-            states,
+            self.states,
             sizes,
             tuple(self._images[ps] for ps in sorted(self._images)),
         )  # fmt: skip

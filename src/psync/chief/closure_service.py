@@ -1,4 +1,4 @@
-"""What workers say about closures, and ask: results, what they give back, functions, arguments.
+"""Requests of workers about closures: results, closures given back, functions, arguments.
 
 ``ClosureQueue`` decides what follows from a report; the owner, the coordinator, performs it.
 """
@@ -12,7 +12,6 @@ from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.errors import ParameterServerLost, RemoteProtocolError, UsageError
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer, Reply
 from psync.replicas.closure_messages import arguments_reply, function_reply
 from psync.serialization.failures import rebuild_exception
@@ -50,7 +49,6 @@ class ClosureService:
         functions: That workers fetch.
         reports: Is told whose data has ended, and whose has not.
         owner: The coordinator.
-        failpoints: Of its task.
     """
 
     def __init__(
@@ -60,14 +58,12 @@ class ClosureService:
         functions: FunctionTable,
         reports: ScheduleReports,
         owner: ClosureServiceOwner,
-        failpoints: Failpoints,
     ) -> None:
         self._queue = queue
         self._closures = closures
         self._functions = functions
         self._reports = reports
         self._owner = owner
-        self._failpoints = failpoints
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -81,7 +77,6 @@ class ClosureService:
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
         if not self._owner.is_current(peer):
             return  # of a worker that was given up: its closures run elsewhere
-        self._failpoints.hit("coordinator.result")
         finished: list[tuple[int, Payload]] = []
         at = 0
         for closure_id, outcome, count, error in message.results:

@@ -1,6 +1,6 @@
-"""Giving up a worker on which one closure has been running for too long.
+"""The closure timeout: a worker is given up when one closure runs on it for too long.
 
-A step may compute for minutes on its worker's loop, which then says nothing: a silent worker is
+A step may compute for minutes on its worker's loop, which then answers nothing: a silent worker is
 not taken for dead. Only the program knows how long its steps may take, so it is the program
 that sets this limit.
 """

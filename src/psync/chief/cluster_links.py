@@ -1,4 +1,4 @@
-"""The coordinator's connections to every task, made again when they go.
+"""The coordinator's connections to all tasks, re-established when they break.
 
 ``Membership`` decides what a connection made or lost means; this carries it out. One
 supervising coroutine per task: connect, attach, wait for the end, report, again; those of the
@@ -109,7 +109,8 @@ class ClusterLinks:
         self._endpoint = Endpoint(
             platform, task_name("chief", 0), self.incarnation, handlers, self.pool
         )
-        self.ps = PsClient(self._endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
+        client = platform.parts.of(PsClient)
+        self.ps = client(self._endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
         self.membership = Membership(workers, self._ps, ps_timeout_s=ps_timeout_s)
         self.workers = WorkerLinks(
             self._endpoint, self.membership, self, workers, Flapping(max_flaps)

@@ -1,8 +1,25 @@
-"""One instant over all ps tasks, taken by the coordinator while training goes on.
+"""Consistent cuts: one position on all ps tasks, taken while training goes on.
 
-    Gate → Gated → Admit → Freeze → Frozen → OpenGate … WriteFrozen, ReadFrozen … DropFrozen
+    coordinator              every ps
+    Gate(cut)            →   begins no update that has not begun, closes no step (ps 0); waits for
+                             those under way
+                         ←   Gated: parts, on other ps tasks, of the updates that have begun here
+    Admit(cut, parts)    →   lets these through, answers when each is settled
+    Freeze(cut)          →   holds references to its blocks      ←   Frozen: the snapshot's state
+    OpenGate(cut)        →   goes on
+    WriteFrozen, ReadFrozen  …                                       as long as the save takes
+    DropFrozen(cut)      →   releases them
 
-docs/design.md, section 18, says why this is one instant, and who holds up whom for how long.
+Every update that any ps has answered is in the cut with all parts; of every other one all parts or
+none. Workers are not asked, one of which may compute on its loop for minutes: the parts of an
+update name, in ``spread``, the messages to other ps tasks that belong to it, and a client numbers
+all of them before it sends the first. A message counts as answered only when the whole update is.
+So what one ps has forgotten is settled everywhere.
+
+The gate is shut for the longest update under way and three round trips; updates that wait at it are
+not judged. If an admitted part waits for a lock whose holder may itself be waiting at a gate, the
+cut is given up after a second, the gates open, and another one is taken. Gates open and snapshots
+are dropped when the connection of this coordinator is lost.
 """
 
 from __future__ import annotations

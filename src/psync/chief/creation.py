@@ -1,10 +1,11 @@
-"""Creating declared variables on the ps tasks.
+"""Creation of declared variables on the ps tasks.
 
 Declared variables are created together, before anything needs the first of them. The
 initial values are made on the chief, one shard at a time, and sent in messages of bounded
 size, so that the chief holds no more than a message and a shard for each ps. A variable that
 begins as a copy of another one has no value here: each ps copies its shards itself. Of a constant
-one element is sent. Creating is idempotent, so a lost connection repeats it.
+one element is sent, and its blocks come into being on the ps when they are first written. Creating
+is idempotent, so a lost connection repeats it.
 """
 
 from __future__ import annotations

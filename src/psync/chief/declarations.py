@@ -1,4 +1,4 @@
-"""Variables that are declared but not yet created: shape, dtype, shards, first values.
+"""Declarations of variables before they are created: shape, dtype, shards, initial values.
 
 Declaring is synchronous and takes no memory on a ps. The values are made later, on the
 chief, one shard at a time, so a table larger than the chief's memory can be declared with a

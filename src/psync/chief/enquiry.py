@@ -1,9 +1,12 @@
-"""How a chief learns under which incarnation it is the coordinator.
+"""The chief's questions before it attaches: its own incarnation, and where ps tasks are served.
 
-Whoever asks does not know yet under which incarnation it will be served, so it asks under
-``ENQUIRER``, which nobody refuses, on a connection that serves for nothing else.
-
-The chief asks the ps processes which ps tasks they serve, before it attaches any of them.
+A chief does not know yet under which incarnation it will be served, so it asks under ``ENQUIRER``,
+which is never refused, on a connection that serves for nothing else. The process at ps 0's own
+address grants incarnations (``ps.succession``), wherever ps 0 is served. If another ps or a worker
+refuses the number, because ps 0 was restarted with a clock behind, the chief asks for a higher one;
+if ps 0 has granted another chief since, it gives up: two that start at once do not overtake each
+other for ever. With ``attach=True`` it also asks the ps processes which ps tasks they serve
+(``ServedSearch``), before it attaches any of them.
 """
 
 from __future__ import annotations

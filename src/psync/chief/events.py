@@ -1,4 +1,4 @@
-"""What happens to a cluster that its program may want to know: events, in order."""
+"""Events of a cluster, in order, for its program: rollbacks and failovers."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Each ps has a backup in the process of another one; when a ps dies, its backup serves.
+"""Failover: every ps has a backup in another ps process, which is promoted when the ps is lost.
 
     ALONE     --BackUp is answered-->                 BACKED UP   only now it may be promoted
     BACKED UP --the backup does not follow-->         ALONE       BackUp to "": the ps goes on
-    BACKED UP --the ps is lost-->                     PROMOTING   others are held back meanwhile
+    BACKED UP --the ps is lost-->                     PROMOTING   closures and links are paused
     PROMOTING --Promoted-->                           ALONE       FailoverEvent; another is made
-    ALONE     --the ps is lost-->                     ``PsRecovery``: to a checkpoint, or the end
+    ALONE     --the ps is lost-->                     ``PsRecovery``: rollback, or the end
 
-A ps waits for its backup before it answers, and goes on without it only when this has said so: so
-no backup is promoted that lacks what was answered. Nothing is undone. Workers are attached anew,
-with new addresses; closures that had not ended run again, and what they have done already is found
-in the ledger of the backup.
+A ps waits for its backup before it answers, and goes on without it only at this coordinator's
+command: so no backup is promoted that lacks what was answered. Nothing is undone. Workers are
+attached again, with new addresses; closures that had not ended run again, and the ledger of the
+backup answers "duplicate" to what they have done already.
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

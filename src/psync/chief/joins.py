@@ -1,4 +1,4 @@
-"""Who waits in ``join``, for what, and what each of them is told.
+"""Pending ``join`` calls: the closures that each waits for, and the error that each raises.
 
 A join waits for the closures that were scheduled before it (ids below its cut-off). An error ends
 all joins that wait, at once: it has ended everything that they wait for. The end of a worker's

@@ -1,7 +1,22 @@
-"""A program that goes on with what another one has left on the ps tasks.
+"""Reattachment of a new program to the variables that ps tasks still hold.
 
-All ps tasks have been attached, and have set aside what they held, when this begins. They are asked
-what that is; ``adoption`` decides; then each is told.
+All ps tasks have been attached, and have set aside what they held, when this begins. They describe
+it; ``store.reattach`` decides; then each gets its orders.
+
+    the chief dies                          the next one, with ``attach=True``
+    before it was granted a number          as if it had not been
+    some ps tasks attached                  finds the variables set aside there, in stores elsewhere
+    some variables not wholly created       adopts whole variables, creates the others
+    some variables adopted                  finds both kinds; slots wait for their optimizers
+    ``attach=False``, some ps tasks empty   AttachError, which names those
+    within an update over two ps tasks      goes on with the part that was applied; the other one is
+                                            refused when it comes late
+    within a synchronous step               waits until ps 0 has closed it; AttachError if a ps
+                                            could not be reached
+    while a cut is taken or written         nothing of it; gates open with its connections
+    during a rollback                       AttachError
+    in training, and a ps dies too          AttachError, unless its backup had been promoted
+    before anything was created             begins with empty ps tasks
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a coordinator does about a lost ps: it is brought back, or everything ends.
+"""Recovery from the loss of a ps: failover, rollback, or the end of the program.
 
-    RUNNING    --a ps is lost, and ``replicas`` or ``from_checkpoint`` takes it over--> RECOVERING
-    RUNNING    --a ps is lost, and nobody takes it over-->                            GONE
-    RECOVERING --``recovery_ended``-->                                                RUNNING
-    RECOVERING --``recovery_failed``-->                                               GONE
-    any        --a newer coordinator has taken over-->                                GONE
+    RUNNING    --a ps is lost, and ``replicas`` or ``from_checkpoint`` can recover it--> RECOVERING
+    RUNNING    --a ps is lost, and neither can-->                                        GONE
+    RECOVERING --``recovery_ended``-->                                                   RUNNING
+    RECOVERING --``recovery_failed``-->                                                  GONE
+    any        --a newer coordinator is served-->                                        GONE
 
-``ReplicaRecovery`` and ``PsRecovery`` bring ps tasks back; this holds back closures meanwhile, and
-keeps why nothing can be done any more. What is scheduled when all is gone has the same end.
+``ReplicaRecovery`` and ``PsRecovery`` bring ps tasks back; this pauses closures meanwhile, and
+keeps the reason for the end. All that is scheduled after the end fails with the same error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A lost ps comes back: all ps tasks go back to the newest checkpoint, and training goes on.
+"""Rollback: a lost ps comes back, and all ps tasks restore the newest checkpoint.
 
     RUNNING   --a ps is lost-->                    WAITING
     WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
@@ -7,10 +7,10 @@
     WAITING, LOADING, SWITCHING --a ps is lost-->  WAITING
     any       --no checkpoint, or not in time-->   LOST       for ever
 
-Whoever else talks to ps tasks is held back meanwhile, see ``PsLink.hold``. What was sent in the old
-timeline is refused by fences: every worker bears a new incarnation afterwards.
+Everything else that talks to ps tasks is paused meanwhile, see ``PsLink.hold``. What was sent in
+the old timeline is refused by fences: every worker bears a new incarnation afterwards.
 
-Source: docs/design.md, section 19.
+Source: docs/design.md, "Rollback".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Tells ps 0 what the coordinator's schedule has come to.
+"""The sender of schedule reports to ps 0.
 
 ``ScheduleReports`` decides, this sends: one report at a time, and of the states that follow one
-another meanwhile the last.
+another meanwhile the last. Nothing is sent before the program has declared something at which
+workers wait for each other, since ps 0 would have no use for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 
 from psync.client.ps_link import PsLink
 from psync.closures.schedule_report import ScheduleReports, ScheduleState
@@ -26,11 +28,17 @@ class ScheduleReporter:
     Args:
         link: To ps 0.
         reports: Decides.
+        workers_wait: Says whether the program has declared a synchronous group or a staleness
+            bound; asked with each ``look`` until it has, and then no more.
     """
 
-    def __init__(self, link: PsLink, reports: ScheduleReports) -> None:
+    def __init__(
+        self, link: PsLink, reports: ScheduleReports, workers_wait: Callable[[], bool]
+    ) -> None:
         self._link = link
         self._reports = reports
+        self._workers_wait = workers_wait
+        self._is_wanted = False
         self._versions = itertools.count(1)
         self._news = asyncio.Event()
 
@@ -40,12 +48,15 @@ class ScheduleReporter:
         Returns:
             What does it; to be cancelled at the end.
         """
-        self._news.set()
+        self.look()
         return asyncio.get_running_loop().create_task(self._run())
 
     def look(self) -> None:
         """Something has happened. Nothing is sent in this turn of the loop."""
-        if self._reports.look():
+        if not self._reports.look():
+            return
+        self._is_wanted = self._is_wanted or self._workers_wait()
+        if self._is_wanted:
             self._news.set()
 
     async def _run(self) -> None:

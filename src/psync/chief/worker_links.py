@@ -1,14 +1,14 @@
-"""The coordinator's connections to workers, made again when they go; workers that come and leave.
+"""The coordinator's connections to workers: lost and re-established, workers that join and leave.
 
-One supervising coroutine per worker: connect, attach, wait for the end, say what it means, again.
-What an end means is known before it comes, or by what the worker said last:
+One supervising coroutine per worker: connect, attach, wait for the end, classify it, again.
+The meaning of an end is known before it comes, or by the worker's last message:
 
 | the end | its closures | the worker |
 |---|---|---|
-| nobody said anything | come back, and are blamed | is lost; set aside if that is often |
+| without a word | come back, and are blamed | is lost; set aside if that is often |
 | the worker leaves | come back, if any are left | is not waited for; may return |
 | the worker cannot go on, and says why | come back | is lost; set aside if that is often |
-| the coordinator has ended the session | come back; are blamed if one was too slow | begins anew |
+| the coordinator has ended the session | come back; are blamed if one was too slow | begins again |
 """
 
 from __future__ import annotations

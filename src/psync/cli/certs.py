@@ -1,4 +1,4 @@
-"""``psync certs``: certificates for a cluster; and the options that name them."""
+"""``psync certs``: certificates for a cluster, and the options that name them."""
 
 from __future__ import annotations
 

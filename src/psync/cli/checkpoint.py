@@ -1,27 +1,17 @@
-"""``psync checkpoint``: look into checkpoints, compare them, export them.
+"""``psync checkpoint``: list, inspect, compare and export checkpoints.
 
-No cluster is needed. What is wrong with a checkpoint is one line on stderr and exit code 1.
-
-What is in checkpoints, for people and for other programs: lists, differences, exports.
+No cluster is needed. An error in a checkpoint is one line on stderr and exit code 1.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import numpy as np
 
-from psync.checkpoints.files import DataFile, Planned, Reader, disk_errors
-from psync.checkpoints.manifest import Tensor
-from psync.checkpoints.stored_snapshots import check_places, stored_images
-from psync.errors import CheckpointError, CheckpointNotFound
+from psync.errors import CheckpointError
 
 FAILED = 1  # exit code
 
@@ -45,6 +35,7 @@ def checkpoint() -> None:
 def list_command(directory: Path) -> int:
     """List the complete checkpoints in DIRECTORY, the oldest first."""
     from psync.checkpoints.files import checkpoints_in
+    from psync.cli.checkpoint_reports import summary
 
     return _report(lambda: [summary(path) for _, path in checkpoints_in(directory, "ckpt")])
 
@@ -53,6 +44,8 @@ def list_command(directory: Path) -> int:
 @click.argument("path", type=checkpoint_path)
 def inspect_command(path: Path) -> int:
     """List what is in the checkpoint PATH, and check every byte of it."""
+    from psync.cli.checkpoint_reports import inspection
+
     return _report(lambda: inspection(path))
 
 
@@ -61,6 +54,8 @@ def inspect_command(path: Path) -> int:
 @click.argument("second", type=checkpoint_path)
 def diff_command(first: Path, second: Path) -> int:
     """List what differs between two checkpoints; exit code 1 if something does."""
+    from psync.cli.checkpoint_reports import differences
+
     lines: list[str] = []
 
     def describe() -> list[str]:
@@ -97,6 +92,8 @@ def export_command(
     Each variable is whole there, however it was sharded. Several files come with an index that
     Hugging Face tools read.
     """
+    from psync.cli.checkpoint_reports import export
+
     return _report(
         lambda: [
             str(file)
@@ -124,215 +121,3 @@ def _errors() -> Iterator[list[str]]:
     except CheckpointError as error:
         failed.append(error.message)
         click.echo(f"psync: error: {' '.join(str(error).split())}", err=True)
-
-
-CHUNK_BYTES = 32 << 20
-"""Of a tensor that is compared or exported, in memory at once."""
-
-INDEX = "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How a tensor differs between two checkpoints."""
-
-    name: str
-    what: str  # "only in the first", "only in the second", "shape", "dtype" or "values"
-    largest: float = 0.0  # absolute difference of elements, if values differ
-    changed: int = 0  # elements that differ
-
-
-def summary(path: Path) -> str:
-    """Return a line about a checkpoint: name, number, tensors, bytes, date."""
-    manifest = Reader(path).manifest
-    nbytes = sum(manifest.files.values())
-    with disk_errors(f"looking at {path}"):
-        saved = np.datetime64(int(path.stat().st_mtime), "s")
-    return (
-        f"{path.name}  {len(manifest.tensors)} tensors  {len(manifest.states)} states  "
-        f"{_size(nbytes)}  {saved}"
-    )
-
-
-def inspection(path: Path) -> list[str]:
-    """Return a line for each tensor, state and image of a checkpoint, and check every byte of it.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    reader = Reader(path)
-    lines = []
-    for tensor in reader.manifest.tensors.values():
-        for _ in _chunks(reader, tensor):  # each slice is checked when it is read
-            pass
-        shards = f"  {len(tensor.slices)} slices" if len(tensor.slices) > 1 else ""
-        nbytes = tensor.rows * tensor.row_bytes
-        lines.append(f"{tensor.name}  {tensor.dtype}{list(tensor.shape)}  {_size(nbytes)}{shards}")
-    for name, state in reader.manifest.states.items():
-        text = json.dumps(state)
-        lines.append(f"{name}  {text if len(text) <= 100 else text[:97] + '...'}")
-    for stored in stored_images(path) if reader.manifest.images else ():
-        check_places(stored)
-        nbytes = sum(place.nbytes for place in stored.places)
-        lines.append(f"{stored.file.name}  all that a ps held, to recover it  {_size(nbytes)}")
-    return lines
-
-
-def differences(first: Path, second: Path) -> list[TensorDifference]:
-    """Return what differs between the tensors of two checkpoints, by name.
-
-    NaN equals NaN.
-
-    Raises:
-        CheckpointError: One of them is none, or is damaged.
-    """
-    one, other = Reader(first), Reader(second)
-    found = []
-    for name in sorted({*one.manifest.tensors, *other.manifest.tensors}):
-        here, there = one.manifest.tensors.get(name), other.manifest.tensors.get(name)
-        if here is None or there is None:
-            where = "first" if there is None else "second"
-            found.append(TensorDifference(name, f"only in the {where}"))
-        elif here.shape != there.shape:
-            found.append(TensorDifference(name, "shape"))
-        elif here.dtype != there.dtype:
-            found.append(TensorDifference(name, "dtype"))
-        else:
-            found += _compared(one, here, other, there)
-    return found
-
-
-def _compared(one: Reader, here: Tensor, other: Reader, there: Tensor) -> list[TensorDifference]:
-    largest, changed = 0.0, 0
-    for a, b in zip(_chunks(one, here), _chunks(other, there), strict=True):
-        if not np.array_equal(a, b):
-            with np.errstate(all="ignore"):
-                x, y = a.astype(np.float64), b.astype(np.float64)
-                differs = (x != y) & ~(np.isnan(x) & np.isnan(y))
-                gaps = np.abs(x - y)[differs]
-            changed += int(differs.sum())
-            largest = max(largest, float(gaps.max(initial=0.0)))
-    return [TensorDifference(here.name, "values", largest, changed)] if changed else []
-
-
-def export(
-    path: Path, directory: Path, *, prefixes: Sequence[str] = (), max_file_bytes: int = 5 << 30
-) -> list[Path]:
-    """Write tensors of a checkpoint as plain safetensors, each one whole in one file.
-
-    "/" in names becomes ".", as other programs expect. More than one file comes with an index that
-    Hugging Face tools read.
-
-    Args:
-        path: Of the checkpoint.
-        directory: Which is made, and must not have been there.
-        prefixes: Names or beginnings of names, up to a "/", of what is exported, such as "model";
-            they are left out of the names. Default: everything, under its whole name.
-        max_file_bytes: A file that has as much is followed by another.
-
-    Returns:
-        What was written.
-
-    Raises:
-        CheckpointNotFound: There is no checkpoint, or nothing in it that is wanted.
-        CheckpointError: It is damaged, two tensors get one name, or the disk is full.
-    """
-    reader = Reader(path)
-    wanted = _renamed(reader, prefixes)
-    temporary = directory.with_name(directory.name + ".tmp")
-    with disk_errors(f"export to {directory}"):
-        if directory.exists():
-            raise CheckpointError(f"export: {directory} exists already")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            names = _write_files(reader, wanted, temporary, max_file_bytes)
-            os.rename(temporary, directory)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return [directory / name for name in names]
-
-
-def _renamed(reader: Reader, prefixes: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors to export, by their new names."""
-    wanted: dict[str, Tensor] = {}
-    for name, tensor in reader.manifest.tensors.items():
-        for prefix in prefixes or ("",):
-            stem = prefix.strip("/")
-            if not stem:
-                short = name
-            elif name == stem:
-                short = name.rsplit("/", 1)[-1]
-            elif name.startswith(f"{stem}/"):
-                short = name[len(stem) + 1 :]
-            else:
-                continue
-            if wanted.setdefault(short.replace("/", "."), tensor) is not tensor:
-                raise CheckpointError(
-                    f"export: two tensors would be called {short.replace('/', '.')!r}",
-                    hint="export fewer prefixes at once",
-                )
-    if not wanted:
-        raise CheckpointNotFound(
-            f"{reader.path}: no tensor begins with {', '.join(prefixes) or 'anything'}",
-            hint=f"there are {', '.join(list(reader.manifest.tensors)[:10])}",
-        )
-    return wanted
-
-
-def _write_files(
-    reader: Reader, wanted: dict[str, Tensor], directory: Path, max_file_bytes: int
-) -> list[str]:
-    groups: list[dict[str, Tensor]] = []
-    room = 0
-    for name, tensor in wanted.items():
-        nbytes = tensor.rows * tensor.row_bytes
-        if not groups or nbytes > room:
-            groups.append({})
-            room = max_file_bytes
-        groups[-1][name] = tensor
-        room -= nbytes
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        one = len(groups) == 1
-        file = (
-            "model.safetensors" if one else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        )
-        planned = [
-            Planned(tensor.name, tensor.shape, tensor.dtype, 0, label=name)
-            for name, tensor in group.items()
-        ]
-        data_file = DataFile(directory / file, planned)
-        try:
-            for tensor in group.values():
-                data_file.write(_chunks(reader, tensor))
-            data_file.close()
-        finally:
-            data_file.abandon()
-        weight_map.update(dict.fromkeys(group, file))
-    names = sorted(set(weight_map.values()))
-    if len(groups) > 1:
-        total = sum(tensor.rows * tensor.row_bytes for tensor in wanted.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
-        names.append(INDEX)
-    return names
-
-
-def _chunks(reader: Reader, tensor: Tensor) -> Iterator[np.ndarray]:
-    """Yield a tensor in pieces of whole rows."""
-    if not tensor.shape:
-        yield reader.read(tensor, 0, 1)
-        return
-    step = max(1, CHUNK_BYTES // max(1, tensor.row_bytes))
-    for start in range(0, tensor.rows, step):
-        yield reader.read(tensor, start, min(start + step, tensor.rows))
-
-
-def _size(nbytes: int) -> str:
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size >= 1024:
-            size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

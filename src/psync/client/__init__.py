@@ -1,6 +1,6 @@
-"""One task's way to all ps tasks: plans, links, pulls, pushes, synchronous steps, locks.
+"""The client of the ps tasks: links, pulls, pushes, synchronous steps, locks.
 
-Knows ``net`` and ``numerics``. A ``Plan`` says which shard lies where, a ``PsLink`` leads to one ps
-and repeats what was not answered, ``PsClient`` asks all of them, ``Runtime`` is what variables and
-optimizers find in a step. Begin with ``ps_client``.
+Knows ``net`` and ``numerics``. A ``Plan`` maps a set of variables to requests, a ``PsLink`` leads
+to one ps and sends unanswered requests again, ``PsClient`` talks to all of them, ``Runtime`` is the
+interface that variables and optimizers use in a step. Begin with ``ps_client``.
 """

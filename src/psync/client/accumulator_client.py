@@ -1,8 +1,8 @@
-"""Accumulators on ps tasks as one task sees them.
+"""Client of conditional accumulators on ps tasks.
 
 Every request may be repeated after a lost connection: what changes an accumulator bears the
-identities of a push, and a take has a number by which the ps repeats its answer from memory until
-it hears that it has arrived.
+identities of a push, and a take has a number under which the ps repeats its answer from memory
+until the client acknowledges it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Calls to ps tasks: many at once, updates under a number of their own, pushes to their end."""
+"""Requests to ps tasks: parallel calls, sequence numbers of updates, shielding of pushes.
+
+A push once begun runs to completion (shielded), whatever becomes of the step that made it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class PsCalls:
             for index, address in enumerate(addresses)
         ]
         self._pool = pool
-        self.failpoints = endpoint.platform.failpoints
+        self.parts = endpoint.platform.parts
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
         self.timeline = 0  # grows whenever all ps tasks have gone back to an image
 
@@ -88,21 +91,7 @@ class PsCalls:
 
         Cancellation: All are cancelled.
         """
-        if self.failpoints.armed("worker.push.between_ps"):
-            return await self._one_by_one(calls)
         return await all_of(calls)
-
-    async def _one_by_one(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        answers: list[T] = []
-        try:
-            for call in calls:
-                if answers:
-                    self.failpoints.hit("worker.push.between_ps")
-                answers.append(await call)
-        finally:
-            for call in calls:
-                call.close()
-        return answers
 
     async def define_optimizer(self, optimizer: int, config: dict[str, Any]) -> None:
         """Make an optimizer known to all ps tasks, so that its slots can be read.

@@ -1,4 +1,4 @@
-"""Who is running here: a step, dataset code, or the program itself.
+"""The caller's context: a step, dataset code, or the program itself.
 
 The answer lies in a context variable, so two workers in one process do not see each other's
 steps, and a task or thread that a step starts with its context counts as that step. There is

@@ -1,6 +1,8 @@
-"""What a layerwise optimizer needs to know of whole variables before it pushes.
+"""Client of optimizer state on ps tasks: slots, steps, learning rates, norms for layer-wise rules.
 
-Setting slots, steps and learning rates of optimizers on the ps tasks.
+A layer-wise rule (Lamb) needs norms of whole variables before a push: ``MeasurePush`` carries the
+gradients to the ps tasks, which answer with sums of squares and change nothing, and the ``Push``
+that follows carries one ratio for each variable. Nothing is remembered between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a set of variables is pulled and pushed: what is asked of which ps, where bytes land.
+"""Pull and push plans: the parts of a set of variables on each ps, and the memory they land in.
 
 A *plan* is made once for a set of variables and kept. From the second time on a pull costs
 one small request to each ps, and its reply is read straight into the arrays that the caller

@@ -1,15 +1,21 @@
-"""Values that come with a token, for the pull with which the next step begins.
+"""Prefetched values: those that come with a token, for the pull at the start of the next step.
 
-They are those of a pull that was made before its time: read on the ps tasks after the push was
-sent, and taken later. That must make no difference to who pulls, so the values are dropped unless
-the pull is the very next thing that this task does with the ps tasks, and has begun in a closure
-that was here when the push was sent: what a program did before it scheduled the closure, or before
-it gave it its inputs, is in the values then. So are all updates of this task, none of which may be
-under way when the push is sent. Nor has it heard of anything later from a ps: whatever else is
-answered after the push was sent drops the values, too. And nobody may have told it of anything by
-other ways: the values are good for the turn of the loop in which the push is answered, so whoever
-waits for anything before its pull gets newer ones. If the closure ends in that turn, they are for
-the next one, until that waits for something.
+ps 0 and the other ps tasks read them when the step is applied, and send them with its tokens: up to
+64 KiB, if no shard is busy and there is no second group. So a step of small variables needs no
+pull.
+
+They are those of a pull that was made early: read on the ps tasks after the push was sent, and
+used later. The caller of that pull must not be able to tell, so the values are dropped unless all
+of this holds:
+
+- The pull is the next thing that this task does with the ps tasks.
+- It begins in a closure that was on this worker when the push was sent: what a program did before
+  it scheduled the closure, or before it gave it its inputs, is in the values then.
+- No update of this task was under way when the push was sent, and no other answer of a ps has come
+  since.
+- It begins in the turn of the loop in which the push is answered: a step that waits for anything in
+  between may have learned of newer values by other ways. If the closure ends in that turn, the
+  values are for the next one, until that waits for something.
 """
 
 from __future__ import annotations

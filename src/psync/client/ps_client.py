@@ -1,4 +1,4 @@
-"""All ps tasks as one task sees them: pulls, pushes and assigns of whole sets of variables.
+"""The client of all ps tasks: pulls, pushes and assigns of sets of variables.
 
 Every push and assign carries (sequence) and (closure, ordinal), so it may be sent again
 after a lost connection: the ps answers a repetition from memory.
@@ -395,15 +395,12 @@ class PsClient(PsRows):
         for spec, array in zip(plan.variables, arrays, strict=True):
             if isinstance(array, IndexedSlices):
                 check_exist(spec, array.indices[[0, -1]] if len(array.indices) else array.indices)
-        self.failpoints.hit("worker.push.begun")
         given = [
             array if isinstance(array, IndexedSlices) else to_bytes_view(array) for array in arrays
         ]
-        answers = await self.update(
+        return await self.update(
             [self._part(request, given, build, locked) for request in plan.requests]
         )
-        self.failpoints.hit("worker.push.answered")
-        return answers
 
     def _part(
         self, request: Request, given: Sequence[Given], build: BuildUpdate, locked: bool

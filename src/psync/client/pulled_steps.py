@@ -1,4 +1,4 @@
-"""From which steps the values come that a closure has pulled.
+"""The local step of a push: the lowest step of the values that its closure has pulled.
 
 Each answer to a pull names, for each synchronous group, the last step that the ps has closed.
 A push is as old as the oldest of the values that its gradients may be computed from, so what

@@ -1,6 +1,6 @@
-"""Reading some rows of variables: what is asked of which ps, and how rows find their places.
+"""Pulls of single rows: row numbers grouped by ps, results put into the order of the request.
 
-A row that is asked for many times travels once. Rows travel in ascending order, so those of one
+A row that is requested many times travels once. Rows travel in ascending order, so those of one
 shard lie side by side, and a lookup costs one small request to each ps that has some of them;
 the answers land one behind the other, and one pass brings the rows into the order in which they
 were asked for.

@@ -1,4 +1,4 @@
-"""What variables and optimizers talk through: a worker in a step, else the coordinator."""
+"""The runtime of variables and optimizers: the worker's in a step, else the coordinator's."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Runtime:
     @functools.cached_property
     def sync(self) -> SyncClient:
         """The way to the synchronous groups."""
-        return SyncClient(self.ps)
+        return self.ps.parts.of(SyncClient)(self.ps)
 
     @functools.cached_property
     def ahead(self) -> PulledAhead:

@@ -1,6 +1,6 @@
-"""Which strategy's ``scope()`` is open here, and which strategies are running.
+"""Open ``strategy.scope()`` blocks, and the strategies that are running.
 
-Apart from ``strategy`` so that variables can find the scope they are declared in without
+Apart from ``api.strategy`` so that variables can find the scope they are declared in without
 importing the strategy, which knows variables.
 """
 

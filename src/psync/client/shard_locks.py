@@ -1,10 +1,20 @@
-"""One instant over all ps tasks: values that are read, and assigned, under a lock on their shards.
+"""Consistent reads and atomic assigns over several ps tasks, under locks on shards.
 
 A lock is taken on one ps after the other, in the order of their indices, so two tasks that want
-the same shards cannot wait for each other. It is renewed while the call goes on, and given up
-when that ends, however it ends. No code of the user runs under it. All that is said about a lock
-and under it goes over a connection of its own: where updates that wait for locks are many, a ps
-reads no more from the connections over which they come.
+the same shards cannot wait for each other. It is renewed while the call goes on, and released
+when that ends, however it ends. No user code runs under it. All requests about a lock and under it
+go over a connection of their own: where updates that wait for locks are many, a ps reads no more
+from the connections over which they come.
+
+    of                              promised
+    a consistent read               all its shards at the instant at which the last lock was granted
+    an atomic assign                a consistent read, or another atomic assign, sees all or nothing
+                                    of it; a plain read may see some shards before others
+    a plain push or assign          no more than without locks
+
+A holder that dies loses its locks with its connections; an assign that had reached some ps tasks
+then stays there, until the closure runs again and assigns the rest. A lock that ends early is
+LockLost: a read is tried three times, an assign once, since some shards may have the new value.
 """
 
 from __future__ import annotations

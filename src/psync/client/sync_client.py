@@ -1,4 +1,4 @@
-"""Synchronous pushes as a worker makes them: parts to every ps, then a word to ps 0.
+"""Client of synchronous steps: parts staged on every ps, then the contribution to ps 0.
 
     StagePush to each ps   keeps its part; no trace of it if what follows never happens
     Contribute to ps 0     decides; answers with the outcome and a token, as soon as there is one
@@ -7,13 +7,12 @@ A push of at most 64 KiB is no more than the second message, which carries it wh
 one it carries ps 0's own part, if that is small.
 
 Every request may be repeated after a lost connection: a push has a number, which its client
-draws anew in each group, and by which ps 0 answers a repetition from memory.
+draws separately in each group, and by which ps 0 answers a repetition from memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,18 +32,12 @@ from psync.client.plans import (
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
 from psync.client.ps_link import knows_set
-from psync.errors import (
-    ClosedError,
-    ConfigurationError,
-    ConnectionLost,
-    RemoteProtocolError,
-)
+from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer, Received
 from psync.numerics.blocks import BlockPool
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES, Segment
-from psync.wire.session_messages import AwaitEnd, TrainingOver
 from psync.wire.sync_messages import (
     AskStep,
     Contribute,
@@ -55,8 +48,6 @@ from psync.wire.sync_messages import (
     SyncStep,
 )
 from psync.wire.tensors import to_bytes_view
-
-logger = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
 
@@ -152,14 +143,12 @@ class SyncClient:
                     f"{MEMBERS_PER_REQUEST} shards and {BODY_PER_REQUEST >> 30} GiB",
                     hint="spread the variables over more ps tasks",
                 )
-        self._ps.failpoints.hit("worker.push.begun")
         known = self._groups.setdefault(group, _Group())
         number, known.next_push = known.next_push, known.next_push + 1
         known.outstanding[number] = None
 
-        along: Whole | None = None  # what need not be staged
-        segments: Sequence[Segment] = ()  # of that
-        rows: list[int] | None = None  # likewise
+        along: Whole | None = None
+        rows: list[int] | None = None
         wanted: Wanted | None = None
         next_set: Whole | None = None
 
@@ -179,25 +168,9 @@ class SyncClient:
             return wanted.receive(self._pool)
 
         try:
-            arrays = [each for each in gradients if isinstance(each, np.ndarray)]
-            if plan.whole.nbytes <= SMALL_BODY_BYTES and len(arrays) == len(gradients):
-                along = plan.whole
-                views = list(map(to_bytes_view, arrays))
-                segments = [views[index][start:end] for index, start, end in along.cuts]
-            elif not await self._is_over(parts := self._parts(plan, gradients), group, local_step):
-                own = _small_part_of_ps_0(parts)
-                if own is not None:
-                    along, segments, rows = whole_of([own.request]), own.segments, own.rows
-                staged = [part for part in parts if part is not own]
-                staging = self._stage(staged, group, config, number, local_step)
-                if "staged_commit" in self._ps.failpoints.without:
-                    unawaited = asyncio.create_task(staging)
-                    unawaited.add_done_callback(lambda task: task.cancelled() or task.exception())
-                else:
-                    await staging
-                if along and staged:
-                    self._ps.failpoints.hit("worker.push.between_ps")
-            self._ps.failpoints.hit("worker.push.staged")
+            along, segments, rows = await self._stage_large(
+                plan, gradients, group, config, number, local_step
+            )
             if ahead is not None and (wanted := ahead.want()) is not None:
                 next_set = wanted.plan.whole
                 asyncio.get_running_loop().call_soon(wanted.make_room, self._pool)  # meanwhile
@@ -215,7 +188,6 @@ class SyncClient:
         known.token = answer.token
         if ahead is not None:
             ahead.put(wanted, group, answer.token)
-        self._ps.failpoints.hit("worker.push.answered")
         return answer
 
     async def init_tokens(self, group: int, config: dict[str, Any], count: int) -> int:
@@ -231,19 +203,33 @@ class SyncClient:
         self._deciding.add(group)
         return _expect(received, SyncStep, "initial tokens").step
 
-    async def wait_ended(self) -> None:
-        """Wait until training has ended, or this task has closed its links. Cancellation: safe."""
-        while True:
-            try:
-                received = await self._ps.links[0].call(lambda peer: AwaitEnd())
-            except ConnectionLost as exc:
-                # It may wait for days, and outlive more connections than a request is allowed.
-                logger.info("waiting on for the end of training: %s", exc.message)
-            except ClosedError:
-                return
-            else:
-                _expect(received, TrainingOver, "a question for the end")
-                return
+    async def _stage_large(
+        self,
+        plan: Plan,
+        gradients: Sequence[np.ndarray | IndexedSlices],
+        group: int,
+        config: dict[str, Any],
+        number: int,
+        local_step: int,
+    ) -> tuple[Whole | None, Sequence[Segment], list[int] | None]:
+        """Stage what is too large to go along with the word that decides.
+
+        Returns:
+            What goes along with it, or None; its segments; its rows.
+        """
+        arrays = [each for each in gradients if isinstance(each, np.ndarray)]
+        if plan.whole.nbytes <= SMALL_BODY_BYTES and len(arrays) == len(gradients):
+            views = list(map(to_bytes_view, arrays))
+            return plan.whole, [views[i][start:end] for i, start, end in plan.whole.cuts], None
+        parts = self._parts(plan, gradients)
+        if await self._is_over(parts, group, local_step):
+            return None, (), None
+        own = _small_part_of_ps_0(parts)
+        staged = [part for part in parts if part is not own]
+        await self._stage(staged, group, config, number, local_step)
+        if own is None:
+            return None, (), None
+        return whole_of([own.request]), own.segments, own.rows
 
     def _parts(self, plan: Plan, gradients: Sequence[np.ndarray | IndexedSlices]) -> list[_Part]:
         """Return what goes to each ps."""

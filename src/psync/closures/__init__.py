@@ -1,6 +1,6 @@
-"""What becomes of each scheduled closure, and which workers are alive: the coordinator's rules.
+"""Scheduling rules of the coordinator: the closure queue, dispatch to workers, membership.
 
-Pure: events in, actions out, time as an argument. ``queue`` is the whole: it asks ``dispatcher``
-which closure a worker gets next, ``membership`` who is alive, ``gang`` what happens to steps that
-run on all workers. Begin with ``queue``.
+Pure: events in, actions out, time as an argument. ``queue`` is the whole: ``dispatcher`` chooses
+the closure that a worker gets next, ``membership`` decides which tasks are alive, ``gang`` runs one
+step on all workers. Begin with ``queue``.
 """

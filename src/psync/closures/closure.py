@@ -1,4 +1,4 @@
-"""The life of a closure: its states, the moves between them, and its record.
+"""The record of one closure: its states, and the table of moves between them.
 
 Every change of a closure's state goes through ``move`` and ``MOVES``. The coordinator cannot know
 which of the closures that it sent to a worker has started until the worker says so; HELD claims no

@@ -1,10 +1,10 @@
-"""Which worker gets which closure, and when: order, held ahead, given back.
+"""Dispatch of queued closures to workers: order, prefetch on workers, give-back.
 
-``Dispatcher`` holds the queued closures, in their order (``closure_order``), and knows what each
-living worker holds. It decides where closures run, and nothing about how they end; that is
-``closures``.
+``ClosureOrder`` keeps the queued closures in the order in which they were scheduled. ``Dispatcher``
+has them and knows what each living worker holds. It decides where closures run, and nothing about
+how they end; that is ``queue``.
 
-**Ahead.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
+**Prefetch.** An idle worker gets one closure, always. Further ones are sent ahead to a worker only
 while more are queued than there are workers: as many as take ``target_ahead_s`` to run at the pace
 that the worker measured, at least 1 and at most ``max_ahead``, with at most ``max_ahead_bytes`` of
 inline arguments (a worker whose step computes on its event loop does not read). A worker is filled
@@ -16,7 +16,7 @@ one, in the order sent, and it alone knows which one has started.
 - While a worker is idle, the queue is empty, and every worker that may hold closures it has not
   started has been asked for the oldest half of them, rounded up: for one at least.
 - A closure that waits for others awaits, so its worker's loop turns and answers. One that computes
-  on the loop delays the answer, but it waits for nobody and ends by itself.
+  on the loop delays the answer, but it waits for no other closure and ends by itself.
 - What comes back goes to the idle worker. What was asked for and does not come back had started:
   it runs, or its result is on the way. It is never asked for again, and the next half is, at once.
   So the asking ends, and when it has, a worker is idle only if every closure anywhere has started.
@@ -34,8 +34,6 @@ asked, and reports what it runs.
 
 **A closure that was lost with its worker runs alone** from then on: sent to an idle worker, with
 nothing behind it. So from the second loss on there is no doubt which closure was running.
-
-The queued closures, in the order in which they were scheduled.
 """
 
 from __future__ import annotations

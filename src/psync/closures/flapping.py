@@ -1,15 +1,14 @@
-"""Which workers are set aside for a while, because they come and go all the time.
+"""Back-off of flapping workers: one that is lost too often is set aside for a while.
 
 A worker whose machine has no memory left, say, is lost with each closure that it gets, and connects
 again at once: it is of no use, and each closure that it had runs late. So one that is lost more
 often than ``limit`` times within a minute is set aside for half a minute, and each time that this
-is not enough for twice as long, up to five minutes. Its count begins anew when it comes back; the
+is not enough for twice as long, up to five minutes. Its count is reset when it comes back; the
 time aside does, once it has not been lost for as long as it was set aside last and a minute.
 
 A worker that leaves in order is not lost, nor is one whose session the coordinator ends.
 
-Source: Kubernetes restarts a container that fails again and again likewise, with pauses that double
-up to five minutes.
+Source: Kubernetes' CrashLoopBackOff, whose pauses double up to five minutes.
 """
 
 from __future__ import annotations

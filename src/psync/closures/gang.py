@@ -1,4 +1,4 @@
-"""A gang: one function on several workers at once. Who meets whom, and how all of it ends.
+"""The state machine of a gang: one function on several workers at once, with collectives.
 
     RUNNING --all replicas have returned--> ENDED
     RUNNING --an error--> ENDING --all replicas have ended, nothing is merged--> ENDED
@@ -13,12 +13,12 @@ to all. Everything is all or none:
     one has returned where another waits               error: "different numbers"
     a replica fails, or its worker is lost             error that names it
     a replica gives up waiting                         error that names it
-    somebody outside cancels                           that error
+    the caller cancels                                 that error
 
-The first error is the gang's. It refuses the collectives of all who wait and of whoever comes
-later, stops what is being merged, and asks the replicas that do not wait to stop: those that do
-learn why. So nobody waits for ever: who waits, waits for a replica that is running, or for a
-function that is; if all replicas that are left wait, they are merged or refused.
+The first error is the gang's. All waiting and later collectives fail with it, the merge function
+is stopped, and replicas that do not wait are asked to stop. So no replica waits for ever: one that
+waits, waits for a running replica or a running merge function; if all that are left wait, they are
+merged or refused.
 
 Source: ``merge_call`` of TensorFlow's ``mirrored_run``, whose replicas are threads of one process;
 there, a replica that stays away is waited for.

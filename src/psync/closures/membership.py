@@ -1,26 +1,27 @@
-"""Which task of the cluster is alive, under which incarnation, and what a loss means.
+"""Membership: liveness and incarnations of tasks, and the consequences of a loss.
 
-``Membership`` is the coordinator's view. It is told of connections made and ended, and of the
-time, and returns what follows from that.
+``Membership`` is the coordinator's view. Its inputs are connections made and ended, and the time;
+it returns what follows from that.
 
-**Incarnations** are what the rest of psync goes by to tell a task from an earlier life of it. A
-task says at the handshake which one it was started under (its boot incarnation); on every
-connection it is assigned ``max(boot incarnation, last assigned + 1)``. So a worker whose connection
-broke and came back is a new client too: its closures run elsewhere by then.
+**Incarnations** distinguish a task from its earlier runs. A task says at the handshake which one it
+was started under (its boot incarnation); on every connection it is assigned
+``max(boot incarnation, last assigned + 1)``. So a worker whose connection broke and came back is a
+new client too: its closures run elsewhere by then.
 
 **A worker** is lost as soon as its connection is: its closures are cheap to run again. Before that,
 every ps is told to refuse what the lost incarnation may still send.
 
 **A worker that leaves** says so before its connection ends. It is not waited for, and is taken back
-if it returns. Its incarnation is fenced like a lost one's: nobody knows what it may still send.
-**Workers may be added** while training goes on. A name is never forgotten, so that whoever bears it
-next gets incarnations above all earlier ones.
+if it returns. Its incarnation is fenced like a lost one's, since messages may be under way.
+
+**Workers may be added** while training goes on. A name is never forgotten, so that the
+next worker of that name gets incarnations above all earlier ones.
 
 **A ps** holds state, so a broken connection says little. It is unreachable at first. If it returns
 under the same boot incarnation, its memory is as it was; under another one it is empty, and so its
 shards are lost; if it stays away for ``ps_timeout_s`` they are given up. One that was given up and
-returns with its memory is said to be back, too: whether that still helps is for the coordinator to
-know. A ps that connects hears of all the workers that were lost before.
+returns with its memory is reported as back, too; the coordinator decides whether that still helps.
+A ps that connects is sent the fences of all workers that were lost before.
 
 Source: TensorFlow's ``ClusterCoordinator`` and its ``WorkerPreemptionHandler``. Different: every
 task recovers by itself, a lost task is known by its connection and incarnation and not by the text

@@ -1,13 +1,11 @@
-"""The closures that are not final, and what follows for others when one of them ends.
+"""Open closures: those that are not final, and the effects of an end on those that depend on it.
 
-``closures`` is told what happened, and has the closures moved here. What may run goes to the
-dispatcher; what is to be said of the rest is noted until ``news`` is asked for: who is settled, and
-which worker is to stop what.
+``ClosureQueue`` reports events, and closures are moved here. What may run goes to the dispatcher;
+consequences for the rest are collected until ``news`` is called: ``Settle`` and ``Cancel`` actions.
 
-A closure that ends without a value takes with it those that needed the value. If that is an error,
-it ends everything: what no worker holds is cancelled, the rest is asked to stop.
-
-What closures end with that have no value, and which of that a join raises.
+A closure that ends without a value fails those that needed the value. If it ends with an error,
+that ends everything: what no worker holds is cancelled, the rest is asked to stop. ``QueueErrors``
+keeps the errors that a join raises.
 """
 
 from __future__ import annotations

@@ -1,23 +1,17 @@
-"""The closure queue: what becomes of every closure, and when a join is over.
+"""The closure queue: the state of every closure, and the actions that each event leads to.
 
-``ClosureQueue`` is told what happened and returns what to do, as a list of actions. It knows no
-clock, no network and no function to call. Who runs a closure is decided in ``dispatching``; what
-it waits for before that, in ``closure_waits``; what follows for others when it ends, in
-``open_closures``; which errors a join raises, in ``closure_errors``.
+``ClosureQueue`` gets events and returns what to do, as a list of actions. It knows no clock, no
+network and no function to call. ``dispatcher`` decides which worker runs a closure; ``waits`` what
+it waits for before that; ``open`` what its end means for others, and which errors a join raises.
 
 **An error ends everything**, at once: what is queued is cancelled, what is in flight is asked to
 stop, and what is scheduled from then on is cancelled too. Nothing is dispatched. What cannot be
 stopped stays in flight until its worker answers (``in_flight`` names it). When nothing is in flight
-any more the error may be raised, and ``collect_error`` makes the queue good again.
+any more the error may be raised, and ``collect_error`` resets the queue.
 
 **The replicas of a gang** are closures with identities of their own, sent to certain workers; none
-runs twice. How they end concerns the gang alone (``gangs``), but an error that ends everything
+runs twice. How they end concerns the gang alone (``gang``), but an error that ends everything
 stops them too.
-
-Source: TensorFlow's ``_CoordinatedClosureQueue``. Its guarantees hold: at least once; the first
-error wins, and is raised once; when it is raised, nothing runs any more. Different: closures come
-back to their place instead of the tail, nothing is dispatched once an error is known, further
-errors are kept, and one closure can be cancelled.
 """
 
 from __future__ import annotations

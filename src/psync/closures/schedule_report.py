@@ -1,17 +1,18 @@
-"""What the coordinator tells ps 0 about the schedule: who takes part, and what is left to do.
+"""Schedule reports to ps 0: which workers take part, and what is queued or in flight.
 
-ps 0 must know for whom a synchronous step, or a worker that is ahead, still waits. It is told
-whole states, of which the newest counts, so that one may be lost or skipped.
+ps 0 must know for which workers a synchronous step, or a worker at a staleness bound, still waits.
+Reports are whole states with a version, of which the newest counts, so that one may be lost or
+skipped.
 
 - **Who takes part**: the workers that have joined, less those whose last closure met the end of
   its data. One of these is back with its next value; and all are back when nothing is left to do,
-  or when nobody else would be left, for then other data has begun.
+  or when no other worker would be left, for then other data has begun.
 - **Queued**: there are closures that no worker has begun, so each worker has work, or is about to
   get some. They are in the queue, or held behind others: more are in flight than there are workers.
 - **In flight**: where nothing is queued, what runs where. A closure that waits for the value of
   another one counts as neither. It cannot begin before one of these has ended, and to wait for it
-  would be to wait for ever, where that one waits for company. Nor does one that waits for a gang
-  to end, or a replica of a gang that waits in a collective for another one.
+  could be a deadlock, where that one waits for a synchronous step. Nor does one that waits for a
+  gang to end, or a replica of a gang that waits in a collective for another one.
 
 A worker that comes and a queue that fills are news that is due at once. More work is due at once,
 too, if the last report is older than ``SETTLE_S``: closures that a program schedules one by one are
@@ -19,8 +20,9 @@ not worth a report each. News of less is not due before ``SETTLE_S`` has passed:
 leaves a worker idle for a moment, and in that moment its absence must not end a step, nor let the
 others run ahead.
 
-When a ps is lost all sessions are ended, and begun anew at once. For ``RETURN_S`` who took part is
-reported as before: else steps would be closed, as partial ones, without workers that never died.
+When a ps is lost all worker sessions are ended and begun again at once. For ``RETURN_S`` the
+members are reported as before: otherwise steps would be closed, as partial ones, without workers
+that never died.
 """
 
 from __future__ import annotations

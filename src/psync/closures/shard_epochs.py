@@ -1,8 +1,12 @@
-"""Which shards of data are done in which epoch: every one exactly once.
+"""Epochs over data shards: every shard is visited exactly once in each epoch.
 
     PENDING --hand out--> HANDED_OUT --finish--> DONE
                           HANDED_OUT --lose its worker--> HANDED_OUT, and it will be run again
                           HANDED_OUT --put back (an error, a cancellation)--> PENDING
+
+``api.data_shards`` schedules a closure for each pending shard and reads off the closures what
+became of them. A shard whose closure is lost with its worker runs again as any closure does; one
+whose closure raises, or is cancelled, is pending again, and the next ``schedule`` hands it out.
 
 An epoch ends when all of its shards are done, and only then does the next one begin. A run that
 did not end may have seen a part of its shard; that is counted, so that the account can say which

@@ -1,14 +1,7 @@
-"""What a closure waits for before it may be queued: the values of its inputs, and gangs.
+"""Waits of scheduled closures: for the values of their inputs, and for gangs before them.
 
-``Waits`` says who waits for nothing any more, and who waits in vain; ``closures`` sees to the rest.
-
-**Inputs.** A closure waits for the values of its dependencies. Where one of them ends without a
-value, those that wait for it never get it.
-
-**Gangs.** A gang has its place in the order of ``schedule``: behind its *barrier*. It begins when
-all closures before the barrier are final, so that every worker is idle and nothing is held ahead,
-and what is scheduled behind the barrier waits until it is opened. So a gang comes after no more
-than was there before it, and nothing of it overlaps with anything else.
+``Waits`` reports closures that no longer wait, and closures that wait in vain; ``queue`` acts on
+both.
 """
 
 from __future__ import annotations

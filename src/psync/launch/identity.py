@@ -1,4 +1,4 @@
-"""Which task of which cluster this process is.
+"""The identity of this process in its cluster, and the shutdown of the other tasks at its end.
 
 The end of a program: its tasks are told to exit.
 """

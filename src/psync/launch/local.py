@@ -1,4 +1,4 @@
-"""A whole cluster on this machine, for first contact, notebooks and tests."""
+"""LocalCluster: all tasks of a cluster on this machine, for first contact, notebooks and tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The event loop of a task's process: which one, and how signals and a launcher end what it runs.
+"""The event loop of a task's process: loop choice, signals, and the lifeline to its launcher.
 
-The lifeline: how a process learns that its launcher has gone.
+The *lifeline* is a pipe that a task inherits: its end means that the launcher has gone, and the
+task with it.
 """
 
 from __future__ import annotations

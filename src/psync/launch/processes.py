@@ -1,16 +1,16 @@
-"""Start and supervise the tasks of a cluster as real processes on this machine.
+"""Start and supervision of the tasks of a cluster as real processes on this machine.
 
 Used by ``psync run``, where the launcher is a process of its own, and by a local cluster, whose
-launcher is the chief. What both need, and why it is so:
+launcher is the chief. What both need:
 
 * **Addresses without races.** The group binds port 0 and listens for every task before the first
   one starts, and hands each its socket as an inherited descriptor. Peers can connect before a task
   is up; one that is started again finds its old address, and the connections that wait there.
 * **Nothing is left behind.** Each task leads a session of its own, so Ctrl-C in a terminal reaches
   the launcher alone, which then stops the tasks in order; what a task has started is ended with
-  it. The *lifeline* covers the launcher's own death: see ``lifeline``.
-* **Output keeps its lines**, each with its task's name. They are written on the loop: if nobody
-  reads our output any more, the tasks' pipes fill up, and not our memory.
+  it. The *lifeline* covers the launcher's own death: see ``process_loop``.
+* **Output keeps its lines**, each with its task's name. They are written on the loop: if our output
+  is no longer read, the tasks' pipes fill up, and not our memory.
 
 Processes are started with ``subprocess`` and not through the loop: uvloop hands its children copies
 of descriptors that they should not have, and forks, which takes long where the chief is large.

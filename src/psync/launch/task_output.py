@@ -1,4 +1,4 @@
-"""What tasks print and log, on its way to the user.
+"""Output of tasks: prints and logs, forwarded line by line with the task's name.
 
 A launcher reads the pipes of its tasks and forwards them line by line, each with the task's name,
 so that lines of different tasks never mix. A task's own log goes to its stderr, in a way that

@@ -1,4 +1,4 @@
-"""One process of a task: its output, its end, and the end of what it has started.
+"""One process of a task: its output, its end, and the end of its children.
 
 A thread of its own waits for the end of each process.
 """

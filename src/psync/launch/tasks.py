@@ -1,4 +1,4 @@
-"""Running a process as the task that it is: ``run`` for scripts, ``serve`` for ps and workers."""
+"""Running a process as its task: ``run`` for scripts, ``serve`` for ps and workers."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def make_task(
     if job == "ps":
         from psync.ps_task import PsTask
 
-        return PsTask(platform, index, address)
+        return platform.parts.of(PsTask)(platform, index, address)
     from psync.worker_task import WorkerTask
 
     return WorkerTask(platform, index, address, main_by_name=main_by_name)

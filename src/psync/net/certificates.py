@@ -1,8 +1,8 @@
-"""Certificates for a cluster: an authority that signs one of them, and is then forgotten.
+"""Certificates for a cluster, signed by an authority whose key is never stored.
 
-All tasks of a cluster share one certificate and its key, as they share the secret. The key of the
-authority is never written: so nobody, the owner included, can sign another certificate that these
-tasks would trust. For further hosts make new files for all.
+All tasks of a cluster share one certificate and its key, as they share the secret. Without the
+authority's key, not even the owner can sign another certificate that these tasks would trust. For
+further hosts make new files for all.
 """
 
 from __future__ import annotations

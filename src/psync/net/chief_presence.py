@@ -1,8 +1,8 @@
-"""Whether a chief is connected to a ps or worker, and since when none has been.
+"""Chief timeout of ps and worker tasks: they exit when no chief has been connected for too long.
 
 A task that is told to end does so at once. This is for the chief that cannot tell it any more: a
-job whose chief is gone for good must not hold machines for ever. An evaluator is connected to
-nobody. It ends when ps tasks and workers have, which this rule ends.
+job whose chief is gone for good must not hold machines for ever. An evaluator is connected to no
+task. It ends when ps tasks and workers have, which this rule ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One connection: the wire protocol on an asyncio transport.
+"""One asyncio connection: the wire protocol on a transport, without copies of large messages.
 
 ``Connection`` is an ``asyncio.BufferedProtocol``: the transport reads from the socket into
 the memory that the wire protocol names, which for a large segment is its destination.
 
 A large message is written with one ``writelines`` and never copied: uvloop (and asyncio
 from 3.12 on) keeps references to the buffers until the kernel has taken them, so nothing
-that was written may change in place (see ``blocks``). Small messages are copied, and those
+that was written may change in place (see ``numerics.blocks``). Small messages are copied, and those
 of one turn of the loop share a system call: that call is most of what they cost.
 
 Large messages wait, in order, while the transport has much unsent; small ones never do,

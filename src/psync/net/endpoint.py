@@ -1,4 +1,4 @@
-"""A task's place on the network: it listens, connects, and owns its peers and handlers."""
+"""The network endpoint of a task: listener, outgoing connections, peers, request handlers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from psync.net.handshake_limits import (
 )
 from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
+from psync.net.serving import RequestServer
 from psync.net.transport import Listener, reason
 from psync.numerics.blocks import BlockPool
 from psync.wire.codec import Message
@@ -352,7 +353,7 @@ class Endpoint:
     ) -> Peer:
         peer = Peer(
             handshake, self.handlers, self.pool, self.platform.limits, self._spawn,
-            on_opened, on_closed, self._admit, refused, self.platform.losses,
+            on_opened, on_closed, self._admit, refused, self.platform.parts.of(RequestServer),
         )  # fmt: skip
         self._peers[peer] = None
         return peer

@@ -1,10 +1,11 @@
-"""The platform of a task that runs in a process of its own, from its environment variables."""
+"""The platform of a task in a process of its own, built from its environment variables."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import logging
 import math
 import os
@@ -14,9 +15,7 @@ from contextvars import ContextVar
 
 from psync.errors import ConfigurationError
 from psync.net.chief_presence import TrainingPresence
-from psync.net.failpoints import Failpoints
-from psync.net.message_loss import MessageLosses
-from psync.net.platform import Platform
+from psync.net.platform import Parts, Platform
 from psync.net.resolvers import ClusterResolver
 from psync.net.secret import insecure_by_environ, load_secret, require_secret
 from psync.net.tls import TlsNetwork
@@ -85,10 +84,22 @@ def platform_of(
         network if tls is None else TlsNetwork(network, tls),
         secret,
         limits=limits_of(environ),
-        failpoints=Failpoints.from_environment(environ),
-        losses=MessageLosses.from_environment(environ),
-        apply_log=environ.get("PSYNC_TESTING_APPLY_LOG", ""),
+        parts=parts_of(environ),
     )
+
+
+def parts_of(environ: Mapping[str, str]) -> Parts:
+    """Return which parts a task is built of: others than usual if a variable of tests is set.
+
+    Raises:
+        ConfigurationError: If one of these cannot be understood.
+    """
+    if not any(name.startswith(("PSYNC_TESTING_", "PSYNC_FAILPOINTS")) for name in environ):
+        return Parts()
+    # By its name: it knows every part of a task, and no task but those of tests has to load it.
+    sabotage = importlib.import_module("psync.testing.sabotage")
+    parts: Parts = sabotage.SabotagedParts.from_environment(environ)
+    return parts
 
 
 def tell_launcher() -> None:

@@ -1,20 +1,20 @@
-"""Bounds on what strangers cost a listening task: handshakes, places for them, lines of the log.
+"""Limits on unauthenticated peers: failed handshakes per address, open handshakes, log lines.
 
 A secret of 128 bits is not to be guessed, so this protects no secret. It bounds what strangers
 cost: the computations of a handshake, the places for those who have not proved themselves yet,
 and a line of the log for each that failed.
 
-* Each address has a *bucket* of so many failures; a minute fills an empty one. From an address
-  whose bucket is empty nobody is heard until there is one in it again. A success fills it at once.
+* Each address has a *bucket* of so many failures; a minute fills an empty one. An address whose
+  bucket is empty is refused until there is one in it again. A success fills it at once.
 * **Loopback addresses and Unix sockets have none.** All tasks of a machine share the address, and
   one with a wrong secret, started again and again, must not keep the others out.
 * So many buckets are remembered at most; the one that failed the longest ago is forgotten first.
 * **A new connection always finds a place** (``displaced``): while all are taken it gets that of the
-  oldest from the address that has most. So the silent keep nobody out, from however many
+  oldest from the address that has most. So the silent keep no task out, from however many
   addresses they come; they only take each other's places. OpenSSH's ``MaxStartups`` drops
-  newcomers by chance instead, which keeps one in so many of the wanted out, too. To lose a place
+  newcomers by chance instead, which also drops a share of the members. To lose a place
   is a tenth of a failure: hundreds of workers that come at once take each other's, too.
-* A quarter of the places is kept from addresses of which nobody has ever proved himself.
+* A quarter of the places is kept from addresses from which no peer has ever proved itself.
 * So many lines about strangers stand in the log each minute; then there is one with the number of
   those that do not (``LogQuota``).
 """

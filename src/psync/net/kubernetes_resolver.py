@@ -1,9 +1,13 @@
-"""The cluster that pods of Kubernetes make: by their DNS names, or by labels from the API.
+"""Cluster resolver for Kubernetes: pods by their DNS names, or by labels from the API.
 
 Pods of a StatefulSet, and those of an indexed Job, have names that count from 0 and that a
 headless service puts into the DNS: ``train-ps-0.train``. That is all a task has to know, so by
 default no API is asked, no right is needed, and a pod that does not run yet is simply one that is
-not reached yet. The API is for pods without such names.
+not reached yet. A pod's own name comes into the DNS only after the pod has begun, so a task waits
+for the name at which it listens.
+
+The API is for pods without such names: it lists one namespace until all pods run that have not
+ended. Names are sorted with their numbers as numbers: ps-10 comes after ps-2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Requests and replies between tasks, both ways on one connection.
+"""Request and reply between two tasks, in both directions on one connection.
 
-``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, knows
-who waits for which reply, and says where the bodies that come belong; ``serving`` answers theirs.
-One message is dealt with before the next one of the same connection is looked at.
+``Peer`` is one open connection; ``endpoint.Endpoint`` makes them. It sends our requests, matches
+replies to them, and places the bodies that come in; ``serving`` answers the other side's requests.
+One message is handled before the next one of the same connection is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from psync.errors import (
     RemoteProtocolError,
 )
 from psync.net.connection import Connection
-from psync.net.message_loss import LossyServer, MessageLosses
 from psync.net.serving import Call, Refusal, RequestServer, Spawn, Then, fail
 from psync.net.serving import Handler as Handler
 from psync.net.serving import Into as Into
@@ -59,7 +58,7 @@ class Peer:
         on_closed: Told when the connection is gone, unless it was never made.
         admit: See ``wire.protocol.Protocol``.
         refused: Likewise.
-        losses: Which of the peer's requests a test wants to be lost.
+        server: Serves the peer's requests.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Peer:
         on_closed: Callable[[Peer, Exception | None], None],
         admit: Admit | None = None,
         refused: Refused | None = None,
-        losses: MessageLosses | None = None,
+        server: type[RequestServer] = RequestServer,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink, admit, refused)
         self.connection = Connection(wire, self)
@@ -91,8 +90,7 @@ class Peer:
         self._report_closed = on_closed
         self._calls: dict[int, Call] = {}
         self._next_id = 1
-        serving = (self, handlers, limits, spawn)
-        self._server = RequestServer(*serving) if losses is None else LossyServer(losses, *serving)
+        self._server = server(self, handlers, limits, spawn)
         self._pongs: deque[asyncio.Future[None]] = deque()
         self._gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a task is given instead of reaching for it: network, randomness, clock, secret.
+"""The platform of a task: network, randomness, clock and secret, given and never reached for.
 
 A test gives an in-memory network, a seeded generator and a counter; the defaults are the
 machine's. Time inside a loop is the loop's (``loop.time()``), which may be virtual.
@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from psync.net.failpoints import Failpoints
 from psync.net.secret import Secret
 from psync.wire.limits import Limits
 
 if TYPE_CHECKING:
-    from psync.net.message_loss import MessageLosses
     from psync.net.transport import Network
 
+
+T = TypeVar("T")
 
 entropy: ContextVar[Callable[[int], bytes]] = ContextVar("psync_entropy", default=os.urandom)
 """Random bytes for names that must differ from process to process; a simulation draws them."""
@@ -66,6 +66,14 @@ class GivenUp:
         return lambda: self._listeners.pop(listener, None)
 
 
+class Parts:
+    """Which class is built where a test may want another one; see ``psync.testing.sabotage``."""
+
+    def of(self, cls: type[T]) -> type[T]:
+        """Return the class to build: ``cls``, or a subclass of it."""
+        return cls
+
+
 @dataclass(frozen=True)
 class Platform:
     """The surroundings of one task."""
@@ -73,9 +81,7 @@ class Platform:
     network: Network
     secret: Secret | None = None  # None: the cluster runs without one
     limits: Limits = field(default_factory=Limits)
-    failpoints: Failpoints = field(default_factory=Failpoints)
-    losses: MessageLosses | None = None  # requests of others that a test wants to be lost here
-    apply_log: str = ""  # directory in which a ps writes down what it applies, for tests
+    parts: Parts = field(default_factory=Parts)
     random_bytes: Callable[[int], bytes] = os.urandom  # nonces
     uniform: Callable[[], float] = random.random  # jitter, in [0, 1)
     new_incarnation: Callable[[], int] = time.time_ns  # grows each time a task starts

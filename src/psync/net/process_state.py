@@ -1,7 +1,7 @@
-"""State that there is once in a process, and how a fresh process is had without starting one.
+"""Per-process registries and counters, and fresh ones for a simulation in the same process.
 
-Registries and counters of this process are made here, and nowhere else, so that a simulation can
-run in a process as if nothing had run there before, and leave nothing behind.
+All of this process's are made here, and nowhere else, so that a simulation can run in a process
+as if nothing had run there before, and leave nothing behind.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The cluster's secret: where it comes from, and when a task may do without one.
+"""The cluster's secret: loading it from the environment, and the rule for tasks without one.
 
-Whoever holds the secret can run code on every task, because steps are functions that the
+The holder of the secret can run code on every task, because steps are functions that the
 coordinator sends. So a task listens without one only if its owner says so in words
 (``--insecure``), and a secret that was asked for and cannot be had is an error: nothing falls back
 to less than what was asked for.

@@ -1,11 +1,10 @@
-"""The requests of a peer, served: at once, when it is time, or by a task.
+"""The server side of a connection: request handlers, called inline or run as tasks.
 
 A handler is a plain function that returns the reply, or a coroutine for it. Those that
 need no waiting are called and answered in the same turn of the loop: no task is made for
-a small pull. ``Handler.prepare`` runs as soon as a request's header is there and says
-where its body belongs, or refuses it before memory is taken.
-
-Requests and their answers while they are under way: ours, and theirs.
+a small pull. A handler that waits for other peers returns a ``Later``, and its reply leaves in the
+turn of the loop in which it is given. ``Handler.prepare`` runs as soon as a request's header is
+there: it names the memory for the body, or refuses the request before memory is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private keys and certificates: the only file that needs the package cryptography."""
+"""Private keys and certificate signing; the only module that imports cryptography."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The cluster that a SLURM job step is: ``srun`` says who runs where."""
+"""Cluster resolver for SLURM: the tasks of a job step, from the variables that ``srun`` sets.
+
+Tasks are counted node by node in SLURM's own order (sorted as text, n10 would come before n9), and
+a step whose ranks were given out in another order is refused.
+"""
 
 from __future__ import annotations
 

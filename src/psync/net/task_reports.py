@@ -1,6 +1,6 @@
-"""Reports of what this process does and waits for: on SIGUSR1, and where somebody asks.
+"""Reports of a live process: task state, asyncio tasks and thread stacks, on SIGUSR1 or request.
 
-A task says how it is described (``described_by``); a report is that, then the stacks of all
+A task registers a description (``described_by``); a report is that, then the stacks of all
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
 
 **SIGUSR1** is answered twice. ``faulthandler`` writes the bare stacks of all threads from C, at
@@ -10,7 +10,8 @@ lines of a step that computes on the loop, too, for which a handler of the loop 
 runs in the middle of anything, so it only reads, takes no lock, and writes to the descriptor and
 not to ``sys.stderr``, whose buffer may be half written.
 
-What this process is doing: the stacks of its asyncio tasks and of its threads, as text.
+A launcher starts its tasks with SIGUSR1 blocked, so that one that comes before their handler is
+installed is kept and does not end them.
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
-"""TLS on one connection: between a transport of any network and the protocol above it.
+"""TLS on one connection, as a layer between any transport and the wire protocol.
 
 ``TlsChannel`` is a protocol for the transport below, and a transport for the protocol above. The
 protocol above is connected as soon as the one below is: what it writes waits until TLS is up, and
-what it is told at the end says why TLS is not. So deadlines, and how many connections may be
-at their beginning, are its business as without TLS.
+the reason that TLS is not comes with its ``connection_lost``. So deadlines, and how many
+connections may be at their beginning, are its business as without TLS. ``TlsNetwork`` puts a
+channel on each connection of another network.
 
-asyncio and uvloop have TLS, too. Theirs tells nobody of a connection that failed before TLS was up,
-so nothing could be counted; closes it before the peer has heard why; and needs sockets, while this
-runs in virtual time. Both do for each record what is done here.
+asyncio and uvloop have TLS, too. Theirs does not report a connection that failed before TLS was up,
+so nothing could be counted; closes it before the peer has read the reason; and needs sockets, while
+this runs in virtual time. Both do for each record what is done here.
+
+What is wrong before TLS is up (no TLS on one side, a certificate of another authority, for another
+host or too old) is an AuthenticationError on the side that connects, which is final, and a line in
+the log of the other. A failed peer has a second to read the reason before the socket is closed.
 
 What is encrypted waits as it was given, and is encrypted piece by piece when there is room below:
 as with other transports, memory must not change until the transport has let go of it.
-
-A network whose connections have TLS, over any other network.
 """
 
 from __future__ import annotations

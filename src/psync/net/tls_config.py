@@ -1,6 +1,6 @@
-"""TLS as the environment describes it: whom a task trusts, and how it shows who it is.
+"""TLS settings from the environment: trusted authority, own certificate, mutual or not.
 
-One authority for the whole cluster: whoever bears a certificate of it is a peer, under the names
+One authority for the whole cluster: a holder of a certificate of it is a peer, under the names
 that stand in the certificate. By default both sides show theirs (mutual TLS); with
 ``PSYNC_TLS_MUTUAL=0`` only the task that is connected to does. TLS never takes the secret's place.
 """

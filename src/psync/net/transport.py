@@ -1,6 +1,7 @@
-"""Where connections come from: sockets, or what a test puts in their place.
+"""Networks: listening and connecting over TCP and Unix sockets, behind one interface.
 
-``SocketNetwork`` knows TCP (``host:port``, ``[v6]:port``) and Unix sockets (``unix:/path``).
+``SocketNetwork`` knows TCP (``host:port``, ``[v6]:port``) and Unix sockets (``unix:/path``); tests
+have a network in memory (``psync.testing``).
 """
 
 from __future__ import annotations

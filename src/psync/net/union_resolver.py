@@ -1,4 +1,4 @@
-"""Several descriptions of one cluster, put together."""
+"""Cluster resolver that merges several others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Arrays: blocks of memory, sums, update rules of optimizers, formulas of metrics.
+"""Pure array code: blocks of memory, sums, update rules of optimizers, formulas of metrics.
 
-Pure: numpy, errors and specs, nothing else of psync; no clock, no I/O. Every rule writes into
+Knows numpy, errors and specs, nothing else of psync; no clock, no I/O. Every rule writes into
 memory that it was given. Begin with ``update_rule``, then ``blocks``.
 """

@@ -1,4 +1,4 @@
-"""Update rules that scale each element by the size of its gradients so far."""
+"""Update rules with a step size for each element: Adagrad, Adadelta, RMSprop, Ftrl."""
 
 from __future__ import annotations
 

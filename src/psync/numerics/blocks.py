@@ -1,13 +1,13 @@
-"""The memory of shards: blocks, arrays made of blocks, and a pool that recycles them.
+"""Block-structured shard memory: copy-on-write by reference count, and a recycling buffer pool.
 
 A ps answers a pull with the memory of the shard itself: the transport keeps a
 reference until the kernel has taken the bytes. A later update must not change
 those bytes, and must not copy a shard of 64 MiB either because one reader is
 slow. So a shard is a list of blocks of at most 1 MiB, reading it means holding
-references to its blocks, and an update works in place on a block that nobody
-holds and writes a fresh one otherwise.
+references to its blocks, and an update works in place on a block without
+references and writes a fresh one otherwise.
 
-Whether somebody holds a block is read off a reference count, because there is no
+Whether a block is referenced is read off a reference count, because there is no
 callback when a transport, a snapshot list or a user drops its view. **The count is
 taken on the root, the array that owns the memory, and never on a view**:
 
@@ -23,7 +23,7 @@ measured at import, since it differs between interpreter versions.
 
 A pool exists because fresh memory is dear: the page faults of a new buffer cost
 as much as filling it. Roots are given to the pool while others may still see
-them; ``take`` hands out only those that nobody sees any more.
+them; ``take`` hands out only those without any other reference.
 """
 
 from __future__ import annotations

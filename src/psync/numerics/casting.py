@@ -1,4 +1,10 @@
-"""Values that users hand over for a variable, or for rows of one: checked, and cast."""
+"""Casting of values that users pass for a variable or for rows of it, with range checks.
+
+Values are cast within a kind or to a higher one (numpy's "same_kind"), and only if the dtype can
+hold every number: floats may be rounded, none may become infinite, integers stay as they are. What
+travels has the shard's dtype; a ps casts nothing. *Results* are numpy's in place: integers wrap
+around, floats overflow to infinity.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Gradients whose norm is limited.
+"""Gradient clipping by norm, of one variable or of all.
 
 A push goes to the ps tasks in shards, and a norm is of a variable, or of all variables. The worker
-has all of it, so it clips before the push and no further round is needed. Of the mean of a
-synchronous step nobody has all: the ps tasks find its norm together, by the same formulas (see
-``step_norms``). Clipping by value is elementwise: each ps does it as part of its rule.
+has all of it, so it clips before the push and no further round is needed. No task has the whole
+mean of a synchronous step: the ps tasks compute its norm together, by the same formulas (see
+``store.step_norms``). Clipping by value is elementwise: each ps does it as part of its rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What embedding lookups compute: whose row an id is, and how rows of several ids become one."""
+"""Embedding arithmetic: mapping ids to tables and rows, and combining the rows of several ids."""
 
 from __future__ import annotations
 

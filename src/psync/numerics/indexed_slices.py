@@ -1,4 +1,4 @@
-"""Gradients of some rows: which rows, and a gradient for each."""
+"""IndexedSlices: a sparse gradient, row numbers with a gradient for each."""
 
 from __future__ import annotations
 

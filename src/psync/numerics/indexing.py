@@ -1,4 +1,4 @@
-"""What an index expression needs of a variable: which rows, and what is done with them here.
+"""Index expressions on a remote variable: the rows to fetch, and the rest applied locally.
 
 ``value[index]`` with the value elsewhere: the part of the index that is about axis 0 says which
 rows travel, the rest is applied by numpy to what has come. An index means what it means to

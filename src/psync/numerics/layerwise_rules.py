@@ -1,4 +1,4 @@
-"""Update rules that scale the update of a variable by norms over the whole of it.
+"""Layer-wise update rules (Lamb), which scale an update by norms over the whole variable.
 
 A variable may lie on several ps tasks, so its norms are found in two passes: ``measure`` gives
 the sums of squares of each piece and changes nothing, ``trust_ratio`` makes one number of the

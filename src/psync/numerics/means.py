@@ -1,4 +1,4 @@
-"""What a synchronous step does with several arrays: the mean of gradients, and moving averages.
+"""Block-wise means of gradients and moving averages, as a synchronous step applies them.
 
 Both work on one block of a shard at a time, so that the terms are read once, and their result is
 still in the CPU's cache when the optimizer's rule reads it. All of it is elementwise: the blocks

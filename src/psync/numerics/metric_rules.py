@@ -1,4 +1,4 @@
-"""What metrics add up, and what comes of the sums.
+"""Metric formulas: the sums that a batch adds, and the value of the sums.
 
 A metric is a vector of float64 sums. ``contribution`` turns a batch into what it adds, ``result``
 turns the sums into the value. So the sums of any number of workers can be added in any order, and a

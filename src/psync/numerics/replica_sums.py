@@ -1,4 +1,4 @@
-"""Sums, means and concatenations of one array from each replica."""
+"""Reductions over replicas of one array each: sum, mean, concatenation."""
 
 from __future__ import annotations
 

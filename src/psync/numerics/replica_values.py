@@ -1,9 +1,12 @@
-"""Values that replicas hold: put together, taken apart, reduced, gathered.
+"""Per-replica values: regroup, select, reduce and gather of nested structures.
 
 What a function returned on several replicas becomes one structure (``regroup``), in which a value
-that may differ stands as a ``PerReplica``. Given to replicas again, each finds its own there
+that may differ stands as a ``PerReplica``. Passed to replicas again, each gets its own
 (``select``). Sums and means of them are ``reduce_values``, or ``reduce_distributed`` for a
 structure in which ordinary values stand beside those of replicas.
+
+The same object from all replicas stays that object, but numbers always become a ``PerReplica``:
+whether two equal ones are one object is an accident of the interpreter.
 """
 
 from __future__ import annotations

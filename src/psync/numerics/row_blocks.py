@@ -1,4 +1,4 @@
-"""Blocks that lie side by side, so that rows all over an array are read and written at once.
+"""Contiguous layout of a shard's blocks for sparse access: lookups and updates of single rows.
 
 A lookup names a few thousand rows of millions, each in another block. Going from block to block
 costs a microsecond a row, and more the larger the table is. So the blocks of an array whose
@@ -9,9 +9,9 @@ Memory comes page by page, as it is first written. Which rows were ever written 
 row: others are what the array was filled with, without having been looked at. So a table of
 many gigabytes of which few rows are used takes the memory of these rows' pages.
 
-What may be in flight is not changed here either. A block that somebody sees (it was exported, see
+What may be in flight is not changed here either. A block that is referenced (it was exported, see
 ``blocks``) and of which a row is written moves *away*: it is copied to a block of its own, and its
-home stays as it is. When nobody sees the home any more the block comes back, at the next update
+home stays as it is. When no reference to the home is left the block comes back, at the next update
 or lookup that needs it. Rows are mostly read by lookups, which copy and hold nothing, so blocks
 are away rarely, and their rows are found block by block, or one by one if they straddle blocks.
 """

@@ -1,4 +1,4 @@
-"""All update rules by name: what a ps makes of a configuration that came over the wire."""
+"""Registry of update rules: from a configuration that came over the wire to the rule."""
 
 from __future__ import annotations
 

@@ -1,9 +1,20 @@
-"""What can be asked of every update rule, besides its own arguments.
+"""Options common to all update rules: weight decay, clipping, gradient accumulation.
 
-Data, and the checks that rules share. Who does what of it: a rule decays weights and clips by
-value, since both are elementwise; the ps accumulates gradients, and knows which variables do not
-decay; norms are clipped by the worker, which holds the whole gradients, or, of the mean of a
-synchronous step, by the ps tasks together.
+Data, and the checks that rules share. An update needs more than its elements:
+
+    what                                computed by
+    learning rate, step t               the ps, at max(own step, step that the push carries): only
+                                        a ps knows how many updates there were
+    weight_decay, clipvalue             the ps, within the rule: elementwise
+    exclude_from_weight_decay           the ps, by the variable's name
+    clipnorm, global_clipnorm           the worker, before the push, which has the whole gradient;
+                                        of the mean of a synchronous step all ps tasks together
+    gradient_accumulation_steps         the ps: a slot, and a count of pushes for each shard
+    norms of Lamb                       a ps that has the whole variable; else all ps tasks, in a
+                                        round before the push (``MeasurePush``)
+
+Schedules count pushes; Adam's ``t`` and ``iterations`` count updates, as in Keras. Layer-wise rules
+and accumulation refuse gradients of some rows.
 """
 
 from __future__ import annotations

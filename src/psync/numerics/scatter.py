@@ -1,9 +1,8 @@
-"""Scatter operations: how some rows of an array are changed, and what duplicates amount to.
+"""Scatter operations on rows of an array, and the merging of duplicate row numbers.
 
 Arithmetic is numpy's in the array's own dtype: integers wrap around, overflow of floats is
-infinite, the smaller of a number and NaN is NaN.
-
-Row numbers as callers give them: put in order, each once; and what becomes of duplicates.
+infinite, the smaller of a number and NaN is NaN. Row numbers are sorted and made unique first;
+each operation says how it combines the operands of duplicates.
 """
 
 from __future__ import annotations

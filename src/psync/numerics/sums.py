@@ -1,10 +1,10 @@
-"""Weighted sums and means of gradients: of whole arrays, and of rows.
+"""Weighted sums and means of gradients, dense and sparse, in one fixed order of addition.
 
 Precision: float16 and bfloat16 are summed in float32 and rounded once, in the result; float32 and
 float64 are summed in themselves. A weight of 1 multiplies nothing. Terms are added in the order in
 which they come. Infinities and NaN are results.
 
-``begin``, ``accumulate`` and ``finish`` work on memory that somebody else owns, and elementwise: a
+``begin``, ``accumulate`` and ``finish`` work on memory of the caller, and elementwise: a
 sum made block by block equals one made at once, bit for bit.
 
 What takes long is offered as ``Pieces`` too, for event loops. Of a sparse sum all is cut but the

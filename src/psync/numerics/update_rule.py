@@ -1,10 +1,11 @@
-"""The mathematics of optimizers, applied to one piece of a parameter at a time.
+"""The base class of optimizer update rules, and gradient descent.
 
-The base of all rules, what they have in common, and gradient descent. The others are in
-``moment_rules``, ``adaptive_rules`` and ``layerwise_rules``; ``rule_configs`` knows them all.
+An update rule is the mathematics of an optimizer, applied to one piece of a parameter at a time.
+The other rules are in ``moment_rules``, ``adaptive_rules`` and ``layerwise_rules``;
+``rule_configs`` lists them all.
 
 A rule is pure: it owns no state but its hyper-parameters. The store owns the arrays and
-says WHEN; a rule says HOW. Everything a rule needs to travel is in ``to_config``.
+decides when a rule is applied. Everything a rule needs to travel is in ``to_config``.
 
 Formulas, arguments and defaults are those of Keras 3, but for numbers that are the same for all
 elements: these are computed in double precision, whatever the dtype of the parameter.
@@ -19,8 +20,8 @@ they are stored, and their slots are float32 (a float16 second moment would unde
 to 0 below gradients of 2e-4). float32 and float64 are computed in themselves, with
 coefficients evaluated in double precision. Integers have no gradient: refused.
 
-A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; and one
-name in ``rule_configs``.
+A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; one name in
+``rule_configs``; and its public handle in ``psync.optimizers``.
 """
 
 from __future__ import annotations

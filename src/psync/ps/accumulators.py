@@ -1,24 +1,24 @@
-"""Accumulators on a ps: gradients come in by themselves, and whoever wants their mean waits for it.
+"""Accumulator requests on a ps: gradients are applied at most once, takes wait for enough of them.
 
-The rules (``accumulators``) decide; this gives them what comes in, and holds answers back.
+The rules (``psync.accumulators``) decide; this feeds requests to them and delays the answers.
 
     message               then
     DefineAccumulator     make it; the same again changes nothing, another one is refused
     ApplyGradient,        judged by the ledger as pushes are, so it happens at most once;
-    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged anew
+    SetAccumulatorStep    a stale gradient leaves no trace, its next run is judged again
     TakeGradient          waits in the rule; its value is kept until the client says it is there
-    ForgetTakes           drop such values, and takes that nobody wants any more
-    EndTakes              (from here) takes that nobody waits for any more leave the rule
+    ForgetTakes           drop acknowledged values, and takes that their client has given up
+    EndTakes              (from here) takes without a waiting request leave the rule
 
 A take waits as long as a connection does on which it was asked for. One whose connection ends, or
-whose client is fenced or does not want it any more, leaves the rule at once and consumes nothing;
+whose client is fenced or gives it up, leaves the rule at once and consumes nothing;
 asked for again on another connection, it waits at the end of the queue.
 
 Small work is done within the turn of the loop, large work in pieces. Meanwhile the accumulator
 is locked, and what else is to be done to it waits its turn.
 
-With a backup each of these messages is an entry of the log, done in its turn to the end. A take's
-turn is over when it waits in the rule: who waits for its value is no matter of the log.
+With a backup each of these messages is an entry of the log, applied in log order. The entry of a
+take is done when the take waits in the rule: the log does not record waiting requests.
 """
 
 from __future__ import annotations

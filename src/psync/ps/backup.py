@@ -1,16 +1,16 @@
-"""The backup of a ps as that sees it: begun, replaced, given up at the coordinator's word.
+"""The primary's side of its backup: made, replaced or given up at the coordinator's command.
 
 One object serves one coordinator and timeline, with its store; a newer one gets another. Before the
 first ``BackUp`` nothing is queued, and nothing is slower.
 
     message         then
-    BackUp          an image is taken between two entries of the log, and sent while others go on;
+    BackUp          a snapshot is taken between two entries of the log, and sent while others go on;
                     answered when the backup has it, and all that was answered meanwhile
-    BackUp, lost    answered when the backup does not follow any more. Nothing is done until then,
-                    nor until the coordinator has said that there is none: it might promote it
+    BackUp, lost    answered when the backup no longer follows. No entry is applied until then, nor
+                    until the coordinator has said that there is none: it might promote it
     BackUp to ""    goes on alone
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
 from psync.ps.committer import MAX_KEPT_BYTES, Build, Committer, Entry
 from psync.ps.cooperative_work import LongWork
-from psync.ps.weakened_rules import commit_log_without
-from psync.store.commit_log import LogState
+from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
@@ -193,7 +192,7 @@ class BackupService:
         if not message.address:
             return Reply(Done())
         if self.committer is None:
-            log = commit_log_without(self._platform.failpoints.without)(
+            log: CommitLog[Entry] = self._platform.parts.of(CommitLog)(
                 self._store.task, MAX_KEPT_BYTES
             )
             self.committer = Committer(
@@ -201,7 +200,7 @@ class BackupService:
             )
             self._begun(self.committer)
         committer = self.committer
-        self._sender = sender = BackupSender(
+        self._sender = sender = self._platform.parts.of(BackupSender)(
             self._platform, served, message, committer.log, committer.advance, self._depose
         )
         committer.on_entry = sender.ship

@@ -1,10 +1,10 @@
-"""What a ps has of accumulators beside what is in an image, for its backup.
+"""Replication state of accumulators that checkpoints omit: contents, takes, kept answers.
 
-An image says what accumulators are, and their steps. What is in them, who takes of them, and what
-was answered comes in entries before the first one of the log; the backup takes them up as they
-are, so that all that comes later comes to the same bits.
+A snapshot has the definitions and steps of accumulators. Their contents, the waiting takes and the
+answers go to the backup as entries before the first one of the log, so that all later entries lead
+to the same bits.
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

@@ -1,19 +1,22 @@
-"""Backups of other ps tasks in the process of this one: fed, and made to serve when they must.
+"""The host of backups: backups of other ps tasks in this process, fed by logs and promoted.
 
-A backup is a ps task that does not listen: it gets an image first, then every entry of the log of
-the one that it backs up, and does each as if it had come over a connection. When it is promoted
-it listens, at an address of its own, and is a ps like any other.
+A backup is a ps task that does not listen: it gets a snapshot first, then every entry of its
+primary's log, and applies each as if it had come over a connection. When it is promoted it listens,
+at an address of its own, and is a ps like any other.
 
-    state      BeginBackup  FillBackup  LogEntries                    Promote
-    filling    anew         taken       complete, if all is there     refused
-    following  anew         -           queued, answered, done        does the rest; then serves
-    serving    anew         FencedError FencedError                   the same answer again
+    state      BeginBackup  FillBackup  LogEntries                     Promote
+    filling    restart      taken       complete, if all is there      refused
+    following  restart      -           queued, acknowledged, applied  applies the rest; then serves
+    serving    restart      FencedError FencedError                    the same answer again
 
-``anew`` needs an epoch that is not older, and for one that serves a newer one: the coordinator has
-gone back to a checkpoint since, and does not know that it serves. What a newer coordinator finds
-ends.
+``restart`` needs an epoch that is not older, and for one that serves a newer one: the coordinator
+has rolled back to a checkpoint since, and does not know that it serves. A newer coordinator ends
+the backups of earlier ones.
 
-Source: docs/design.md, section 20.
+An entry that the primary refuses is refused here, too. One that fails here alone (no memory, say)
+damages the backup: it takes no more entries, is never promoted, and is replaced.
+
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations
@@ -27,13 +30,16 @@ from typing import Any, Protocol, cast
 
 from psync.errors import FencedError, PsyncError, RemoteProtocolError, UsageError
 from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Parts
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
 from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
+from psync.store.ledger import Ledger
 from psync.store.locate_ps import Copy, Primary
 from psync.store.snapshot import Thawed, thaw
 from psync.store.snapshot_state import ImageState
+from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Assign, AttachPs, Push
@@ -218,6 +224,7 @@ class ReplicaHost:
         pool: Memory of images.
         make: Makes a ps task that does not listen, given its index.
         floor: Returns the incarnation of the coordinator that this process serves, or 0.
+        parts: Of the task.
     """
 
     def __init__(
@@ -226,11 +233,13 @@ class ReplicaHost:
         pool: BlockPool,
         make: Callable[[int], BackupTask],
         floor: Callable[[], int],
+        parts: Parts,
     ) -> None:
         self._task = task
         self._pool = pool
         self._make = make
         self._floor = floor
+        self._parts = parts
         self._backups: dict[int, _Backup] = {}  # by the index of the ps
         self._fenced = 0  # earlier coordinators have nothing to say here
         self._ending: set[asyncio.Task[None]] = set()
@@ -300,7 +309,9 @@ class ReplicaHost:
                 return Reply(Done())
         where = f"image of {sender}"
         state = ImageState.from_bytes(bytes(body[0]), where)
-        thawed = thaw(state, sender, self._pool, message.coordinator, unpack_answer)
+        store = self._parts.of(ShardStore)(sender, self._pool)
+        ledger = self._parts.of(Ledger)(message.coordinator)
+        thawed = thaw(state, store, ledger, unpack_answer)
         if known is not None:
             self._end(known)
         self._backups[message.ps] = _Backup(message, self._make(message.ps), thawed, sender)

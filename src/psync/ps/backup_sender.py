@@ -1,10 +1,10 @@
-"""What a ps sends to its backup: an image of itself, then every entry, in order.
+"""Replication from a ps to its backup: a snapshot first, then every entry, in order.
 
-One object feeds one backup. It ends when that does not follow any more: its process is gone, has
-been started again, or refuses. What was sent over a connection that is lost, of the image or of the
+One object feeds one backup. It ends when that no longer follows: its process is gone, has been
+restarted, or refuses. What was sent over a connection that is lost, of the snapshot or of the
 entries, is sent again; the backup ignores what it has.
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
 from psync.ps.committer import Entry
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import CommitLog, LogState, Numbered
 from psync.store.snapshot import Frozen
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
@@ -93,7 +93,6 @@ class BackupSender:
         self._log = log
         self._advanced = advanced
         self._deposed = deposed
-        self._failpoints = platform.failpoints
         # Of this coordinator's range: whoever serves a newer one refuses it.
         incarnation = served.attach.coordinator + order.epoch
         self._task = f"/job:ps/task:{served.ps}"
@@ -190,24 +189,22 @@ class BackupSender:
             batch = self._log.to_ship(MAX_ENTRIES, MAX_BYTES)
             if not batch:
                 return
-            entries = [
-                (*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch
-            ]
-            segments = [segment for each in batch for segment in each.entry.body]
-            message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
-            if not self._under_way:
-                self._note_heard()
-            self._under_way += 1
-            peer = self._peer
-            self._failpoints.hit("ps.backup.sending")
-            try:
-                peer.ask(message, segments, functools.partial(self._heard, peer))
-            except ConnectionLost as exc:
-                self._heard(peer, exc)
-            except PsyncError as exc:
-                self._under_way -= 1
-                self._fail(exc)
-                return
+            self._send(self._peer, batch)
+
+    def _send(self, peer: Peer, batch: Sequence[Numbered[Entry]]) -> None:
+        entries = [(*each.entry.client, each.entry.header, len(each.entry.body)) for each in batch]
+        segments = [segment for each in batch for segment in each.entry.body]
+        message = LogEntries(self._served.ps, self.order.epoch, batch[0].number, entries)
+        if not self._under_way:
+            self._note_heard()
+        self._under_way += 1
+        try:
+            peer.ask(message, segments, functools.partial(self._heard, peer))
+        except ConnectionLost as exc:
+            self._heard(peer, exc)
+        except PsyncError as exc:
+            self._under_way -= 1
+            self._fail(exc)
 
     def _heard(self, peer: Peer, outcome: Received | Exception) -> None:
         if peer is not self._peer or self.ended.is_set():
@@ -220,12 +217,14 @@ class BackupSender:
         elif isinstance(outcome, Exception) or not isinstance(outcome.message, LogTaken):
             self._fail(RemoteProtocolError(f"a backup answered with {outcome!r}"))
         else:
-            self._failpoints.hit("ps.backup.taken")
-            self._note_heard()
-            self._log.note_taken(outcome.message.upto)
-            self._wake()
-            self._advanced()
-            self.ship()
+            self._taken(outcome.message)
+
+    def _taken(self, message: LogTaken) -> None:
+        self._note_heard()
+        self._log.note_taken(message.upto)
+        self._wake()
+        self._advanced()
+        self.ship()
 
     async def _connect(self) -> Peer:
         try:

@@ -1,14 +1,14 @@
-"""The order in which a ps with a backup does what changes it: what the backup has, and no sooner.
+"""Commit order of a ps with a backup: an update is applied when the backup has its entry.
 
 Each message that changes the ps becomes an entry of the log. When the backup has it, and all before
-it are done, it is done: judged, applied, answered. The backup does the same entries in the same
-order, by the same code, so it comes to the same bits and the same answers. Nothing is answered
-that the backup does not have.
+it are done, it is judged, applied and answered. The backup applies the same entries in the same
+order, by the same code, so it gets the same bits and the same answers. No update is answered that
+the backup does not have.
 
-Gates, and locks of variables, are passed before a message becomes an entry: nothing in the queue
-waits for anything but the backup and its turn.
+Gates, and locks of variables, are passed before a message becomes an entry: an entry in the queue
+waits only for the backup and for the entries before it.
 
-Source: docs/design.md, section 20.
+Source: docs/design.md, "Failover".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Work of a ps that takes longer than a turn of the loop, and who waits for it.
+"""Cooperative work on a ps: large updates in pieces, and the requests that wait for a busy shard.
 
 A large update is done block by block, with the loop running in between. Its shard is busy
-meanwhile; who wants to read or update it waits until some update has ended, and looks
-again. An update that fails half-way has torn its shard: then the task must end.
+meanwhile; requests for it wait until some update has ended, and look again. An update that fails
+half-way has torn its shard: then the task must end.
 """
 
 from __future__ import annotations

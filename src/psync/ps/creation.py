@@ -1,4 +1,4 @@
-"""Shards come into being on a ps: with values that are sent, as copies, or of one element.
+"""Creation of shards on a ps: from values that are sent, as copies, or filled with one element.
 
 One object serves one coordinator, with its store; a newer one gets another. Creating is idempotent,
 so a lost connection repeats it.
@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from psync.errors import GradientError, RemoteProtocolError
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import INLINE_BYTES, LongWork
@@ -37,7 +36,6 @@ class ShardCreation:
         work: What takes long.
         pool: Memory for what comes in.
         check_coordinator: Raises unless a peer is the coordinator that is served.
-        failpoints: Of the task.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class ShardCreation:
         work: LongWork,
         pool: BlockPool,
         check_coordinator: Callable[[Peer], None],
-        failpoints: Failpoints,
     ) -> None:
         self._task = task
         self._index = index
@@ -56,7 +53,6 @@ class ShardCreation:
         self._work = work
         self._pool = pool
         self._check_coordinator = check_coordinator
-        self._failpoints = failpoints
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -98,7 +94,6 @@ class ShardCreation:
                 store.create(spec, view)
             elif store.create(spec):
                 await self._work.finish(store.assign(spec.key, "assign", view))
-        self._failpoints.hit("ps.create.done")
         return Reply(Done())
 
     async def _copy(self, spec: ShardSpec, source: Key) -> None:

@@ -1,17 +1,17 @@
-"""The gate of a ps: holds updates back while a cut is taken, and lets admitted ones through.
+"""The gate of a ps: updates are paused while a cut is taken, except admitted ones.
 
 One object serves one coordinator and timeline, with its ledger; a newer one gets another.
 
     message     then
-    Gate        nothing begins any more; answered when what was under way has ended: which messages
-                to other ps tasks belong to it
+    Gate        no update begins any more; answered when those under way have ended, with the
+                messages to other ps tasks that belong to them
     Admit       these messages may begin; answered when they are settled, or when one of them waits
                 for a lock whose holder may be waiting here
-    OpenGate    everything that waits goes on
+    OpenGate    paused updates go on
     connection  the gate opens when that over which it was shut is lost
     lease       and when it has been shut for too long
 
-Source: docs/design.md, section 18.
+Source: docs/design.md, "A save".
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from collections.abc import Awaitable, Callable
 
 from psync.errors import CutLost
 from psync.net.peer import Handler, Peer, Reply
-from psync.ps.weakened_rules import gate_without
+from psync.net.platform import Parts
 from psync.store.ledger import Client, Ledger
+from psync.store.update_gate import UpdateGate
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import Admit, Gate, Gated, OpenGate
@@ -51,7 +52,7 @@ class GateService:
         check_coordinator: Raises unless a peer is the coordinator that is served.
         pause_steps: Returns when no synchronous step is being closed, and lets none begin.
         resume_steps: Lets them go on.
-        without: Safeguards that a test has switched off.
+        parts: Of the task.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class GateService:
         check_coordinator: Callable[[Peer], None],
         pause_steps: Callable[[], Awaitable[None]],
         resume_steps: Callable[[], None],
-        without: frozenset[str] = frozenset(),
+        parts: Parts,
     ) -> None:
         self.cuts = 0  # for which the gate was shut
         self._task = task
-        self._gate = gate_without(without, ledger, exempt)
+        self._gate = parts.of(UpdateGate)(ledger, exempt)
         self._check_coordinator = check_coordinator
         self._pause_steps = pause_steps
         self._resume_steps = resume_steps

@@ -1,4 +1,4 @@
-"""Images on a ps that are held for a cut: written to files, read over the network.
+"""Frozen snapshots on a ps, held for a cut: written to files, or read over the network.
 
     message       then
     Freeze        once no update is under way: holds references to all blocks
@@ -6,7 +6,7 @@
     WriteFrozen   writes a file in a thread, and lets go of each block that is written
     DropFrozen    holds them no longer; nor when the connection is lost over which they were frozen
 
-A message that is repeated, since a connection was lost, gets the answer of the first one.
+A message that is repeated after a lost connection gets the answer of the first one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ class FrozenImages:
         work: What takes long.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         served: Returns what is served, as of now.
-        reached: Told the name of a place where a test may stop the task.
     """
 
     def __init__(
@@ -92,13 +91,11 @@ class FrozenImages:
         work: LongWork,
         check_coordinator: Callable[[Peer], None],
         served: Callable[[], Freezable],
-        reached: Callable[[str], None],
     ) -> None:
         self._task = task
         self._work = work
         self._check_coordinator = check_coordinator
         self._served = served
-        self._reached = reached
         self._cut: _Cut | None = None
         self._frozen = self._written_bytes = 0
 
@@ -190,7 +187,6 @@ class FrozenImages:
         return again(under_way)
 
     async def _written(self, cut: _Cut, path: Path, items: list[tuple[int, str]]) -> Reply:
-        self._reached("checkpoint.ps.write")
         size, places = await asyncio.to_thread(write_items, path, cut.frozen, items)
         self._written_bytes += size
         return Reply(Written(size), [json.dumps(places).encode()])

@@ -1,16 +1,16 @@
-"""Locks on the shards of a ps: who holds them, until when, and who waits for its turn.
+"""Shard locks on a ps: granted in order of arrival, ended by release, lost connection or lease.
 
 One object serves one coordinator, with its store; a newer one gets another.
 
     message       then
     LockShards    answered when no update of the shards is under way and no other lock is in the
                   way; from then on updates of these shards wait, except the holder's
-    RenewLock     its lease begins anew
-    UnlockShards  it ends; whoever is next has the turn
+    RenewLock     its lease starts again
+    UnlockShards  it ends; the next claim is granted
     connection    every lock that was asked for over it ends when it is lost
     lease         a lock that is not renewed ends
 
-Whoever held a lock that has ended is told so by LockLost when it next speaks under it.
+A request under a lock that has ended fails with LockLost.
 """
 
 from __future__ import annotations

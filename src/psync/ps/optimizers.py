@@ -1,10 +1,11 @@
-"""Optimizers on a ps: made known, and their slots, steps and learning rates set from outside.
+"""Optimizer requests on a ps: definitions, slots, steps, learning rates, and norms for Lamb.
 
-A program that restores a checkpoint, or changes the learning rate, says so here. Both are
-idempotent, so a lost connection repeats them. Nothing is judged by the ledger: who sets a value
-while others push to the same variables gets what comes last.
+A program that restores a checkpoint, or changes the learning rate, does so by these. Both are
+idempotent, so a lost connection repeats them. The ledger does not judge them: of a value that is
+set while others push to the same variables, the last one counts.
 
-Updates measured on a ps before they are made: the first round of layerwise optimizers.
+``MeasureService`` is the first round of layer-wise optimizers: the norms of an update before it is
+applied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Pulls on a ps: of whole shards, under a lock or without one, and of rows.
+"""Pulls on a ps: whole shards, with or without a lock, and single rows.
 
-One object serves one coordinator and timeline, with its store; a newer one gets another.
+Both serve one timeline of one coordinator, with its store. ``PsPulls`` answers with the shard's
+own memory. ``RowPulls`` gathers rows into one buffer, of a bounded size; a range of rows is
+answered with the shard's memory, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a ps holds and who waits there, in words; for reports.
+"""The description of a ps for task reports: contents, and waiting requests.
 
 Most of it is read off the counters that ``ps_statistics`` shows, so what has counters is in the
 report.

@@ -1,4 +1,4 @@
-"""Items of an image in a file: written with checksums, read back and compared with them.
+"""Snapshot arrays in files: written with checksums, read back and checked.
 
 Everything here blocks: call it in a thread.
 """

@@ -1,12 +1,13 @@
-"""Images on a ps: prepared, to be taken up instead of what is; those that are held, besides.
+"""Restore of snapshots on a ps: prepared beside the live state, then swapped in.
 
     message       then
     PrepareImage  makes a store and a ledger beside those that are served; their bytes are read in
-                  a thread, or come by FillImage. What was being prepared before is given up
+                  a thread, or come by FillImage. An earlier preparation is dropped
     TakeImage     hands them to the task, which serves them from then on
 
-What fails changes nothing of what is served. A message that is repeated, since a connection was
-lost, gets the answer of the first one. Only the coordinator that is served may ask.
+A failure changes nothing of what is served. A message that is repeated after a lost connection
+gets the answer of the first one. Only the coordinator that is served may ask. ``frozen_snapshots``
+is the other direction.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Parts
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
 from psync.ps.frozen_snapshots import Freezable, FrozenImages, again, listed
@@ -100,9 +102,9 @@ class Contents:
     final_below: int = 0
 
     @classmethod
-    def empty(cls, task: str, pool: BlockPool, floor: int = 0) -> Contents:
+    def empty(cls, parts: Parts, task: str, pool: BlockPool, floor: int = 0) -> Contents:
         """Return nothing, of which no incarnation below ``floor`` hears."""
-        return cls(ShardStore(task, pool), Ledger(floor=floor))
+        return cls(parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor))
 
     @classmethod
     def restored(
@@ -166,7 +168,7 @@ class ImageService:
         pool: Memory of what is prepared.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         held: The ps.
-        reached: Told the name of a place where a test may stop the task.
+        parts: Of the task.
     """
 
     def __init__(
@@ -176,14 +178,16 @@ class ImageService:
         pool: BlockPool,
         check_coordinator: Callable[[Peer], None],
         held: Held,
-        reached: Callable[[str], None],
+        parts: Parts,
     ) -> None:
         self._task = task
         self._work = work
         self._pool = pool
         self._check_coordinator = check_coordinator
         self._held = held
-        self._frozen = FrozenImages(task, work, check_coordinator, lambda: held.services, reached)
+        self._parts = parts
+        served = parts.of(FrozenImages)
+        self._frozen = served(task, work, check_coordinator, lambda: held.services)
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
         self._loads = self._takes = 0
@@ -247,7 +251,8 @@ class ImageService:
         return Reply(Done())
 
     def _thawed(self, state: ImageState) -> Thawed:
-        return thaw(state, self._task, self._pool, self._held.floor, unpack_answer)
+        store = self._parts.of(ShardStore)(self._task, self._pool)
+        return thaw(state, store, self._parts.of(Ledger)(self._held.floor), unpack_answer)
 
     def _give_up(self) -> None:
         load, self._load = self._load, None

@@ -1,17 +1,18 @@
-"""In a ps process: which ps tasks it serves is told to the next coordinator, and the rest ends.
+"""Succession of coordinators in a ps process: grants, previous state, and what is served here.
 
-    AskServed   no backup of earlier coordinators is made, or begins to serve, from then on; one
-                that is about to serve does so; then it is told what serves here, whose backups
-                are here
+``CoordinatorGrants`` is the rule of ps 0, which alone grants incarnations to coordinators: each
+grant is above every earlier one and above ps 0's clock. ``AdoptionService`` keeps what a ps held
+for an earlier program, describes it to the next one, and moves what that adopts into its store.
+``ServedService`` answers for the process:
+
+    AskServed   no backup of earlier coordinators is made or promoted from then on; one that is
+                being promoted finishes first; then the answer: the ps tasks that are served here,
+                the backups that are here
     EndFormer   the rest of what earlier coordinators have left here ends
 
 Only the task at the process's own address is asked: a backup that serves speaks for itself alone.
 
-Source: docs/design.md, section 21.
-
-On a ps: what it held for an earlier program is kept, described, and adopted by the next one.
-
-Under which incarnation a coordinator serves: the rule of ps 0, which alone grants them.
+Source: docs/design.md, "Attach".
 """
 
 from __future__ import annotations

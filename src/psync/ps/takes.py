@@ -1,11 +1,9 @@
-"""Takes of the accumulators of one ps: in the rules, or with values that are kept.
+"""Takes of accumulators on a ps: the accumulator, its takes, and the requests that wait for them.
 
-Nothing here knows of a connection: who waits is told what becomes of a take (``take_waits``).
-Where a call returns something to wait for, large work is left to be done.
-
-Requests that wait for takes of accumulators, and the connections over which they came.
-
-One accumulator on a ps: its rule, its lock, who wants what of it; and its messages.
+``HostedAccumulator`` is one accumulator with its rule and its lock. ``GradientTakes`` has the takes
+of all: waiting in the rules, or with values that are kept until they are acknowledged; it knows no
+connection. Where a call returns something to wait for, large work is left to be done.
+``TakeWaits`` has the requests, and the connections over which they came.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A push, assign or average that has come in whole: what it changes, shard by shard.
+"""One decoded update on a ps (push, assign or average): validation and effects, shard by shard.
 
-Joins what the message says with what the store and the ledger know. It decides nothing
-about time: ``ps_task`` says when to judge, begin and work.
+Joins the message with store and ledger. It decides nothing about time: the services say when to
+judge, begin and work.
 """
 
 from __future__ import annotations

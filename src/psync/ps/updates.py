@@ -1,12 +1,11 @@
-"""Pushes and assigns on a ps: each is judged, checked whole, applied, answered.
+"""Pushes and assigns on a ps: judged by the ledger, validated, applied, answered.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
 Small updates are applied within the turn of the loop in which they arrive. Large ones are
 applied block by block by one task, which lets the loop breathe between blocks; a shard
-that is being updated is busy, and whoever wants to read or update it waits its turn, so
-nobody sees half an update. An update of a shard that is locked waits, before it is judged, until
-the lock ends, unless it is the holder's.
+that is being updated is busy, and requests for it wait, so no reader sees half an update. An
+update of a locked shard waits, before it is judged, until the lock ends, unless it is the holder's.
 
     message       ledger says          then
     an update     (with a backup: once that has it, see ``committer``)
@@ -23,9 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import cast
 
 from psync.net.peer import Handler, Peer, Reply
-from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
-from psync.ps.apply_log import LoggedStore
 from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
 from psync.ps.cut_gate import GateService
@@ -52,7 +49,6 @@ class PsUpdates:
     """The pushes and assigns of one ps under one coordinator.
 
     Args:
-        platform: Failpoints.
         task: Name of the ps.
         store: Its shards.
         ledger: Knows which updates were seen.
@@ -64,7 +60,6 @@ class PsUpdates:
 
     def __init__(
         self,
-        platform: Platform,
         task: str,
         store: ShardStore,
         ledger: Ledger,
@@ -75,7 +70,6 @@ class PsUpdates:
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
         self.committer: Committer | None = None  # None: there was never a backup
-        self._failpoints = platform.failpoints
         self._task = task
         self._store = store
         self._ledger = ledger
@@ -85,7 +79,6 @@ class PsUpdates:
         self._gate = gate
         self._slots = SlotService(task, store, work, pool)
         self._measures = MeasureService(task, store, work, pool)
-        self._log = store.log if isinstance(store, LoggedStore) else None
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -129,7 +122,6 @@ class PsUpdates:
         except Exception:
             self._refused(peer, message)
             raise
-        self._failpoints.hit("ps.push.received")
         update = Update(
             (peer.task, peer.incarnation), message, known, whole, self._store,
             self._ledger,
@@ -269,7 +261,4 @@ class PsUpdates:
         self.assigns += not push
         if self._gate.is_shut:
             self._gate.look_again()
-        if self._log is not None:
-            self._log.applied(update)
-        self._failpoints.hit("ps.push.applied" if push else "ps.assign.applied")
         return Reply(answer)

@@ -1,4 +1,4 @@
-"""What several replicas do together: contexts, collectives, gangs of ``strategy.run``.
+"""Replica contexts, collectives, and gangs (``strategy.run`` on all workers).
 
 Knows ``client`` and ``serialization``. ``context`` is what ``get_replica_context`` returns,
 ``gang_runner`` runs one step on all workers and merges where they meet. Begin with ``context``.

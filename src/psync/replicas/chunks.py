@@ -1,4 +1,4 @@
-"""Work in pieces on an event loop, which runs between them."""
+"""Chunked work on an event loop, which runs between the chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How scheduled closures travel: small arguments inline, large ones when they are asked for."""
+"""Closures as messages: small arguments inline, large ones fetched on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replicas do together: who takes part in it, and what is made of their values."""
+"""Collectives of replicas: their members, and the function that combines the values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from psync.numerics.replica_sums import ReduceOp
-from psync.numerics.replica_values import gather_values, reducing_values, regroup
+from psync.numerics.replica_values import gather_values, reducing_values
 from psync.replicas.chunks import in_turns
 
 Collective = Callable[[Any, Sequence[Any]], Any]
@@ -38,13 +38,6 @@ class GangMember(Protocol):
 
         Cancellation: The gang is over: no replica may be left out.
         """
-
-
-def merge(strategy: Any, calls: Sequence[tuple[Any, Any, Any]]) -> Any:
-    """Return what the first replica's merge function makes of the arguments of all, regrouped."""
-    merge_fn = calls[0][0]
-    args, kwargs = regroup([(args, kwargs) for _, args, kwargs in calls])
-    return merge_fn(strategy, *args, **kwargs)
 
 
 async def reduce(strategy: Any, calls: Sequence[tuple[ReduceOp, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Whether one replica runs here, or what is done here concerns all of them.
+"""Replica context and cross-replica context, as in ``tf.distribute``.
 
     default               --strategy.scope()-->  cross-replica
     default, closure      --merge_call-->        cross-replica, until the function has returned
@@ -6,22 +6,21 @@
     cross-replica         --extended.update-->   update
 
 In replica context a value is that of one replica, in cross-replica context there may be one for
-each. Where nothing was entered, that is outside of every scope and in a step that was given to
+each. Where no context was entered, that is outside of every scope and in a step that was given to
 ``schedule``, there is one replica, 0 of 1: the default. In a replica of ``strategy.run`` on the
 coordinator, a *gang*, there are as many as workers took part.
 
-What was entered holds for the code that entered it and for the tasks and threads that this starts
+A context holds for the code that entered it and for the tasks and threads that this starts
 with its context, but never in a step: a step begins in a context of its own, even if it runs in
 the coordinator's process.
-
-Source: ``tensorflow/python/distribute/distribute_lib.py``.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from psync.client.context import current_closure, forbid_in_step
 from psync.client.scopes import open_scope
@@ -31,7 +30,6 @@ from psync.numerics.replica_values import local_results, reducing_distributed, s
 from psync.replicas import collectives
 from psync.replicas.chunks import in_turns
 from psync.replicas.collectives import Collective, GangMember
-from psync.replicas.extended import Contexts, Extended
 from psync.replicas.states import (
     CrossReplica,
     Enter,
@@ -41,6 +39,9 @@ from psync.replicas.states import (
     entered,
     no_replica,
 )
+
+if TYPE_CHECKING:
+    from psync.compat.extended import Extended
 
 
 class ReplicaContext:
@@ -94,8 +95,9 @@ class ReplicaContext:
 
         Source: ``tf.distribute.ReplicaContext.merge_call``.
         """
+        merge = import_module("psync.compat.merging").merge
         return await self._collective(
-            "merge_call", collectives.merge, (merge_fn, tuple(args), dict(kwargs or {}))
+            "merge_call", merge, (merge_fn, tuple(args), dict(kwargs or {}))
         )
 
     async def all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
@@ -197,6 +199,20 @@ def entered_replica() -> ReplicaContext | None:
     """Return the replica that runs here; None outside of every scope too: none was entered."""
     replica = get_replica_context()
     return None if replica is _OUTSIDE else replica
+
+
+def check_cross_replica(operation: str) -> None:
+    """Refuse ``operation`` where one replica runs.
+
+    Raises:
+        ContextError: In a step, or in a function given to ``run``.
+    """
+    if entered_replica() is not None:
+        raise ContextError(
+            f"{operation} in replica context, where the values of other replicas are not known",
+            hint="do it in a merge function: "
+            "await psync.get_replica_context().merge_call(merge_fn, args=…)",
+        )
 
 
 def in_cross_replica_context() -> bool:
@@ -339,7 +355,8 @@ class OneReplica:
     @property
     def extended(self) -> Extended:
         """What merge functions use to reduce values, and to update variables with them."""
-        return Extended(self, CONTEXTS)
+        made: Extended = import_module("psync.compat.extended").Extended(self)
+        return made
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """Return the sum or mean over the replicas of a value.
@@ -359,9 +376,6 @@ class OneReplica:
         """Return the value of each replica, in the order of their ids."""
         return local_results(value)
 
-
-CONTEXTS = Contexts(entered_replica, update_context)
-"""What ``extended`` of a strategy asks for the context that is entered."""
 
 _NOWHERE = OneReplica("the default strategy: no scope is open")
 _IN_STEP = OneReplica("the strategy of a step: one replica, itself")

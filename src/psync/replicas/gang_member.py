@@ -1,4 +1,4 @@
-"""One replica of a gang on its worker: how it meets the others."""
+"""One replica of a gang on its worker: its collectives, sent to the coordinator."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One gang between the call of ``run`` and its end: its replicas, and who has come to what.
+"""One run of a gang on the coordinator: its replicas, and the values of open collectives.
 
-``GangRunner`` moves it on.
-
-Computing a collective: from what all replicas have brought to what each of them is told.
+``GangRunner`` drives it. A collective is computed when all replicas have come to it: from their
+values to the result or error of each.
 """
 
 from __future__ import annotations

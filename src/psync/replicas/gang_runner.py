@@ -1,11 +1,13 @@
-"""Runs gangs: one after the other, each on all workers that live when its turn comes.
+"""The gang runner: runs ``strategy.run`` calls one after the other, each on all living workers.
 
     coordinator → RunReplica to each worker, then CancelClosures if need be
     worker      → ReachCollective (a request, answered when all are there), ClosureResults
 
-``ClosureQueue`` says when a gang may begin, ``Gang`` who meets whom and how it ends; this carries
-both out. The values that replicas bring to a collective, and what is made of them, pass through
-the coordinator.
+``ClosureQueue`` decides when a gang may begin, ``Gang`` how its replicas meet and how it ends; this
+carries both out. The values of a collective, and its result, are pickled and pass through the
+coordinator: gangs are for evaluation, initialization and small models. A replica that waits in a
+collective is not reported to ps 0 as in flight, so a synchronous step does not wait for it. A
+function that merges values may not call ``run``, ``schedule`` or ``join``: it would deadlock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Updates that the replicas of a gang make together: merged into one, which is done once.
+"""Updates by the replicas of a gang, merged into one that is applied once.
 
-A replica brings its own value, and the coordinator does with all of them what each would have done
-alone. So a variable changes once, however many replicas there are.
+Each replica brings its own value, and the coordinator does with all of them what each would have
+done alone. So a variable changes once, however many replicas there are.
 """
 
 from __future__ import annotations

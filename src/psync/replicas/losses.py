@@ -1,4 +1,4 @@
-"""Losses of replicas, scaled so that their gradients may be summed.
+"""Loss scaling for replicas, so that their gradients may be summed.
 
 Each replica sees a part of the global batch. The sum over replicas of what they compute here is the
 mean over that batch; a mean over the own part would count it as often as there are replicas.

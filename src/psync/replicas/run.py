@@ -1,18 +1,29 @@
-"""``strategy.run``: a function on all workers at once."""
+"""``strategy.run``: one function on all workers at once; and reductions of its results."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.runtime import Runtime
 from psync.errors import CaptureError, ClosedError
-from psync.numerics.replica_values import DistributedValues
-from psync.replicas.context import run_alone
+from psync.numerics.replica_sums import ReduceOp
+from psync.numerics.replica_values import (
+    DistributedValues,
+    gather_distributed,
+    local_results,
+    reducing_distributed,
+)
+from psync.replicas.chunks import in_turns
+from psync.replicas.context import check_cross_replica, replicas_in_sync, run_alone
 from psync.replicas.gang_runner import GangRunner
 from psync.serialization.remote_value import RemoteValue
+
+if TYPE_CHECKING:
+    from psync.compat.strategy_extended import StrategyExtended
 
 
 class LocalRunWarning(UserWarning):
@@ -20,7 +31,7 @@ class LocalRunWarning(UserWarning):
 
 
 class ReplicaRuns:
-    """The part of a strategy that runs replicas."""
+    """The part of a strategy that runs replicas, and makes one value of theirs."""
 
     gangs: GangRunner | None = None  # the coordinator's; None while none runs
     runtime: Runtime | None
@@ -98,3 +109,59 @@ class ReplicaRuns:
         return await run_alone(self, fn, args, kwargs)
 
     experimental_run_v2 = run
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """What code needs that is aware of replicas: reductions, updates, devices."""
+        made: StrategyExtended = import_module("psync.compat.strategy_extended").StrategyExtended(
+            self
+        )
+        return made
+
+    async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """Return the sum or mean of a value over its replicas; see ``reduce_values``.
+
+        Args:
+            reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
+            value: What ``run`` returned, or a structure of such. An ordinary value is what all
+                replicas have: its mean is itself, 0 is 0, and its sum is refused if there are
+                several.
+            axis: Along which each replica's value is reduced as well: a number, or several; the
+                mean then is that of all elements. None: over replicas only.
+
+        Raises:
+            ReplicaValueError: The values do not fit each other, the operation, or the axis.
+            UsageError: In a replica.
+
+        Cancellation: Safe.
+
+        Source: ``tf.distribute.Strategy.reduce``.
+        """
+        check_cross_replica("reduce")
+        return await in_turns(reducing_distributed(reduce_op, value, replicas_in_sync(), axis))
+
+    async def gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas, one after the other along ``axis``.
+
+        Args:
+            value: What ``run`` returned, or a structure of such; of rank 1 at least.
+            axis: A number; negative ones count from the end.
+
+        Raises:
+            ReplicaValueError: Shapes differ elsewhere, there is no such axis, or it is an
+                ``IndexedSlices``.
+            UsageError: In a replica.
+
+        Cancellation: Safe.
+
+        Source: ``tf.distribute.Strategy.gather``.
+        """
+        check_cross_replica("gather")
+        return gather_distributed(value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the value of each replica, in the order of their ids.
+
+        Source: ``tf.distribute.Strategy.experimental_local_results``.
+        """
+        return local_results(value)

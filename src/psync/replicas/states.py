@@ -1,4 +1,4 @@
-"""What was entered, cross-replica or update context or a replica, and where it holds.
+"""The context variable behind replica, cross-replica and update context.
 
 It holds for the code that entered it and for the tasks and threads that this starts with its
 context; but only in the step, or outside of steps, in which it was entered.

@@ -1,8 +1,8 @@
-"""What a function captures: which names, whether they were rebound, why one cannot be sent.
+"""Captured names of step functions: rebinding detection, and names that cannot be pickled.
 
 A function that other tasks can import travels by name. Any other (of ``__main__``, nested,
 lambda) travels by value, and takes along what its free variables and global names are bound
-to at that moment. Nobody sees that happen, so two things must be said aloud: that a name was
+to at that moment. Users do not see that happen, so two things are reported: that a name was
 rebound afterwards, and which name leads to an object that cannot travel.
 """
 

@@ -1,4 +1,4 @@
-"""Exceptions of user code: described where they were raised, raised again where they matter.
+"""User exceptions across tasks: described where they are raised, raised again by ``join``.
 
 The user's own exception is what ``join`` raises, with its type and attributes, so that
 ``except MyError`` works; the remote traceback comes along as text in a `RemoteError`, its cause.

@@ -1,4 +1,4 @@
-"""Step functions: pickled once on the coordinator, kept by content on the workers.
+"""Step functions: pickled once on the coordinator, cached by content hash on the workers.
 
 A function defined with ``def`` is pickled when it is first scheduled, and is known by identity
 from then on: what it captured is frozen, and scheduling it again costs a look into a table.

@@ -1,9 +1,9 @@
-"""Pickling what users give to the other side: functions, arguments, results, exceptions.
+"""Pickling of functions, arguments, results and exceptions; the only module that unpickles.
 
-This is the only module that unpickles. A pickle is a program: whoever may send one may run
-anything. So `unpack` and `load` are called with segments of messages only, and a connection
-delivers no message before the peer has proved that it knows the cluster's secret
-(`wire.handshake`). Nothing here may be used on data that came another way.
+A pickle is a program: a peer that may send one may run anything. So `unpack` and `load` are called
+with segments of messages only, and a connection delivers no message before the peer has proved
+that it knows the cluster's secret (`wire.handshake`). Nothing here may be used on data that came
+another way.
 
 Arrays travel beside the pickle, one buffer each, copied once: what is scheduled is captured by
 value, and the copy is immutable here, where a retry may need it again. On the other side the

@@ -1,13 +1,14 @@
-"""RemoteValue: the handle to what a closure returns.
+"""RemoteValue: the handle to the result of a closure.
 
     NOT_READY --value--> READY        --error--> READY (with an error)
     NOT_READY --cancelled, or its worker's failure for good--> ABORTED
 
-A result arrives pickled and stays so until somebody wants it: one that goes on to another
+A result arrives pickled and stays so until it is fetched: one that goes on to another
 closure is never unpickled on the coordinator. What the user gets is a copy: a program that
 changes it changes nothing for later closures, to which the value goes as it came.
 
-What stands for a value that is elsewhere, and says so when it is used as if it were here.
+``AwaitFirst`` is the base of handles to values that are elsewhere: an operator, a conversion or an
+iteration over one is a UsageError that names what to await.
 """
 
 from __future__ import annotations

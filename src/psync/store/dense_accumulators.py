@@ -1,4 +1,4 @@
-"""Accumulators of whole arrays: the mean or the sum of gradients of one shape.
+"""Dense accumulators: the mean or the sum of gradients of one shape.
 
 The sparse kind, of some rows, is in ``sparse_accumulators``.
 """

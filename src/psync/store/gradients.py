@@ -1,6 +1,6 @@
-"""Gradients applied to the shards that one ps holds: at once, as a mean, measured, accumulated.
+"""Application of gradients to the shards of one ps: at once, as a mean, measured, accumulated.
 
-Nothing changes before it is clear that all of it fits. Work is done block by block: see ``shards``.
+Everything is validated before anything changes. Work is done block by block: see ``shard``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a ps remembers of the updates it has seen, so that each is applied at most once.
+"""The ledger of a ps: exactly-once judgement of updates, by message and by closure.
 
 An update (push or assign) has two identities. (client, sequence) names the *message*: a retry
 after a lost connection carries the same one, and gets the first one's answer. (closure, ordinal
@@ -13,7 +13,7 @@ closure, the first whose update reaches a ps wins there.
     (client, sequence) came for another call              UsageError: the client has a bug
     (client, sequence) is being applied now               InProgress: ask again when it is settled
     (client, sequence) has been answered                  Duplicate: that answer again
-    sequence below what the client has acknowledged       UsageError: nobody waits for an answer
+    sequence below what the client has acknowledged       UsageError: no answer is waited for
     closure is None                                       Fresh
     closure is final                                      AlreadyApplied: decided without it
     (closure, ordinal) is new                             Fresh
@@ -22,9 +22,9 @@ closure, the first whose update reaches a ps wins there.
     (closure, ordinal) has been applied                   AlreadyApplied: answer "duplicate"
 
 Fresh and AlreadyApplied carry a ticket, which the caller settles: ``finish`` records the answer,
-``fail`` forgets the update. A refused update has changed nothing, so its retry is judged anew.
-Whoever got InProgress waits until that ticket is settled and calls ``begin`` again: the outcome
-may be either.
+``fail`` forgets the update. A refused update has changed nothing, so its retry is judged again.
+After InProgress the caller waits until that ticket is settled and calls ``begin`` again: the
+outcome may be either.
 
 Nothing is forgotten because a cache is full. Answers go when their client says that it has
 them (``acked_below``) or is fenced; calls go when the coordinator says that their closures are

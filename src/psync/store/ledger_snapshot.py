@@ -1,13 +1,13 @@
-"""What a ledger remembers, as plain values that can be kept and taken up again.
+"""Snapshots of a ledger, as plain values.
 
-A ledger made of the state of another one gives the verdicts that that one would give: Duplicate to
-a message that was answered, with that answer; AlreadyApplied to the call of another run. What is
-still being applied has no place in a state: there is none at a cut.
+A ledger restored from the state of another one gives the same verdicts: Duplicate to a message
+that was answered, with that answer; AlreadyApplied to the call of another run. What is still being
+applied has no place in a state: there is none at a cut.
 
-Updates of conditional accumulators are left out, since images do not have what is in these: a
-closure that runs again is to accumulate again what went with them. Whoever has what is in these
-has them by ``gradients_of``. Nor do the other parts of an
-update matter (``Ledger.others``): a cut has all of them or none. Counters begin anew.
+Updates of conditional accumulators are left out, since snapshots omit the contents of these: a
+closure that runs again accumulates again. A backup, which has the contents, gets these updates by
+``gradients_of``. The other parts of an update (``Ledger.others``) are left out too: a cut has all
+of them or none. Counters start at 0.
 """
 
 from __future__ import annotations
@@ -95,15 +95,14 @@ def _check_settled(ticket: Ticket) -> None:
         )
 
 
-def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object]) -> Ledger:
-    """Return a ledger that remembers what another one did.
+def restore_ledger(ledger: Ledger, state: LedgerState, unpack: Callable[[bytes], object]) -> None:
+    """Let a new ledger remember what another one did.
 
     Args:
+        ledger: That remembers nothing.
         state: Of the other one.
-        floor: As for ``Ledger``.
         unpack: Makes answers of what ``pack`` of ``state_of`` returned.
     """
-    ledger = Ledger(floor)
     for sender in state.senders:
         client = (sender.task, sender.incarnation)
         made = ledger._senders[sender.task] = _Sender(sender.incarnation, sender.acked_below)
@@ -117,7 +116,6 @@ def ledger_of(state: LedgerState, floor: int, unpack: Callable[[bytes], object])
         count = parts.get((closure, ordinal), 1)
         calls[ordinal] = _Applied(ticket, variable_set, names, count)
     ledger.final_below(state.final_below)
-    return ledger
 
 
 def gradients_of(ledger: Ledger, pack: Callable[[object], bytes | None]) -> GradientStates:

@@ -1,7 +1,7 @@
-"""Where ps tasks are served, when the coordinator that knew has died.
+"""Locating the ps tasks after the coordinator has died: the newest of each, or AttachError.
 
-Each ps process has said what is served in it, and whose backups are there, and will let no backup
-of earlier coordinators serve from then on. What follows from that is decided for all at once.
+Each ps process has said what is served in it, and which backups it hosts, and promotes no backup
+of earlier coordinators from then on. What follows is decided for all at once.
 
     of one ps there are                                     it is
     several that serve it (some were replaced, and do not   the newest: coordinator, then timeline,
@@ -9,10 +9,11 @@ of earlier coordinators serve from then on. What follows from that is decided fo
     none, and no backup of it                               at its own address, where it is empty
     only a backup                                           lost: AttachError
 
-The newest may have been replaced, too, by a backup that has died since: only if it waits for one,
-and that is not where it was. A backup alone may have been left behind, and lack what was answered.
+The newest may itself have been replaced, by a backup that has died since: this is possible only if
+it waits for a backup that is not where it was. A backup alone may be out of date: it may lack
+updates that were answered after it was given up.
 
-Source: docs/design.md, section 21.
+Source: docs/design.md, "Attach".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who may change which shards of a ps: locks, updates under way, and who waits for them.
+"""The lock table of a ps: exclusive locks and shared claims on shards, first come, first served.
 
-A claim on shards is exclusive, a lock, or shared, an update: updates go on side by side, a lock
-waits for those that are under way, and everything waits for a lock. First come, first served:
-whoever waits holds back those that come later for the same shards, so nobody starves. A claim
-gets all its shards at once or none, so claims cannot wait for each other in a circle.
+A claim on shards is exclusive (a lock) or shared (an update): updates go on side by side, a lock
+waits for those that are under way, and later claims wait for a lock. A waiting claim blocks later
+ones for the same shards, so none starves. A claim gets all its shards at once or none, so claims
+cannot wait for each other in a circle.
 """
 
 from __future__ import annotations

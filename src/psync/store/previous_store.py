@@ -1,4 +1,4 @@
-"""What a ps has held for earlier programs and keeps, until the present one adopts or drops it.
+"""The previous store of a ps: shards and optimizers of earlier programs, to be adopted or dropped.
 
 Shards and optimizers move as they are, with their blocks, slots and steps: nothing is copied. A
 shard may be adopted before the optimizers whose slots lie beside it; these slots wait.

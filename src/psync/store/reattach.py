@@ -1,4 +1,4 @@
-"""What earlier programs have left on the ps tasks, and what of it the present one takes over.
+"""Reattachment: matching what ps tasks still hold with what the new program declares.
 
 Variables are known by their names, optimizers by their configurations: the numbers that the wire
 has for both are each program's own. Nothing is decided for one ps alone: all say what they hold,
@@ -8,7 +8,7 @@ then it is clear what fits, and then each is told what to do.
     a variable                the same shards in the same    they are adopted
                               places
                               some of them                   its program died while it was created:
-                                                             they are dropped, it is created anew
+                                                             they are dropped, it is created
                               none                           it is created
                               something else                 AttachError, which names all such
     an optimizer              one of that configuration      its steps, rate and slots are adopted
@@ -17,10 +17,12 @@ then it is clear what fits, and then each is told what to do.
     nothing                   a variable                     it is dropped, at last
                               an optimizer that was used     AttachError, at last
 
-All ps tasks must have begun in one *life*: under the same coordinator, or gone back to the same
-cut. One that was started again since then has lost its part, whatever the others hold: it is of no
-life. So is one that has gone back while its program did not live to be told of that, and ps 0
-if a step that it had decided could not be applied everywhere.
+All ps tasks must have the same *life*: the incarnation of the coordinator under which the store
+began, or was rolled back to a cut. A ps that was restarted since then has lost its part, whatever
+the others hold: its life is 0. So is that of a ps that was rolled back by a program that died
+before it got the RollbackEvent, and of ps 0 if a step that it had decided could not be applied
+everywhere. "Never created" and "lost" are told apart by this: the first is created, the second is
+an AttachError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What going back to a checkpoint undoes: which closures that have ended are not wholly in it.
+"""Effects of a rollback: finished closures whose updates are not wholly in the checkpoint.
 
 A cut has all or none of the parts of an update. But if a client is lost in between, the closure
 runs again and sends what is missing: perhaps after the cut, which then has a part of the call. So

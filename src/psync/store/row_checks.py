@@ -1,4 +1,4 @@
-"""What can be done to rows of the shards that one ps holds: checked before anything changes."""
+"""Validation of row operations on the shards of one ps, before anything changes."""
 
 from __future__ import annotations
 

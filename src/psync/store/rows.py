@@ -1,4 +1,4 @@
-"""Some rows of the shards that one ps holds: how they are read, changed and optimized.
+"""Row access to the shards of one ps: lookup, scatter, and sparse (lazy) optimizer updates.
 
 What is done to rows costs what these rows are, whatever the size of the shard: parameter rows and
 those of the slots are gathered, changed as if they were all there is, and scattered back. So an
@@ -6,7 +6,7 @@ optimizer is *lazy*: rows that are not named, and what is kept beside them, stay
 dense gradient with zeros in these rows would let momenta decay and weights too.
 
 The first time that rows of a shard are asked for, its blocks are laid side by side (see
-``row_blocks``), once. All work is offered in pieces, as in ``shards``.
+``row_blocks``), once. All work is offered in pieces, as in ``shard``.
 """
 
 from __future__ import annotations

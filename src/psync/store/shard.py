@@ -1,16 +1,15 @@
-"""One shard, and how work on it is done: piece by piece, to the end.
+"""One shard: its blocks, and work on it in pieces that an event loop can interleave.
 
 Work on a large shard takes milliseconds, which would delay every peer of an event loop. So
 it is a generator that does one block per ``next()``; the caller lets the loop run in
 between. From the call until its end the shard is busy: reading or updating it raises BusyError
-(the caller queues such requests), so nobody sees a shard half of which is new. The caller
+(the caller queues such requests), so no reader sees a shard half of which is new. The caller
 runs the generator to its end. It cannot be abandoned by accident: closing it, or dropping
 it, does the remaining blocks at once. Only an exception inside a block (no memory left)
 leaves the shard busy for good, as its value is torn: the task must end.
 
-What one push does to one shard, block by block: accumulate, measure, apply.
-
-Gradients of several pushes summed on the ps, until their mean makes one update.
+A push does up to three things to a shard, block by block: accumulate gradients of several pushes
+until their mean makes one update, measure norms, apply the rule.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The shards that one ps holds, and the optimizers that it knows.
+"""The table of shards that one ps holds, and of the optimizers that it knows.
 
-Creating, reading and looking up; what changes a shard's value stands in ``store``. Large shards
-are worked on piece by piece, see ``shard_work``.
+Creating, reading and looking up; ``store`` has what changes a shard's value. Large shards
+are worked on piece by piece, see ``shard``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The image of a ps: what it holds at a cut, frozen in place, and taken up again.
+"""Snapshots of a ps: frozen in place at a cut, and restored.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
-blocks that are held (see ``blocks``). To thaw is to make a store and a ledger of a state. The
-arrays of that store are empty then, but for constant ones; they are filled piece by piece, and
-whoever fills them knows when all of them are there.
+blocks that are held (see ``numerics.blocks``). To restore (``thaw``) is to make a store and a
+ledger from a state. The arrays of that store are empty at first, but for constant ones; the caller
+fills them piece by piece, and knows when all of them are there.
 
 Frozen contents, and those being filled, may be handed to a thread; one at a time uses them.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from psync.errors import BusyError, CheckpointCorrupt, CheckpointError, UsageError
-from psync.numerics.blocks import BlockArray, BlockPool, bytes_of
+from psync.numerics.blocks import BlockArray, bytes_of
 from psync.numerics.row_blocks import RowBlocks
 from psync.schedules import Config
 from psync.specs import dtype_name, dtype_of
 from psync.store.ledger import Ledger
-from psync.store.ledger_snapshot import ledger_of, state_of
+from psync.store.ledger_snapshot import restore_ledger, state_of
 from psync.store.shard import Shard
 from psync.store.shards import Key
 from psync.store.snapshot_state import ImageItem as ImageItem
@@ -298,22 +298,16 @@ class Thawed:
 
 
 def thaw(
-    state: ImageState,
-    task: str,
-    pool: BlockPool,
-    floor: int,
-    unpack: Callable[[bytes], object],
+    state: ImageState, store: ShardStore, ledger: Ledger, unpack: Callable[[bytes], object]
 ) -> Thawed:
-    """Make a store and a ledger of a state.
+    """Make of a new store and a new ledger what a state says.
 
     Args:
         state: Of the image.
-        task: Name of the ps, for messages.
-        pool: Of the store.
-        floor: Of the ledger.
-        unpack: As for ``ledger_image.ledger_of``.
+        store: Without a shard.
+        ledger: That remembers nothing.
+        unpack: As for ``ledger_snapshot.restore_ledger``.
     """
-    store = ShardStore(task, pool)
     for number, optimizer in state.optimizers.items():
         store.define_optimizer(number, optimizer.config)
         store.set_learning_rate(number, optimizer.learning_rate)
@@ -329,7 +323,8 @@ def thaw(
         shard.slots[item.optimizer, item.slot] = BlockArray(shard.values.size, dtype, fill)
     for key, shard in store.shards().items():
         _take_counts(shard, state, key)
-    return Thawed(state, store, ledger_of(state.ledger, floor, unpack))
+    restore_ledger(ledger, state.ledger, unpack)
+    return Thawed(state, store, ledger)
 
 
 def _take_counts(shard: Shard, state: ImageState, key: Key) -> None:

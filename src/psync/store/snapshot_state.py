@@ -1,11 +1,22 @@
-"""The state of an image: everything that a ps holds at a cut, but the bytes of its arrays.
+"""The state of a snapshot: JSON for everything that a ps holds at a cut except array bytes.
 
-An image is a state and *items*, the arrays that the state names. The state is JSON. It is read back
-from disks and from the network, so nothing in it is trusted: whatever does not fit is a
-CheckpointCorrupt that names it. Whether the bytes of items are right is for checksums to say.
+A snapshot is a state and *items*, the arrays that the state names. The state is read back from
+disks and from the network, so nothing in it is trusted: whatever does not fit is a
+CheckpointCorrupt that names it. The bytes of items have checksums of their own.
 
-An array of which nothing was ever written, such as a large table that was declared constant, is a
-*constant* item: the state holds the one element that all are. It needs no bytes anywhere.
+An array to which nothing was ever written, such as a large table that was declared constant, is a
+*constant* item: the state holds its one element, and no bytes are stored or sent.
+
+    of a ps                       in its snapshot
+    shards, slots                 the bytes of each; counts of updates and of accumulated gradients
+    optimizers                    the configuration of the definition, learning rate, step
+    ledger                        fences, unacknowledged answers, calls, the low-water mark
+    synchronous groups            configurations; on ps 0 the calls in steps that were applied. A
+                                  step that is open is not there: its pushes are *pending*, and
+                                  count again when their closures run again
+    conditional accumulators      definitions and steps; contents only for a backup
+    locks, staged parts, clocks,
+    waiting requests              nothing
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accumulators of sparse gradients: rows of an array, each with its index.
+"""Sparse accumulators: the mean or the sum of gradients of rows, each row with its index.
 
 The mean of a row is over the gradients that contained it, not over all, unless
 ``divisor="total"``; rows that no gradient contained do not exist in the result.

@@ -1,4 +1,4 @@
-"""Norms of the mean of a synchronous step: which are needed, and what follows from them.
+"""Norms of a synchronous step's mean: the rounds that clipping and Lamb need before it is applied.
 
 Before a step is applied its mean is measured, in passes that change nothing. Each gives two sums
 of squares for each shard; added up over a variable, or over all, they give a factor for each
@@ -8,9 +8,9 @@ variable.
     gradients  of the mean                                       scale: clipnorm, global_clipnorm
     updates    of the parameter; of its update by the scaled mean  ratio: layerwise rules
 
-A ps that has all of what is added up concludes by itself. Otherwise ps 0 asks all ps tasks for
-their sums, and each one gets the factors with the word that closes the step. So the same norm is
-found whoever finds it: shard by shard in the order of their keys.
+A ps that has all of what is added up computes the factors itself. Otherwise ps 0 asks all ps tasks
+for their sums (``sync.step_rounds``), and sends the factors with ``CloseStep``. Squares are added
+up shard by shard in the order of their keys, so the norm is the same, bit for bit, on every task.
 """
 
 from __future__ import annotations

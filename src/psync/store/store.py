@@ -1,11 +1,11 @@
-"""What one ps holds and how it changes: shards, their slots, and the state of optimizers.
+"""The shard store of one ps: read, assign and apply, with slots and optimizer state.
 
 The store decides nothing about time and peers. It reads, assigns and applies, each on one
 shard, and refuses before anything has changed whatever does not fit.
 
 Reading is free of copies: ``read`` returns references to the shard's blocks, and these bytes
-stay what they are for ever, because a block that somebody holds is replaced, not changed
-(see ``blocks``). Memory is therefore bounded by values, slots and the blocks in flight.
+stay what they are for ever, because a block that is referenced is replaced, not changed
+(see ``numerics.blocks``). Memory is therefore bounded by values, slots and the blocks in flight.
 
 ``assign``, ``apply`` and the like return work, to be done block by block: see ``shards``.
 """

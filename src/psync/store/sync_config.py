@@ -1,4 +1,4 @@
-"""What a synchronous optimizer is, as its ps tasks are told."""
+"""Configuration of a synchronous group, as its ps tasks get it."""
 
 from __future__ import annotations
 

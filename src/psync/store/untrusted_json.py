@@ -1,7 +1,6 @@
-"""Takes values out of JSON that may be anything.
+"""Validated access to JSON from disk or network, which may be anything.
 
-What lies on a disk may have been damaged, or be something else. Whatever is not as it must be is a
-CheckpointCorrupt that names it.
+A value that is missing, of another type or out of range is a CheckpointCorrupt that names it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which updates may begin on one ps while a cut is taken.
+"""The rule of a ps's gate: which updates may begin while a cut is taken.
 
 While the gate is shut no update begins that no ps has begun: what comes waits, unjudged. Parts of
 an update that has begun on another ps are *admitted*: the cut is to have all of them.

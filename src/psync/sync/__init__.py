@@ -1,4 +1,4 @@
-"""Synchronous steps: the rule on ps 0, staging on every ps, closing, staleness bounds, sessions.
+"""Synchronous steps and staleness bounds: rules on ps 0, staging and application on every ps.
 
 Knows ``ps`` and ``client``. ``steps`` decides which contributions count and when a step is
 complete, ``staging`` keeps gradients until it is, ``step_closer`` closes it on all ps tasks. The

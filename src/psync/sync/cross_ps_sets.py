@@ -1,8 +1,9 @@
-"""Sets of shards on several ps tasks, as ps 0 knows them: whole pushes, values that are wanted.
+"""Sets of shards over several ps tasks, for small pushes that come whole to ps 0.
 
-A worker sends a small push whole to ps 0. Here is what ps 0 knows of its set: which shards are its
-own, and under which number each other ps knows its *share*. Whether a share fits only its ps can
-say; it is asked once for each connection and group, before the first push of the set counts.
+A worker sends a small push whole to ps 0, which hands each other ps its *share* with ``CloseStep``.
+ps 0 knows of a set which shards are its own, and under which number each other ps knows its share.
+Only that ps can say whether a share fits; it is asked once for each connection and group
+(``DescribeSet``), before the first push of the set counts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the backup of ps 0 knows of synchronous steps, from the log: enough to go on with them.
+"""The synchronous steps of ps 0 as its backup follows them in the log, for a failover.
 
     entry              then
     a push counts      kept, in order
     a step is closed   its pushes are counted for good, the step is the group's last one
     closures are final their calls are forgotten
 
-Whoever goes on lets the last step of each group be closed once more: each ps that has closed it
-does nothing. Then it counts what is left.
+After a failover the last step of each group is closed once more: each ps that has closed it ignores
+that. Then the remaining pushes are counted.
 """
 
 from __future__ import annotations

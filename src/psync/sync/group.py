@@ -1,6 +1,6 @@
-"""One synchronous group: its step, what was counted in it, its replicas and their tokens.
+"""One synchronous group: its step, counted pushes, replicas and tokens.
 
-``SyncSteps`` looks over all groups and decides when; this knows what follows in one of them.
+``SyncSteps`` looks over all groups and decides when to close a step; this is what follows in one.
 """
 
 from __future__ import annotations

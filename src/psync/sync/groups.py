@@ -1,6 +1,7 @@
-"""The synchronous groups that one ps knows, and the global steps that it holds.
+"""Synchronous groups on one ps: the table of their configurations, and their global steps.
 
-A global step is raised once for each step of its group that is applied.
+``GroupTable`` maps the numbers that connections use to groups. ``GlobalSteps`` raises the global
+step that this ps holds, once for each step of its group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
-from psync.net.failpoints import Failpoints
 from psync.net.peer import Handler, Peer, Reply
 from psync.numerics.blocks import bytes_of
 from psync.ps.committer import Committer
@@ -118,7 +118,6 @@ class GlobalSteps:
         check_closer: Raises unless a peer is the ps 0 that decides.
         work: Waits for shards that are busy.
         locks: Who must wait.
-        failpoints: Of the ps.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class GlobalSteps:
         check_closer: Callable[[Peer], None],
         work: LongWork,
         locks: PsLocks,
-        failpoints: Failpoints,
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._raised: dict[int, int] = {}  # by group: the last step for which it was raised
@@ -135,7 +133,6 @@ class GlobalSteps:
         self._check_closer = check_closer
         self._work = work
         self._locks = locks
-        self._failpoints = failpoints
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -174,7 +171,6 @@ class GlobalSteps:
 
     async def _raise_and_answer(self, client: tuple[str, int], message: RaiseStep) -> Reply:
         await self.raise_one(client, message)
-        self._failpoints.hit("ps.assign.applied")
         return Reply(Done())
 
     def raise_at_once(self, message: RaiseStep) -> bool:

@@ -1,13 +1,14 @@
-"""What of synchronous steps goes into a ps's log, as its backup reads it.
+"""Log entries of synchronous steps, from a primary to its backup.
 
     entry      says
     StagePush  a part of a push is here
     CountPush  on ps 0: a push counts, with what of it came along
     CloseStep  a step is closed, with the parts that ps 0 has handed on; the others are here
-    RaiseStep  a global step is raised (``global_steps``)
-    SetSteps   how far groups are, in the image that the log goes on from
+    RaiseStep  a global step is raised (``groups``)
+    SetSteps   the steps of groups, in the snapshot that the log goes on from
 
-A log names sets, and groups, by numbers of its own (``LogNames``).
+The rule on ps 0 is not replicated: no worker and no ps is told a decision before the entries that
+it comes from are in the log. A log names sets, and groups, by numbers of its own (``LogNames``).
 """
 
 from __future__ import annotations

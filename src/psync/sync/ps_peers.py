@@ -368,7 +368,7 @@ class AllPs:
         if self._client is None:
             attach = self._attach
             self._endpoint = Endpoint(self._platform, CLOSER, self._incarnation, {}, self._pool)
-            self._client = PsClient(
+            self._client = self._platform.parts.of(PsClient)(
                 self._endpoint, self._addresses, self._pool, attach.ps_timeout_s
             )
             if self._moves:

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.apply_log import ApplyLog
 from psync.ps.backup import BackupService
 from psync.ps.backup_accumulators import AccumulatorImage
 from psync.ps.backup_sender import Served
@@ -40,13 +39,11 @@ from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
-from psync.ps.weakened_rules import weaken
 from psync.store.snapshot import Frozen, Thawed, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
 from psync.sync.replay import SyncFollower, SyncImage
-from psync.sync.session_service import check_shards
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
@@ -64,7 +61,6 @@ from psync.wire.ps_messages import (
     SetOptimizer,
     SetSlots,
 )
-from psync.wire.session_messages import CheckShards
 from psync.wire.sync_messages import ReportSchedule
 
 NOT_JUDGED = frozenset(
@@ -85,7 +81,6 @@ class PsProcess:
     platform: Platform
     pool: BlockPool
     work: LongWork
-    log: ApplyLog
     check_coordinator: Callable[[Peer], None]  # raises unless a peer is the one that is served
     served: Callable[[], Served | None]  # who may be backed up, as of now
     deposed: Callable[[], None]  # told that the backup serves in its place
@@ -120,12 +115,11 @@ class PsServices:
         platform, task, work, pool = process.platform, process.task, process.work, process.pool
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
-        weaken(ledger, platform.failpoints.without)
-        process.log.adopt(store)
         self._process = process
         self.locks = PsLocks(task, store)
-        parts = (platform, task, store, ledger, work, pool, self.locks)
-        self.sync = PsSync(*parts, serves=life in (Life.SERVING, Life.HOSTED))
+        parts, served = platform.parts, (task, store, ledger, work, pool, self.locks)
+        serves = life in (Life.SERVING, Life.HOSTED)
+        self.sync = parts.of(PsSync)(platform, *served, serves=serves)
         for number, raw in contents.groups.items():
             self.sync.define(number, raw)
         self.accumulators = AccumulatorService(task, work, ledger, contents.accumulators)
@@ -140,11 +134,11 @@ class PsServices:
         accumulated = AccumulatorImage(self.accumulators)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(steps.pause, "cut"),
-            functools.partial(steps.resume, "cut"), platform.failpoints.without,
+            functools.partial(steps.resume, "cut"), parts,
         )  # fmt: skip
         self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
         self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
-        self.updates = PsUpdates(*parts, self.gate)
+        self.updates = parts.of(PsUpdates)(*served, self.gate)
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
             lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
@@ -190,9 +184,9 @@ class PsServices:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         process, backup = self._process, self.backup
-        creation = ShardCreation(
+        creation = process.platform.parts.of(ShardCreation)(
             process.task, process.index, self.store, process.work, process.pool,
-            process.check_coordinator, process.platform.failpoints,
+            process.check_coordinator,
         )  # fmt: skip
         handlers: dict[type[Message], Handler] = {Fence: Handler(self._fence)}
         for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
@@ -205,7 +199,6 @@ class PsServices:
             **handlers,
             FinalBelow: backup.notified(Handler(self._final_below)),
             ReportSchedule: Handler(self._report_schedule),
-            CheckShards: Handler(lambda _, message, __: check_shards(self.store, message)),
             **self.accumulators.handlers(),
             **self.rows.handlers(),
             **self.clocks.handlers(),
@@ -260,7 +253,6 @@ class PsServices:
 
     def freeze(self) -> tuple[Frozen, list[int]]:
         """Hold what is served; say which closures are counted in steps not yet applied."""
-        self._process.log.cut(self.store)
         steps = None if self.closer is None else self.closer.steps
         pending = [] if steps is None else steps.pending_closures()
         frozen = freeze(
@@ -275,7 +267,7 @@ class PsServices:
         optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
         return Contents.restored(thawed, optimizers, self.accumulators.definitions(), groups)
 
-    # What the coordinator says, and training sessions where none reports.
+    # What the coordinator says.
 
     def moved(self, addresses: Sequence[str], moves: int) -> None:
         """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
@@ -307,12 +299,6 @@ class PsServices:
             self.closer.lost(task, below)
         return self.accumulators.fence(task, below)
 
-    def fence_everywhere(self, task: str, below: int) -> None:
-        """Let all ps tasks serve no lower incarnation of a task."""
-        self.refuse_below(task, below)
-        if self.closer is not None:
-            self.closer.fence(task, below)
-
     def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
         if peer.incarnation == self.coordinator:  # a notification: nobody hears of an error
             self.ledger.final_below(message.closure)
@@ -327,18 +313,6 @@ class PsServices:
         if self.closer is not None:
             self.closer.hear(message)
         return Reply(Done())
-
-    def set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        """Take note of who trains (task → incarnation), and of the names of those who should."""
-        self.clocks.report(alive, None)
-        if self.closer is not None:
-            self.closer.set_members(alive, missing)
-
-    def end_training(self, reason: str) -> None:
-        """Training is over: all waiters are released, or told the reason."""
-        self.clocks.end()
-        if self.closer is not None:
-            self.closer.end(reason)
 
     # Ends.
 

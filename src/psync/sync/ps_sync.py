@@ -1,4 +1,4 @@
-"""Synchronous training on every ps: parts of pushes, and what ps 0 says.
+"""Synchronous requests on every ps: staged parts, and the commands of ps 0.
 
 One object serves one coordinator, with its store and its ledger; a newer one gets another.
 
@@ -9,7 +9,7 @@ One object serves one coordinator, with its store and its ledger; a newer one ge
     CloseStep     take the parts that ps 0 was given for this ps; the mean of the named pushes is
                   applied, shard by shard, moving averages follow, and the group's step is raised
                   here; a repetition changes nothing (``step_applier``)
-    RaiseStep     raise a global step (``global_steps``)
+    RaiseStep     raise a global step (``groups``)
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PsSync(GroupTable):
     """The synchronous groups of one ps under one coordinator.
 
     Args:
-        platform: Limits and failpoints.
+        platform: Limits.
         task: Name of the ps.
         store: Its shards.
         ledger: Knows who has been replaced.
@@ -82,11 +82,11 @@ class PsSync(GroupTable):
         self.work = work
         self.locks = locks
         self.committer: Committer | None = None  # None: there was never a backup
-        self.global_steps = GlobalSteps(store, self._check_closer, work, locks, platform.failpoints)
+        parts = platform.parts
+        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks)
         self._staging = Staging(platform.limits.staging_bytes, task)
-        self.applier = StepApplier(task, self, self._staging, work, locks, platform.failpoints)
+        self.applier = parts.of(StepApplier)(task, self, self._staging, work, locks)
         self._serves = serves
-        self._failpoints = platform.failpoints
         self._pool = pool
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -226,7 +226,6 @@ class PsSync(GroupTable):
         return self._measured(await under_way)
 
     def _measured(self, sums: list[ShardSums]) -> Reply:
-        self._failpoints.hit("ps.step.measured")
         return Reply(StepMeasured(sums))
 
     # Closing.

@@ -1,9 +1,8 @@
-"""The backup of a ps does what its log says of synchronous steps.
+"""Replay of synchronous entries on a backup, and the state of groups that snapshots omit.
 
-The one that is backed up has judged all of it. So parts are kept, pushes counted and steps closed
-without a question; what is left of a step is there when the backup is made to serve.
-
-What a ps has of synchronous steps beside what is in an image, for its backup.
+The primary has judged every entry. So ``SyncFollower`` keeps parts, counts pushes and closes steps
+without judging again; the rest of an open step is there when the backup is promoted.
+``SyncImage`` is the replication state of groups that checkpoints omit.
 """
 
 from __future__ import annotations

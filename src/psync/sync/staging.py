@@ -1,4 +1,4 @@
-"""Parts of pushes that one ps keeps until their synchronous step is decided.
+"""Staging: parts of synchronous pushes, kept on a ps until their step is decided.
 
 A worker sends each ps its part of a push and only then, when all are there, tells ps 0, which
 counts the push. So a part on this ps is of no consequence until a closing of ps 0 names it.

@@ -1,22 +1,23 @@
-"""How far workers may run ahead of each other: stale synchronous parallel training.
+"""Staleness bounds: clocks of workers, and how far one may run ahead (stale synchronous parallel).
 
 A worker's clock counts its rounds. After each round it *ticks*, and goes on when its clock is at
 most ``max_staleness`` above the slowest clock of all workers that have work. Bound 0 is lock-step:
-nobody begins round n + 1 before everybody has ended round n.
+no worker begins round n + 1 before all have ended round n.
 
-- **Who has work**, others say (``members``). A worker without any is waited for by nobody: it is
+- **Who has work**, others say (``members``). A worker without any is not waited for: it is
   idle, dead, or out of data.
 - **Where a clock begins**: a worker that comes, or comes back from idleness, starts at the slowest
   clock of those that have work, or goes on from its own where that is higher: a moment without
-  work between two closures must not be a way round the bound. Where nobody has work, the highest
-  clock ever reached stands for the slowest: nobody later waits for rounds that were done alone.
+  work between two closures must not be a way round the bound. Where no worker has work, the highest
+  clock ever reached stands for the slowest: no later worker waits for rounds that were done alone.
 - **Who waits elsewhere**, in a synchronous group or at another clock, others say (``elsewhere``).
   It is not waited for meanwhile: it may wait for those that wait here. It keeps its clock.
-- **Whoever was allowed to go on** stays allowed: the slowest clock falls only when a worker comes
-  back that waited elsewhere, and who ran ahead waits for it after the next round. The slowest
-  itself is 0 ahead: of those that have work and do not wait elsewhere, one may always go on.
+- **A worker that was allowed to go on** stays allowed: the slowest clock falls only when a worker
+  comes back that waited elsewhere, and one that ran ahead waits for it after the next round. The
+  slowest itself is 0 ahead: of those that have work and do not wait elsewhere, one may always go
+  on.
 - **A stranger**, who ticks and is not known to have work, because news of it is still on its way,
-  waits like the others, and nobody waits for it.
+  waits like the others, and none waits for it.
 
 Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server"; of joining and idle workers it says nothing.

@@ -1,8 +1,9 @@
-"""Bounded staleness on ps 0: a worker's tick is answered when the worker may go on.
+"""Staleness bounds on ps 0: a worker's tick is answered when the worker may go on.
 
-``RoundClocks`` decides, one for each bound; this holds the answers back. A bound is known from its
-first tick on, and is told then who has work. Each bound is told who waits at the others, and in
-synchronous groups: nobody waits for a worker that may be waiting for it.
+``RoundClocks`` decides, one for each bound; this delays the answers. A bound is known from its
+first tick on, and then gets the list of workers that have work. Each bound also gets the workers
+that wait at the others, and in synchronous groups: no clock waits for a worker that may be waiting
+for it.
 """
 
 from __future__ import annotations

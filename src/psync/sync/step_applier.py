@@ -1,9 +1,9 @@
-"""Steps that ps 0 has decided, on one ps: measured and applied.
+"""Application of decided steps on one ps: the mean measured, then applied.
 
 Small steps are applied within the turn of the loop in which they are closed, large ones block
-by block; each is carried to its end, whatever becomes of the connection to ps 0. A step that
-changes shards that are locked waits for its turn, and so do those who wait for the step. With a
-backup, a step is applied in the order of the log.
+by block; each runs to completion (shielded), whatever becomes of the connection to ps 0. A step
+that changes locked shards waits for the locks, and later requests wait for the step. With a
+backup, a step is applied in log order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 
 from psync.errors import RemoteProtocolError
-from psync.net.failpoints import Failpoints
 from psync.numerics.layerwise_rules import Sums
 from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
@@ -36,7 +35,6 @@ class StepApplier:
         staging: Parts of pushes.
         work: What takes long.
         locks: Who must wait.
-        failpoints: Of the ps.
     """
 
     def __init__(
@@ -46,7 +44,6 @@ class StepApplier:
         staging: Staging,
         work: LongWork,
         locks: PsLocks,
-        failpoints: Failpoints,
     ) -> None:
         self.committer: Committer | None = None  # None: there was never a backup
         self._task = task
@@ -55,7 +52,6 @@ class StepApplier:
         self._staging = staging
         self._work = work
         self._locks = locks
-        self._failpoints = failpoints
         self._in_log: set[asyncio.Task[None]] = set()  # closings that wait for their turn there
 
     def measure(
@@ -239,7 +235,6 @@ class StepApplier:
 
     def _closed(self, update: StepUpdate) -> None:
         self._staging.closed(update.group, update.step)
-        self._failpoints.hit("ps.step.applied")
 
 
 def _seen(ended: asyncio.Future[None]) -> None:

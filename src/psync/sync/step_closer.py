@@ -27,7 +27,6 @@ from psync.net.peer import Handler, Later, Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.committer import Committer
-from psync.ps.weakened_rules import steps_without
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
@@ -37,7 +36,7 @@ from psync.sync.log_entries import counted_entry, push_of
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
-from psync.sync.steps import Action, Close, Contribution
+from psync.sync.steps import Action, Close, Contribution, SyncSteps
 from psync.sync.token_waits import PushKey, TokenWaits
 from psync.wire.codec import Message
 from psync.wire.messages import Done
@@ -58,7 +57,7 @@ class StepCloser:
     """Decides the synchronous steps of one coordinator's cluster, and closes them.
 
     Args:
-        platform: Network, secret, failpoints.
+        platform: Network, secret.
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
@@ -77,14 +76,13 @@ class StepCloser:
         timeline: int = 0,
         shares: ShareNumbers | None = None,
     ) -> None:
-        self.steps = steps_without(platform.failpoints.without)
+        self.steps = platform.parts.of(SyncSteps)()
         self.phases = GroupPhases()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
         self._all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
-        self._rounds = StepRounds(self._all_ps, sync, platform.failpoints)
+        self._rounds = platform.parts.of(StepRounds)(self._all_ps, sync)
         self._waits_changed = waits_changed
-        self._failpoints = platform.failpoints
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
@@ -403,11 +401,6 @@ class StepCloser:
 
     def _close(self, close: Close) -> None:
         if self.phases.hold(close):
-            return
-        try:
-            self._failpoints.hit("ps0.step.decided")
-        except PsyncError as exc:
-            self._perform(self.steps.close_failed(close.group, exc))
             return
         self.phases.close(close.group)
         self._rounds.carry(

@@ -1,15 +1,15 @@
-"""A synchronous step that is decided, on its way to every ps.
+"""Rounds of a decided step over all ps tasks: measure norms, close, raise the global step.
 
     round                                     when
     MeasureStep to every ps, for "gradients"  norms are clipped, of what lies on several ps tasks
-    MeasureStep to every ps, for "updates"    a layerwise rule needs norms of such a variable
+    MeasureStep to every ps, for "updates"    a layer-wise rule needs norms of such a variable
     CloseStep to every ps, with the factors   always
     the global step is raised by one          always
 
 A round begins when all have answered the one before, and the first error ends it all. What was
-measured is known here alone and for this step alone, so no ps has anything to remember or to undo.
+measured is kept here alone and for this step alone, so no ps has anything to remember or to undo.
 
-A backup of ps 0 that serves goes on with the steps of the one that it has replaced.
+After a failover of ps 0 the promoted backup goes on with the steps of its primary here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from psync.net.failpoints import Failpoints
 from psync.store.step_norms import Factors, ShardSums, StepNorms
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, Values
@@ -63,13 +62,11 @@ class StepRounds:
     Args:
         all_ps: The ps tasks.
         sync: The part of ps 0 itself.
-        failpoints: Of ps 0.
     """
 
-    def __init__(self, all_ps: AllPs, sync: PsSync, failpoints: Failpoints) -> None:
+    def __init__(self, all_ps: AllPs, sync: PsSync) -> None:
         self._all_ps = all_ps
         self._sync = sync
-        self._failpoints = failpoints
         self._spread: set[int] = set()  # groups with a variable on several ps tasks
         self._raising: set[asyncio.Task[None]] = set()  # the global step
 
@@ -134,8 +131,7 @@ class StepRounds:
     def _measured(self, step: _Step, sums: Sequence[ShardSums], failed: Exception | None) -> None:
         if failed is None:
             try:
-                step.norms.conclude(step.passes.pop(0), sums)
-                self._failpoints.hit("ps0.step.measured")
+                self._conclude(step, sums)
             except Exception as exc:
                 failed = exc
         if failed is None:
@@ -143,13 +139,15 @@ class StepRounds:
         else:
             step.ended({}, failed)
 
+    def _conclude(self, step: _Step, sums: Sequence[ShardSums]) -> None:
+        step.norms.conclude(step.passes.pop(0), sums)
+
     def _applied(self, step: _Step, values: Values, failed: Exception | None) -> None:
         """Every ps has closed a step: raise the global step."""
         raised = False
         if failed is None:
             try:
-                self._failpoints.hit("ps0.step.applied")
-                raised = self._all_ps.raise_at_once(*self._what_to_raise(step))
+                raised = self._raise_at_once(step)
             except Exception as exc:
                 failed = exc
         if failed is None and not raised:
@@ -158,6 +156,9 @@ class StepRounds:
             task.add_done_callback(self._raising.discard)
         else:
             step.ended(values, failed)
+
+    def _raise_at_once(self, step: _Step) -> bool:
+        return self._all_ps.raise_at_once(*self._what_to_raise(step))
 
     def _what_to_raise(self, step: _Step) -> tuple[SyncConfig, int, int]:
         group = step.close.group

@@ -1,4 +1,4 @@
-"""When a synchronous step is closed, with which pushes, and who may go on: the rule of ps 0.
+"""The rule of synchronous steps on ps 0: which pushes count, when a step closes, who gets a token.
 
 A push arrives here when all its parts are staged. For each the first line that fits decides:
 
@@ -15,7 +15,7 @@ A push arrives here when all its parts are staged. For each the first line that 
 One staleness decision for a whole push, over all variables and all ps tasks: TensorFlow's
 accumulators decide one by one.
 
-A step is closed when its target is reached, or as a partial one when nobody else will or can
+A step is closed when its target is reached, or as a partial one when no other worker will or can
 come; see ``_close_what_is_due``. Between Close and ``closed`` the step is being applied: the
 group is at the next step already, and no other Close of it is under way.
 

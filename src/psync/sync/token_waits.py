@@ -1,7 +1,7 @@
-"""Who waits for the answer to a synchronous push, and which values go with it.
+"""Requests on ps 0 that wait for a token, and the values that go with it.
 
-``StepCloser`` says what becomes of a push; here are the requests that it is told to. The same push
-may be asked for twice, after a lost connection of which ps 0 has not heard yet.
+``StepCloser`` decides what becomes of a push; here are the requests that wait for that. The same
+push may have two, after a lost connection that ps 0 has not noticed yet.
 """
 
 from __future__ import annotations

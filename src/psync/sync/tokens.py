@@ -1,15 +1,20 @@
-"""The token channel of a synchronous group: who may go on, and from which step.
+"""The token channel of a synchronous group: the tokens of each step, and the replicas that wait.
 
 A token is the number of a step. After each push a replica takes one and waits if there is none.
-Tokens and those who wait are first in, first out; the channel has no bound.
+Tokens and waiting replicas are first in, first out; the channel has no bound.
 
-**Free** tokens go to whoever asks first, as in TensorFlow: a fast replica may take what was meant
+**Free** tokens go to the first that asks, as in TensorFlow: a fast replica may take what was meant
 for a slow one. **Bound** ones are counted instead of queued: each replica may take so many of
 each step, less what it contributed to the step without one of these (``charge``). A new step's
 tokens void those of earlier steps, unless the channel is to keep them.
 
+With N replicas and R gradients a step, each step publishes max(N, R) tokens. A replica's first push
+needs none, so there are no initial tokens where N ≥ R, and R - N where N < R: no step is wasted.
+``strict`` binds ⌈R/N⌉ tokens of each step to every replica; ``tensorflow_compat`` puts R initial
+tokens and keeps old ones, as TensorFlow does.
+
 Source: the ``sync_token_q`` of TensorFlow's ``SyncReplicasOptimizer``. Different there: tokens
-are never bound, never void, and whoever waits is never told that training has ended.
+are never bound, never void, and a waiting replica is never told that training has ended.
 """
 
 from __future__ import annotations

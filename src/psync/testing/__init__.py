@@ -1,4 +1,4 @@
-"""What tests of psync, and of programs that use it, are made of.
+"""Test tools for psync and for programs that use it: virtual time, a network in memory.
 
 - ``VirtualClockLoop``: an event loop whose clock jumps, so that no test waits, and which
   raises ``Deadlock`` where another one would hang. ``run_virtual`` runs a coroutine on it.

@@ -1,4 +1,4 @@
-"""What an event loop does besides running things; and what a virtual clock cannot offer."""
+"""The parts of an event loop without a clock; operations that virtual time does not offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a write leaves behind in a transport in memory, and the proof that nobody changed it.
+"""Buffers under way in memory transports, and the check that they do not change.
 
 A segment refers to the writer's memory, as uvloop does until the kernel has taken it. A
 checksum from the time of the write shows whether that memory has changed since: with sockets

@@ -1,4 +1,4 @@
-"""The fit loop, checkpoints of a program's objects, and evaluation.
+"""Checkpoints of a program's objects, the ``fit`` loop, and evaluation.
 
 Knows ``api`` alone of what the cluster is made of. ``checkpoint`` saves and restores objects by
 name, ``checkpoint_manager`` keeps the newest, ``trainer`` is ``fit``. Begin with ``checkpoint``.

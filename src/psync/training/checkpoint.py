@@ -1,4 +1,4 @@
-"""Saving and restoring what is trained.
+"""Checkpoint: saves and restores variables, optimizers and other objects by name.
 
     checkpoint = psync.Checkpoint(model=model, optimizer=optimizer, progress=progress)
     manager = psync.CheckpointManager(checkpoint, "run/checkpoints", max_to_keep=3)
@@ -19,6 +19,7 @@ are read one after the other while others may change.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import operator
 import os
@@ -32,7 +33,6 @@ from psync.api.optimizers.state import restore_learning_rate, updates_of
 from psync.api.variables import runtime_of
 from psync.checkpoints.files import Reader, checkpoints_in, disk_errors, remove
 from psync.checkpoints.layout import changed_rate, step_of
-from psync.checkpoints.weak_writer import Expected, writer_without
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.client.context import forbid_in_dataset, forbid_in_step
 from psync.client.scopes import running_scopes
@@ -46,7 +46,7 @@ from psync.errors import (
     RemoteError,
     TransportError,
 )
-from psync.net.failpoints import Failpoints
+from psync.net.platform import Parts
 from psync.store.snapshot_state import ImageState
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
@@ -186,7 +186,7 @@ class Checkpoint:
                 raise error
             states.update(_states_of_optimizers(cut.images, contents))
             path = await _written(
-                directory, number, contents, states, coordinator._failpoints,
+                directory, number, contents, states, coordinator.parts,
                 lambda writer: write_cut(
                     cut, contents, writer, streamed=streamed_by_environ(os.environ)
                 ),
@@ -205,7 +205,7 @@ class Checkpoint:
         for name, optimizer in contents.optimizers.items():
             states[name] = int(await optimizer.iterations.read())
         return await _written(
-            directory, number, contents, states, Failpoints(),
+            directory, number, contents, states, Parts(),
             lambda writer: write_by_reading(contents, writer),
         )  # fmt: skip
 
@@ -214,8 +214,8 @@ class Checkpoint:
 
         Args:
             path: Of the checkpoint, as ``save`` returned it.
-            partial: Whether what the checkpoint does not have is left as it is. What it has and
-                nobody asks for is passed over in any case, and named in the result.
+            partial: Whether what the checkpoint does not have is left as it is. What it has
+                beyond that is ignored in any case, and named in the result.
 
         Raises:
             CheckpointNotFound: There is none.
@@ -327,7 +327,7 @@ async def _written(
     number: int | None,
     contents: Contents,
     states: dict[str, Any],
-    failpoints: Failpoints,
+    parts: Parts,
     write: Callable[[Writer], Awaitable[None]],
 ) -> Path:
     """Write a checkpoint, or leave nothing of it.
@@ -342,11 +342,11 @@ async def _written(
             if number is None:
                 number = max((n for n, _ in checkpoints_in(directory, PREFIX)), default=0) + 1
             name = f"{PREFIX}-{number:08d}"
-            begin = writer_without(failpoints.without, Expected(number, shapes, states))
-            await in_thread(lambda: begun.append(begin(directory, name, failpoints.hit)))
+            begin = functools.partial(parts.of(Writer), directory, name, number, shapes, states)
+            await in_thread(lambda: begun.append(begin()))
             writer = begun[0]
             await write(writer)
-            return await in_thread(writer.commit, number, shapes, states)
+            return await in_thread(writer.commit)
     except BaseException as exc:
         for writer in begun:
             await in_thread(writer.abandon)

@@ -1,4 +1,4 @@
-"""The checkpoints of one program: numbered, the newest kept, and gone back to if a ps is lost.
+"""CheckpointManager: numbered checkpoints of one program, pruned, and the source of rollbacks.
 
 A ps that is brought back reads files by their paths, while the program may go on saving. It reads
 the newest, which is never removed; and what was handed out for recovery during a ``save`` is not
@@ -39,7 +39,7 @@ class CheckpointManager:
     Args:
         checkpoint: What is saved.
         directory: Where; made when the first one is saved. One program at a time may use it.
-        max_to_keep: The newest so many are kept; None: all.
+        max_to_keep: How many of the newest are kept; None: no limit.
         keep_every_n_steps: Those whose number is a multiple of this are kept for ever.
 
     Raises:
@@ -99,7 +99,7 @@ class CheckpointManager:
         return latest_checkpoint(self._directory)
 
     async def save(self, checkpoint_number: int | None = None, *, last: bool = False) -> Path:
-        """Save, then remove those that need not be kept; else as ``Checkpoint.save``.
+        """Save, then remove those that need not be kept; see ``Checkpoint.save``.
 
         Args:
             checkpoint_number: From 0, such as the global step. Default: one more than the highest.

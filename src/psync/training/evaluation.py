@@ -1,10 +1,8 @@
-"""Exact evaluation: every example of the validation data counts once, whoever dies.
+"""Exact evaluation: every example of the validation data counts once, also when workers die.
 
 The data are cut into shards. A shard is evaluated by one closure, which returns what it counted;
 the program adds that up. A closure that is lost with its worker runs again elsewhere, and only its
-last run returns something, so nothing is counted twice and nothing is missing.
-
-Source: "exact evaluation" of Keras under ``tf.distribute.ParameterServerStrategy``.
+last run returns a result, so nothing is counted twice and nothing is missing.
 """
 
 from __future__ import annotations
@@ -142,7 +140,7 @@ def parts_of(made: Any) -> Sequence[Any]:
 
 
 class Counts:
-    """What batches amount to for the loss and the metrics, before anybody is told.
+    """Sums of batches for the loss and the metrics, not yet added to these.
 
     Args:
         loss: The mean of the losses, weighted by batch size.
@@ -201,7 +199,7 @@ async def evaluate(
         variables: A nesting of them.
         value_of: (values, batch) → (loss, …, predictions): the first and the last are used.
         loss: For its formula; nothing is counted in it.
-        metrics: By name; likewise.
+        metrics: By name, for their formulas.
         shards: As ``shards_of`` returns them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How ``Trainer.fit`` shows what it does: a bar on a terminal, plain lines elsewhere."""
+"""Progress output of ``Trainer.fit``: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Writing the arrays of a checkpoint: each ps its own, at once; the program the rest.
+"""Writing the arrays of a checkpoint: each ps its own, in parallel, and the program the rest.
 
-What ps tasks write is what they held at a cut, wholly. The program writes what has to be computed
-of it, which it reads from the same cut. A ps that does not see the program's directory sends its
-arrays, and the program writes the same file.
+Whether a ps sees the program's directory is tested at each save: the program writes a file with a
+random text there, and each ps tries to read it.
+
+ps tasks write their whole snapshots of a cut. The program writes computed arrays, whose inputs it
+reads from the same cut. A ps that does not see the program's directory sends its arrays, and the
+program writes the same file.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ FILE_BYTES = 2 << 30
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Work on files in a thread; who is cancelled, once or again, still waits until it has ended.
+    """Work on files in a thread; a cancelled caller still waits until it has ended.
 
-    So nobody removes a checkpoint, or closes its files, while somebody else completes it.
+    So a checkpoint is not removed, nor its files closed, while it is being completed.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     cancelled: asyncio.CancelledError | None = None
@@ -83,7 +86,7 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
 
 
 async def write_by_reading(contents: Contents, writer: Writer) -> None:
-    """Read one shard after the other and write it: of several instants, if somebody trains.
+    """Read one shard after the other and write it: of several instants, if training goes on.
 
     Raises:
         CheckpointError: The disk is full, or fails.

@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint has under another name: of lists, and of trainers of earlier versions.
+"""Name translation on restore: positions in lists, and checkpoints of earlier trainers.
 
 Names are paths, and those through a list have a position in it, which says nothing of a variable
 once the list has another order. So a ``Trainer`` calls what it finds below a list or tuple by the

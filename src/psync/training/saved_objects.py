@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the objects that it was given: names, arrays, states.
+"""The object graph of a checkpoint: names, arrays and states of what is saved.
 
 Names are paths: ``Checkpoint(model=dense)`` saves the attribute ``w`` of ``dense`` as "model/w".
 So a variable may be called otherwise in the program that restores it, and lie on other ps tasks.
@@ -153,7 +153,7 @@ class Contents:
             )
 
     def path_of(self, thing: Any) -> str:
-        """Return the first path of an object that was taken up."""
+        """Return the first path of an object that is in the checkpoint."""
         return self._paths[thing if isinstance(thing, Handle) else id(thing)]
 
     def wanted(self) -> list[Wanted]:

@@ -1,4 +1,4 @@
-"""The values of a checkpoint, nested as the objects whose they are: read without any ps."""
+"""Checkpoint values without a cluster: read from files and nested like the saved objects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def nested(
     """Return what a checkpoint has of an object, nested alike.
 
     Args:
-        thing: One that ``contents`` has taken up, or a dict, list or tuple of such.
+        thing: One of the objects of ``contents``, or a dict, list or tuple of such.
         contents: Says under which names it was saved.
         arrays: By name, as ``read_arrays`` returns them.
         states: By name.

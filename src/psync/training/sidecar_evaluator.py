@@ -1,8 +1,18 @@
 """SidecarEvaluator: evaluates checkpoints beside the training that writes them.
 
-It reads files; of the cluster it only looks whether somebody is there, and training neither waits
-for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing is
-lost.
+It reads files; of the cluster it only checks that a task accepts connections, and training neither
+waits for it nor knows of it. If it is slower than training it skips checkpoints; if it dies nothing
+is lost.
+
+    it finds                                    it does
+    a number above all before                   evaluates the newest once, skips those between
+    a checkpoint that vanishes while it reads   looks again at once: a newer one has replaced it
+    a damaged one                               logs that, and waits for the next
+    one without what is declared                raises CheckpointMismatch: no later one would fit
+    number ≥ ``max_evaluations``                evaluates it, and ends
+    the file ``LAST`` in the newest             evaluates that one, and ends
+
+Under ``psync run --evaluator`` a pipe that the launcher closes says the end instead of ``LAST``.
 """
 
 from __future__ import annotations
@@ -74,7 +84,7 @@ class SidecarEvaluator:
         eval_fn: (values) → dict of numbers, where values are what ``Checkpoint.read`` returns:
             ``values["model"]["w"]``. A coroutine function, or a plain one, which runs in a thread.
         directory: Of the checkpoints; need not be there yet.
-        max_evaluations: Number of the last checkpoint; None: the program says which it is.
+        max_evaluations: Number of the last checkpoint; None: the program marks it.
         poll_interval: Seconds between two looks into the directory.
         callbacks: Such as ``CSVLogger`` and ``TensorBoard``; an epoch is a checkpoint, by number.
             One that sets ``self.trainer.stop_training`` ends it; there is no other trainer.
@@ -162,7 +172,7 @@ class SidecarEvaluator:
             CheckpointMismatch: A checkpoint lacks something that is asked for, or has it in
                 another shape or dtype.
             CheckpointError: The directory cannot be read.
-            TrainingEnded: Nobody has come who trains.
+            TrainingEnded: No training task was there in time.
             UsageError: ``eval_fn`` returned something else than a dict of numbers.
             Exception: What ``eval_fn`` or a callback raised.
 

@@ -1,4 +1,4 @@
-"""Trainer: a training loop for those who do not want to write their own.
+"""Trainer: a Keras-like training loop, ``fit`` and ``evaluate``, on a cluster.
 
 Source: ``Model.fit`` of Keras under ``tf.distribute.ParameterServerStrategy``: ``steps_per_epoch``
 is needed, callbacks for batches do not exist, metrics are seen at the end of an epoch.
@@ -84,7 +84,7 @@ class Trainer:
         loss_and_predictions: (values, batch) → (loss, predictions), for evaluation. Default:
             ``value_and_grad``, whose gradients are thrown away.
         checkpoint_directory: Where the state is saved after each epoch, and from where ``fit``
-            resumes. None: it is not. Variables are called there as in
+            resumes; None: it is not saved. Variables are called there as in
             ``Checkpoint(model=variables)``, and below a list or tuple by their own names.
         max_to_keep: How many checkpoints are kept there.
 
@@ -161,7 +161,7 @@ class Trainer:
 
         Args:
             dataset: What ``ClusterCoordinator.create_per_worker_dataset`` takes, or returns. Each
-                epoch begins it anew.
+                epoch begins it again.
             epochs: Number of the last epoch, plus 1.
             steps_per_epoch: Steps of all workers together.
             steps_per_execution: Steps of one closure: more cost less, and are lost together.

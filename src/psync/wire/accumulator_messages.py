@@ -1,4 +1,7 @@
-"""Accumulators: gradients that a program collects by itself. Known by their names."""
+"""Messages of conditional accumulators: programs add gradients by hand and take their mean.
+
+Accumulators are known by their names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All modules of messages, so that every task can decode whatever a peer may say.
+"""The catalogue of message modules: a task that imports it can decode every message.
 
-A class is known to ``codec`` once its module is imported. So what a task says of a message that it
-does not serve names the message, and does not depend on what else the process has imported.
+``codec`` knows a class once its module is imported. So the error about a message that a task does
+not serve names the message, whatever else the process has imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages to msgpack headers and back.
+"""The codec: messages to msgpack headers and back.
 
 A header is the msgpack array ``[code, field, field, …]``. What comes from the wire is
 checked field by field against the class's annotations before a class is made of it: a

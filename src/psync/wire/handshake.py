@@ -1,4 +1,4 @@
-"""Mutual proof of the cluster's secret, before anything else is said.
+"""The handshake: mutual proof of the cluster's secret before the first request.
 
     client                                   server
     HELLO  versions, task, nonce     →
@@ -10,12 +10,12 @@
 The transcript holds both nonces, both tasks, both incarnations, the versions and whether
 each side holds a secret, so nothing of it can be changed or replayed. Each direction has
 a key of its own (no reflection). The server proves first: a client that reaches a
-stranger tells it nothing. Without TLS this proves who is at the other end when the
+stranger reveals nothing. Without TLS this proves who is at the other end when the
 connection opens; it neither hides nor seals what follows.
 
 With TLS the transcript also holds the *binding*: the hash of the server's certificate, as each
-side sees it. So the proof is of the secret and of this TLS connection: whoever ends TLS in between,
-even with a certificate of the cluster's own authority, and passes the handshake on, is found out.
+side sees it. So the proof covers the secret and this TLS connection: a relay that terminates TLS
+in between is detected, even with a certificate of the cluster's own authority.
 
 Both halves are plain objects: message in, message out. Nonces are given, never drawn.
 """

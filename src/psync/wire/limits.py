@@ -1,4 +1,4 @@
-"""How much a peer may ask this task to hold.
+"""Limits on what a peer may declare or leave with a task: sizes, connections, handshakes.
 
 Every size that a peer declares is compared with these before memory is taken for it.
 The figures follow what comparable systems chose: gRPC refuses messages over 4 MiB by

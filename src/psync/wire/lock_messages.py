@@ -1,4 +1,4 @@
-"""Locks on shards: one instant over all ps tasks."""
+"""Messages of shard locks, for consistent reads and atomic assigns over several ps tasks."""
 
 from __future__ import annotations
 

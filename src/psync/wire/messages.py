@@ -1,7 +1,8 @@
-"""What every task says and hears: the handshake, answers that many share, the end of a task.
+"""Messages that all tasks share: handshake, generic replies, statistics, shutdown.
 
-Messages lie by who talks to whom, each a frozen class with a number of its own; ``catalogue``
-names the modules. Fields of tuples come back as lists: msgpack knows one kind of array.
+Messages lie by the pair of tasks that exchange them, each a frozen class with a number of its own;
+``catalogue`` names the modules. Fields of tuples come back as lists: msgpack knows one kind of
+array.
 """
 
 from __future__ import annotations

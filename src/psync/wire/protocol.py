@@ -1,8 +1,8 @@
-"""One connection: handshake first, then frames. Bytes in, frames and bytes out.
+"""The state machine of one connection, without I/O: handshake first, then frames.
 
-The shell's contract: ``get_buffer``, fill it, ``received`` (a frame for the shell, or
-None), ``next_frame`` until there is none; ``data_to_send`` (bytes to write) and
-``close_expected`` after each step of the handshake.
+Bytes in; frames and bytes out. The shell's contract: ``get_buffer``, fill it, ``received`` (a
+frame for the shell, or None), ``next_frame`` until there is none; ``data_to_send`` (bytes to
+write) and ``close_expected`` after each step of the handshake.
 
     server                             client
     AWAIT_HELLO  --HELLO-->            AWAIT_CHALLENGE --CHALLENGE-->

@@ -1,4 +1,4 @@
-"""What a ps is told of its variables: shards, their values and rows, optimizers, clients.
+"""Messages to a ps: attach, create shards, pull and push values and rows, define optimizers.
 
 Values under a lock are in ``lock_messages``, synchronous training in ``sync_messages``.
 """

@@ -1,8 +1,8 @@
-"""Messages about cuts, checkpoints and recovery, and about workers that leave.
+"""Messages of consistent cuts, snapshots, backups, recovery, and workers that leave.
 
-A *cut* is one instant over all ps tasks: every update is wholly in it or wholly out. An *image*
-is what a ps holds at a cut: a state, as JSON, and arrays, its *items*, by their place in the
-state. See docs/design.md, sections 18 and 19.
+A *cut* is one position on every ps: every update is wholly in it or wholly out. An *image*, in
+the names of messages, is the snapshot of a ps at a cut: a state, as JSON, and arrays, its *items*,
+by their place in the state. See docs/design.md, "A save" and "Recovery".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exceptions to messages and back.
+"""Translation of exceptions to messages and back.
 
 An exception of psync arrives as itself, so that its class still says who must act. Any
 other one arrives as a RemoteError with the text of its traceback: data, never code.

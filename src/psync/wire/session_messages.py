@@ -1,4 +1,4 @@
-"""Messages of sessions: a chief without coordinator, workers that enter, the end of training."""
+"""Messages of training sessions without a coordinator: declare, enter, leave, end of training."""
 
 from __future__ import annotations
 
@@ -84,3 +84,9 @@ class TrainingOver(Message):
 
     reason: str
     failed: bool
+
+
+# Requests, by who serves them.
+
+ON_PS_0 = (Declared, EnterSession, LeaveSession, EndTraining, AwaitEnd)
+ON_EACH_PS = (CheckShards,)

@@ -1,7 +1,7 @@
-"""Synchronous training: pushes that wait for each other, the step that they make, clocks.
+"""Messages of synchronous steps and of staleness clocks.
 
 A *group* is one SyncReplicasOptimizer, by its number. A *push* is one call of its
-``apply_gradients``, numbered from 1 by the client, anew for each group.
+``apply_gradients``, numbered from 1 by the client, separately for each group.
 """
 
 from __future__ import annotations

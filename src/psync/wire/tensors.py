@@ -1,4 +1,4 @@
-"""Arrays to bytes and back: the only place where that border is crossed.
+"""Conversion of arrays to bytes and back; no other module does either.
 
 The wire carries C order, little endian. ``memoryview(a).cast("B")`` fails for arrays with
 a 0 in their shape, for Fortran order and for bfloat16, so views go through ``uint8``.

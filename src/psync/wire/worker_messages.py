@@ -1,6 +1,6 @@
-"""What the coordinator and its workers say to each other: closures, what they need, gangs.
+"""Messages between coordinator and workers: closures, their inputs and results, gangs.
 
-That a worker leaves is in ``recovery_messages``.
+``LeaveCluster`` and ``EndSession`` are in ``recovery_messages``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running closures, and feeding them data: what a worker task is made of.
+"""The parts of a worker task: sessions, closures and their inputs, dataset iterators.
 
 Knows ``client`` and ``serialization``; the coordinator is the other end of a connection.
 ``session`` serves one coordinator, ``inputs`` gathers what a closure needs before it runs,

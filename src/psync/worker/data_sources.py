@@ -1,8 +1,11 @@
-"""Datasets that psync knows well enough to cut into shards: arrays, files, iterables.
+"""Datasets that psync can shard among workers: arrays, files, iterables.
 
-Each of them is a dataset function, called on a worker with an ``InputContext``: so it gives all of
-its batches to everybody. ``Sharded`` gives each worker its share. They are captured by value when
-the per-worker dataset is created, and each worker gets the whole of what they hold.
+Each of them is a dataset function, called on a worker with an ``InputContext``, and yields all of
+its batches. ``Sharded`` gives each worker its share: by file, worker i of n reads the files i,
+i + n, …; by element, it loads everything and keeps the elements i, i + n, … (of arrays it does
+not touch the others). All workers follow one order, which depends on seed and epoch alone. They are
+captured by value when the per-worker dataset is created, and each worker gets the whole of what
+they hold. The share of a lost worker is missing until it comes back.
 """
 
 from __future__ import annotations

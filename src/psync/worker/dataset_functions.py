@@ -1,4 +1,4 @@
-"""What a dataset function is told, and what it may return.
+"""Dataset functions: their InputContext, and validation of the dataset that they return.
 
 A dataset function runs on each worker and returns an iterable of batches. What cannot be one is
 refused with its name: a function on the coordinator, where it is given; what it returns on the

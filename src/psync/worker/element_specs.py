@@ -1,4 +1,4 @@
-"""What the elements of a dataset look like.
+"""Element specs: shapes and dtypes of a dataset's elements.
 
 An element is a nest of arrays: dicts, lists, tuples and named tuples of whatever has a shape and a
 dtype, or is a number or text. Its spec is the same nest of ``TensorSpec``.

@@ -1,4 +1,4 @@
-"""What a closure needs before it can run on a worker: function, arguments, iterators.
+"""Inputs of a closure on its worker: function, arguments, iterators.
 
 Functions are fetched once and kept, small arguments come with the closure, large ones are
 fetched when its turn has come. A per-worker iterator is built where it is first needed.

@@ -1,10 +1,11 @@
-"""Per-worker dataset iterators: batches are loaded ahead in a thread and handed out in order.
+"""Per-worker dataset iterators: batches loaded ahead in a thread, handed out in order.
 
 Dataset code is the user's: it may block, raise, or never end. So it runs in a thread of its
 own, a few batches ahead of the steps, and neither the worker's loop nor the end of the process
 ever waits for it. It must not call psync: what it would wait for may be waiting for it.
 
-The position of an iterator is what steps have been handed, not what was loaded ahead.
+The position of an iterator counts the batches that steps have got, not those loaded ahead. A worker
+that was lost starts where its iterator started.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How a worker leaves a coordinator in order, so that nothing that it has done is done again.
+"""Orderly departure of a worker: no closure that it has finished runs again.
 
     worker → coordinator: LeaveCluster       nothing more is sent; it begins nothing more
                           GivenBack          what it has not started
                           ClosureResults     of the closure that ran, whose updates are all answered
-                          EndSession         on both connections: all is said
+                          EndSession         on both connections: nothing follows
 
-The coordinator counts it as one that has left when it hears the last.
+The coordinator counts it as left when it gets the last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How closures ended on a worker, gathered until the coordinator is told.
+"""Closure results on a worker, batched on their way to the coordinator.
 
 Many short steps end in one turn of the loop: their results leave in one message.
 """

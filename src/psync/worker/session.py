@@ -1,12 +1,12 @@
-"""What a worker does for one coordinator: runs closures, one after the other.
+"""The session of a worker with one coordinator: runs closures, one after the other.
 
     coordinator → RunClosures, RunReplica, GiveBack, CancelClosures, ReleaseIterators, AskPosition
     worker      → ClosureResults, GivenBack, FetchFunction, FetchArguments, ReachCollective
 
 A closure is queued here until its turn; from its turn on it is running, and its end is
 reported, whatever it is, once the updates that it began have ended too. A session ends with its
-connections: what runs is cancelled, what is queued is forgotten, and updates of what cannot be
-cancelled are refused by the ps tasks, which are told that this incarnation is over.
+connections: what runs is cancelled, what is queued is dropped, and updates of what cannot be
+cancelled are refused by the ps tasks, which have fenced this incarnation.
 
 All steps run in one task: a task for each would double what an empty closure costs. So every
 step has to leave that task as it found it: uncancelled.
@@ -75,7 +75,7 @@ class Session:
         bulk: Its bulk connection: large arguments and results.
         runtime: The way to the ps tasks.
         iterators: Per-worker iterators; closed with the session.
-        platform: For failpoints, and whether there are threads.
+        platform: Limits, and whether there are threads.
         main_by_name: Whether this process runs the coordinator's script.
     """
 
@@ -98,7 +98,6 @@ class Session:
             self._fetch, iterators, attach.worker_index, threads=platform.threads
         )
         self._thread = StepThread() if platform.threads else None
-        self._failpoints = platform.failpoints
         self._limits = platform.limits
         self._main_by_name = main_by_name
         self._queue: deque[HeldClosure] = deque()
@@ -325,9 +324,7 @@ class Session:
             args, kwargs = await self._inputs.arguments(closure, step)
             if step.seconds > SHORT_S:
                 await self._turn()
-            self._failpoints.hit("worker.closure.start")
             value = await self._call(step, args, kwargs, context)
-            self._failpoints.hit("worker.closure.end")
             if context.cancelled:  # it did not let itself be stopped
                 return CANCELLED
             payload = pack(

@@ -1,4 +1,4 @@
-"""The thread in which a worker runs plain (non-async) steps, one at a time.
+"""The worker's thread for plain (non-async) steps, one at a time.
 
 Not ``ThreadPoolExecutor``: its threads keep the process alive until their work ends, and a
 step that hangs must not keep a worker from exiting.

@@ -76,12 +76,14 @@ async def test_workers_are_killed_again_and_again_once_they_take_part(tmp_path: 
     journal = Journal(tmp_path)
     with launched(tmp_path) as launcher:
         killer = killer_of(launcher, tmp_path, only("worker", "SIGKILL"))
-        running = asyncio.create_task(killer.run(2.0))
+        running = asyncio.create_task(killer.run(50.0))
         await asyncio.sleep(0.3)
         assert not killer.kills, "training has not begun"
         journal.say("done", closures=[])
-        await running
-    assert len(killer.kills) > 2
+        while len(killer.kills) < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     assert {kill.signal for kill in killer.kills} == {"SIGKILL"}
     assert {kill.job for kill in killer.kills} == {"worker"}
     assert sum(kill.in_flight for kill in killer.kills), "they push half of the time"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psync.ps.apply_log import ApplyLog, contents, digest
 from psync.ps.update import Update
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.testing.chaos.replay import check, replay, store_of
+from psync.testing.sabotage.apply_log import ApplyLog, LoggedStore, contents, digest
 
 SPEC = ShardSpec("w", 0, 0, 0, (3,), "float32", 0)
 
@@ -24,7 +24,7 @@ class Ps:
     """A store whose changes are written down."""
 
     def __init__(self, directory: Path) -> None:
-        self.log, self.store = ApplyLog(str(directory)), ShardStore("here")
+        self.log, self.store = ApplyLog(str(directory)), LoggedStore("here")
         self.log.adopt(self.store)
         self.store.create(SPEC, fill=np.float32(0))
 
@@ -74,11 +74,11 @@ def test_a_call_that_was_applied_twice_is_found(ps: Ps, tmp_path: Path) -> None:
 
 def test_going_back_to_what_nobody_has_frozen_is_found(ps: Ps, tmp_path: Path) -> None:
     ps.log.cut(ps.store)
-    frozen = store_of(contents(ps.store))
+    frozen = store_of(contents(ps.store), LoggedStore)
     ps.add(2.0)
     ps.log.adopt(frozen)
     assert check(tmp_path, {"w": np.zeros(3, np.float32)})[0] == []
-    other = store_of(contents(ps.store))
+    other = store_of(contents(ps.store), LoggedStore)
     ps.log.adopt(other)
     (fault,), _ = check(tmp_path, {"w": np.full(3, 2, np.float32)})
     assert "an image that nobody had frozen" in fault
@@ -95,7 +95,7 @@ def test_a_change_that_is_not_in_the_log_is_found_at_the_next_cut(ps: Ps, tmp_pa
 
 def test_after_going_back_a_closure_is_applied_again(ps: Ps, tmp_path: Path) -> None:
     ps.log.cut(ps.store)
-    frozen = store_of(contents(ps.store))
+    frozen = store_of(contents(ps.store), LoggedStore)
     ps.add(2.0, closure=5)
     ps.log.adopt(frozen)
     ps.store = frozen
@@ -108,7 +108,7 @@ class Backup(Ps):
 
     def __init__(self, directory: Path, of: Ps) -> None:
         of.log.cut(of.store)
-        self.log, self.store = ApplyLog(str(directory)), store_of(contents(of.store))
+        self.log, self.store = ApplyLog(str(directory)), store_of(contents(of.store), LoggedStore)
         self.log.adopt(self.store)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from psync.net.failpoints import Failpoints
-from psync.net.message_loss import MessageLosses
 from psync.testing.chaos import scenes
 from psync.testing.chaos.journal import Journal
 from psync.testing.chaos.program import Settings
 from psync.testing.chaos.scenes import SCENES, NotPlayed, Stage
+from psync.testing.sabotage import Failpoints, MessageLosses
 
 
 def test_all_that_a_scene_asks_for_exists(tmp_path: Path) -> None:

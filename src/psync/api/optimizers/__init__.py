@@ -1,4 +1,4 @@
-"""What the classes of ``psync.optimizers`` share: pushes, slots, bounds of staleness.
+"""The base of ``psync.optimizers``: the handle, pushes, slots, staleness bounds.
 
 Begin with ``handles``.
 """

@@ -1,8 +1,8 @@
-"""The handle that all optimizers share: slots, pushes, and what comes back of them.
+"""The optimizer handle: configuration, pushes and their outcomes, slots.
 
 An optimizer is a handle: a number and a configuration. A ps gets the configuration with the
 first push on a connection, keeps the slots beside their shards, and applies each push at
-once (asynchronous training). The classes that users make are in ``optimizers``; the averaged,
+once (asynchronous training). The classes that users make are in ``psync.optimizers``; the averaged,
 synchronous form is ``SyncReplicasOptimizer``.
 """
 
@@ -48,7 +48,7 @@ from psync.specs import Outcome
 class Optimizer:
     """Base of all optimizers.
 
-    ``synchronous``: whether its pushes are counted in steps, which somebody has to complete.
+    ``synchronous``: whether its pushes are counted in steps, which several replicas complete.
 
     Args:
         rule: What is applied to each shard.
@@ -205,7 +205,7 @@ class Optimizer:
         var_list: Iterable[AnyVariable] | None = None,
         var_names: Iterable[str] | None = None,
     ) -> None:
-        """Let some variables not decay; replaces what an earlier call said.
+        """Exclude variables from weight decay; replaces what an earlier call said.
 
         Args:
             var_list: These variables; a shard stands for the whole of its variable.
@@ -237,9 +237,9 @@ class Optimizer:
         return rate.value if isinstance(rate, Constant) else rate
 
     async def set_learning_rate(self, learning_rate: float | Schedule) -> None:
-        """Let the ps tasks go on with another learning rate, for all who push.
+        """Set the learning rate on the ps tasks, for the pushes of all workers.
 
-        Only this handle's ``learning_rate`` tells of it: workers do not need to know.
+        Only this handle's ``learning_rate`` shows it: workers do not need to know.
 
         Args:
             learning_rate: A number or a schedule.

@@ -1,6 +1,6 @@
-"""One push through an optimizer, applied at once: what goes along with it, what comes of it.
+"""One asynchronous push through an optimizer, and its outcome.
 
-Synchronous pushes wait for each other: those are ``sync_client``'s.
+Synchronous pushes are in ``client.sync_client``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ async def push_gradients(
 ) -> PushResult:
     """Push a gradient for each variable; each ps applies what it gets at once.
 
-    The highest step of the optimizer that this task knows goes along, and is noted anew: the
-    updates of others in between are the staleness.
+    The highest step of the optimizer that this task knows goes along, and is updated by the
+    answers: the updates of others in between are the staleness.
 
     Args:
         runtime: The way to the ps tasks.

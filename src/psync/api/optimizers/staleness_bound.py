@@ -1,4 +1,4 @@
-"""Bounded staleness as users see it: an option of an optimizer."""
+"""The ``max_staleness`` option of an optimizer: bounded staleness of its workers."""
 
 from __future__ import annotations
 

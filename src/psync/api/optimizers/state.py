@@ -1,4 +1,4 @@
-"""What an optimizer keeps on the ps tasks, and what a push says of it, as its user sees them."""
+"""Optimizer state on the ps tasks, for users: slots, iterations, learning rate, push results."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def updates_of(optimizer: Optimizer, pushes: int) -> int:
 
 
 async def restore_learning_rate(optimizer: Optimizer, config: Config | None) -> None:
-    """Let an optimizer go on with a learning rate of a checkpoint.
+    """Restore an optimizer's learning rate from a checkpoint.
 
     Args:
         optimizer: Whose it is.
-        config: Of the rate that it had been given; None: it had the one it was made with.
+        config: Of the rate that was set; None: the rate that it was made with.
 
     Raises:
         ConfigurationError: That is none.

@@ -1,4 +1,4 @@
-"""``python -m psync.testing.chaos``: train while plugs are pulled, and say what was found."""
+"""The command ``python -m psync.testing.chaos``: trains under kills and reports violations."""
 
 from __future__ import annotations
 

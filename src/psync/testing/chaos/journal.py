@@ -1,4 +1,4 @@
-"""What the program of a chaotic run says it has done: lines that no kill takes back.
+"""The journal of a chaos run's program: completed actions, synced line by line.
 
 Every line is JSON and is on the disk before the program goes on, so a line that is there is true,
 and what is missing at the end was not done, or not yet said. The last line may be cut off: the

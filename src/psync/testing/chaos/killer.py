@@ -1,4 +1,4 @@
-"""Who is killed or stopped when: drawn from a seed, with exponential pauses.
+"""The killer of a chaos run: victims and times drawn from a seed, with exponential pauses.
 
 The rule of whom it leaves alone, because a kill would teach nothing:
 

@@ -1,4 +1,4 @@
-"""Which workers are in the middle of a push, as others can see it from outside.
+"""Marks of workers in the middle of a push, in a file that all tasks map.
 
 A file that all tasks map: for each worker the id of its process and a number that is odd while a
 push is under way. Whoever kills looks at it before and after: what was odd, is the same, and

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from psync.net.testing_notes import notes_in
 from psync.testing.chaos import oracle, program, replay
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import Kill, Killer, KillPlan
 from psync.testing.chaos.scenes import SCENES, NotPlayed, Stage
 from psync.testing.chaos.victims import Victim, victims_of
 from psync.testing.chaos_proxy import ChaosProxy
+from psync.testing.sabotage import notes_in
 
 START_S = 60.0
 END_S = 120.0

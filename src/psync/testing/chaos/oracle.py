@@ -1,4 +1,4 @@
-"""What must be there at the end of a chaotic run, from what its program has said.
+"""The oracle of a chaos run: final values, derived from the program's journal.
 
 The journal is read as the program's lives went: a life that went on from a checkpoint has forgotten
 what came after it. What is left says of each closure how often its row must have been counted:

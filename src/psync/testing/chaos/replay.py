@@ -1,6 +1,6 @@
-"""What the ps tasks have written down, done again in one process: the same bits must come out.
+"""Replay of the apply logs of ps tasks in one process, which must give the same bits.
 
-A log is the calls that changed a store (``psync.ps.apply_log``). The model is small: all of them
+A log is the calls that changed a store (``sabotage.apply_log``). The model is small: all of them
 are made again, one after the other. Looked at on the way:
 
 - a store that is frozen for a cut is what its log makes of it;
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from psync.ps.apply_log import digest, read_log
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
+from psync.testing.sabotage.apply_log import digest, read_log
 
 Applied = tuple[int, int]  # closure, ordinal
 
@@ -113,9 +113,9 @@ def _call(
             pass
 
 
-def store_of(held: Mapping[str, Any]) -> ShardStore:
+def store_of(held: Mapping[str, Any], make: type[ShardStore] = ShardStore) -> ShardStore:
     """Return a store with the contents that ``apply_log.contents`` has returned."""
-    store = ShardStore("replay")
+    store = make("replay")
     for state in held["optimizers"]:
         _define(store, *state)
     for shard in held["shards"]:

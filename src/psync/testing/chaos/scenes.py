@@ -1,4 +1,4 @@
-"""What is done to a run by a script, instead of the killer: a fault that chance rarely brings.
+"""Scripted faults for a chaos run, which chance rarely brings.
 
     scene  what happens                                           without which the oracle finds it
     torn   the chief dies when a ps has written its file of a     commit_marker
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psync.net.message_loss import LATE
-from psync.net.testing_notes import notes_in
 from psync.testing.chaos.journal import read_journal
 from psync.testing.chaos.killer import LOOK_EVERY_S, Kill
 from psync.testing.chaos.marks import PushMarks
 from psync.testing.chaos.victims import victims_of
+from psync.testing.sabotage import notes_in
+from psync.testing.sabotage.message_loss import LATE
 
 PATIENCE_S = 60.0
 BATCH_S = 6.0

@@ -1,12 +1,12 @@
-"""What a chaotic run has done and found, as a table."""
+"""The summary of a chaos run, as a table."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-from psync.net.message_loss import FORMS
 from psync.testing.chaos.one_run import Result
+from psync.testing.sabotage.message_loss import FORMS
 
 SHOWN = 12  # faults
 

@@ -1,4 +1,4 @@
-"""The processes of a run that was started with ``psync run``: who is there, and as which task."""
+"""The processes of a ``psync run``, by task, for the killer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from psync.net.testing_switches import NAMES
+from psync.testing.sabotage.switches import NAMES
 from psync.testing.simulation.drawing import SHAPES, drawn
 from psync.testing.simulation.marks import MARKS, MUST_BE_REACHED_BY
 from psync.testing.simulation.mutants import MUTANTS

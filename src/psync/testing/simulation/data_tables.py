@@ -29,7 +29,7 @@ def numbers() -> Iterator[int]:
 
 
 class Reading:
-    """Where each worker is in its own data: docs/design.md, section 11, Position.
+    """Where each worker is in its own data: see ``worker.iterators``.
 
     In each of its sessions a worker hands its steps all batches in order, from where the iterator
     began; that is where the program was when it saved the checkpoint from which it goes on.

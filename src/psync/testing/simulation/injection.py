@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from psync.errors import ConnectFailed, PsyncError
 from psync.net.connection import KEEPALIVE_IDLE_S
-from psync.net.failpoints import Failpoints
-from psync.net.message_loss import MessageLosses
 from psync.testing.link import Direction, Link
 from psync.testing.memory_transport import reset_error
+from psync.testing.sabotage import Failpoints, MessageLosses
 from psync.testing.simulation.plan import Fault, Trigger
 from psync.testing.simulation.processes import Process
 from psync.worker_task import WorkerTask
@@ -383,7 +382,7 @@ class Places(Failpoints):
     """Failpoints that tell the world of each place that is reached."""
 
     def __init__(self, world: World, name: str) -> None:
-        super().__init__(without=world.without)
+        super().__init__()
         self._world = world
         self._process = name
 

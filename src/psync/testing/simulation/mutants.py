@@ -1,7 +1,7 @@
 """Rules that are wrong on purpose, to see that an oracle notices.
 
 A mutant takes the place of one function for the length of a run, so the code that trains knows
-nothing of it. The safeguards that ``testing_switches`` turns off are mutants, too.
+nothing of it. The safeguards that ``sabotage.switches`` turns off are mutants, too.
 
 Rules behind which another one stands are no mutants, for without them nothing is wrong: that a
 backup takes an entry once (its ledger knows it), that a fence holds on every ps (a call of a
@@ -107,12 +107,11 @@ def _done_if(holds: Callable[[Any, int], Any]) -> Make:
 
 
 def _drops_calls(original: Callable[..., Any]) -> Any:
-    def ledger_of(state: Any, floor: int, unpack: Any) -> Ledger:
+    def restore_ledger(ledger: Ledger, state: Any, unpack: Any) -> None:
         fewer = dataclasses.replace(state, calls=state.calls[: len(state.calls) // 2])
-        ledger: Ledger = original(fewer, floor, unpack)
-        return ledger
+        original(ledger, fewer, unpack)
 
-    return ledger_of
+    return restore_ledger
 
 
 def _one_forgets_to_take(original: Callable[..., Any]) -> Any:
@@ -288,7 +287,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "copy_drops_calls": Mutant(
         "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
-        ((ledger_snapshot, "ledger_of", _drops_calls),),
+        ((ledger_snapshot, "restore_ledger", _drops_calls),),
     ),
     "rollback_without_one": Mutant(
         "all ps tasks go back", ("checkpoint",), ((PsTask, "take", _one_forgets_to_take),)

@@ -1,4 +1,4 @@
-"""What a simulated program changes itself, outside of closures."""
+"""Updates that a simulated program makes itself, outside of closures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one seed does: a cluster, a program and a list of faults, as plain data.
+"""The plan of one seed: a cluster, a program and a list of faults, as plain data.
 
 All of it is drawn before anything runs, so a plan can be printed, replayed and made smaller.
 """

@@ -1,7 +1,7 @@
-"""What must hold of ps tasks, which are looked at in their processes.
+"""The oracle of ps tasks: invariants of their state, read in their processes.
 
 A primary and its backup are equal at one position of the log. Not compared: counters; who waits;
-what the primary alone decides of steps that are open (docs/design.md, section 20).
+what the primary alone decides of steps that are open (``sync.log_entries``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def faults_of_rest(
     """
     for task, host in _served_in(tasks.values()):
         # One that was taken for dead, and lives, keeps what it held until another chief comes
-        # and ends it: docs/design.md, section 21, EndFormer.
+        # and ends it: see ``ps.succession``, EndFormer.
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()

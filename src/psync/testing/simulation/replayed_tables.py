@@ -22,7 +22,7 @@ class Moved(Dense):
     applied its push: all of them together are what one process makes of so many pushes.
 
     A ps applies a push at the higher of its own step and the one that the push carries, which is
-    that of the ps that has made most (docs/design.md, "learning rate, step t"). One that hears of
+    that of the ps that has made most (``numerics.rule_options``). One that hears of
     a push later than others thus leaves steps out. That no step was left out is certain where
     there is one ps, and of a shard with as many pushes as the highest step.
     """

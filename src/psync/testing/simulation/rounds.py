@@ -1,4 +1,4 @@
-"""Who is how far in a simulated run: no worker is ahead by more than a bound of staleness.
+"""The oracle of staleness bounds: no worker is ahead of another by more than the bound.
 
 Looked at where each clock is certain: in the first batch, which all workers begin at one clock, as
 long as all closures are about one table and nothing has gone wrong.

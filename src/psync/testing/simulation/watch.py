@@ -1,4 +1,4 @@
-"""In which of the situations that matter a run has been.
+"""Coverage of a run: the situations that matter in which it has been.
 
 They are read from the trace of a run, after it: starts and deaths, places that were reached,
 requests that were served, what the program was told, what tasks have logged.

@@ -21,10 +21,12 @@ from typing import Any
 import psync
 from psync.checkpoints.disk import current_disk
 from psync.errors import ConnectFailed, ParameterServerLost
+from psync.launch.tasks import make_task
 from psync.net.platform import Platform, entropy
 from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
+from psync.testing.sabotage import SabotagedParts
 from psync.testing.simulation import oracle, program
 from psync.testing.simulation.disk import SimulatedDisk
 from psync.testing.simulation.injection import Injector, Losses, Places
@@ -219,8 +221,7 @@ class World:
 
     async def _serve(self, name: str) -> None:
         job, _, index = name.partition("-")
-        make = PsTask if job == "ps" else WorkerTask
-        task = make(self.platform(name), int(index), f"{name}:1")
+        task = make_task(self.platform(name), job, int(index), f"{name}:1")
         self.tasks[name] = task
         await task.start()
         await task.stopped.wait()
@@ -311,8 +312,9 @@ class World:
             self.network.host(name),
             SECRET,
             limits=Limits(**self.plan.limits),
-            failpoints=Places(self, name),
-            losses=Losses(self, name),
+            parts=SabotagedParts(
+                Places(self, name), without=self.without, losses=Losses(self, name)
+            ),
             random_bytes=draw.randbytes,
             uniform=draw.random,
             new_incarnation=self._new_incarnation,

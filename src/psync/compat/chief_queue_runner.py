@@ -1,0 +1,32 @@
+"""The chief's queue runner: nothing is left for it to do, so it waits for the end of training."""
+
+from __future__ import annotations
+
+import contextlib
+
+from psync.api.variables import Variable, runtime_of
+from psync.compat.session_links import wait_over
+from psync.errors import ClosedError
+
+
+class ChiefQueueRunner:
+    """What a TensorFlow program starts on the chief to close steps. Here ps 0 does that.
+
+    Args:
+        global_step: Of the training.
+    """
+
+    def __init__(self, global_step: Variable) -> None:
+        self._global_step = global_step
+
+    async def run(self) -> None:
+        """Return when training has ended, or this task's connections are closed.
+
+        Raises:
+            ParameterServerLost: ps 0 is gone.
+
+        Cancellation: Safe.
+        """
+        runtime = await runtime_of("the chief's queue runner", self._global_step)
+        with contextlib.suppress(ClosedError):
+            await wait_over(runtime.ps, "the chief's queue runner")

@@ -1,0 +1,336 @@
+"""Reductions of replicas' values, and updates of variables with them, in cross-replica context.
+
+The part of ``strategy.extended`` that works wherever there are replicas: on the coordinator, and in
+a step, where one replica merges with itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from psync.cluster import device_name
+from psync.errors import ContextError, ReplicaValueError
+from psync.numerics.replica_sums import ReduceOp, as_reduce_op
+from psync.numerics.replica_values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    local_results,
+    map_in_pieces,
+    map_structures,
+    reducing_distributed,
+    select,
+)
+from psync.numerics.sums import Pieces
+from psync.replicas.chunks import in_turns
+from psync.replicas.context import check_cross_replica, entered_replica, update_context
+from psync.specs import VariableSpec
+
+
+class Extended:
+    """Operations on values of replicas, and on variables.
+
+    All but ``update`` and what is built on it are for cross-replica context: in
+    ``strategy.scope()``, in a merge function, or in the program outside of both.
+
+    Args:
+        strategy: Whose replicas these are.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._strategy!r}>"
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each worker; the program knows them.
+
+        Raises:
+            ContextError: In a step, and outside of every scope.
+        """
+        raise self._unknown("worker_devices")
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device of each ps; the program knows them.
+
+        Raises:
+            ContextError: In a step, and outside of every scope.
+        """
+        raise self._unknown("parameter_devices")
+
+    def _unknown(self, operation: str) -> ContextError:
+        return ContextError(
+            f"{operation} of {self._strategy!r}",
+            hint="ask the strategy itself, in the program: strategy.extended",
+        )
+
+    # Values.
+
+    async def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+        """Return the sum or mean of a value over its replicas, to update a variable with it.
+
+        Args:
+            reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.
+            value: A ``PerReplica``, or a structure of such. An ordinary value is what all replicas
+                have: its mean is itself, 0 is 0, and its sum is refused if there are several.
+            destinations: The variable, value or device whose locality the result is to have. Values
+                are where they are summed, and go to ps tasks when a variable is updated.
+
+        Returns:
+            A ``Mirrored`` for each ``PerReplica``; an ordinary value as it is.
+
+        Raises:
+            ReplicaValueError: No such operation; values that do not fit each other; no destination,
+                or a list of them.
+            ContextError: In replica context.
+
+        Cancellation: Safe.
+
+        Source: ``tf.distribute.StrategyExtended.reduce_to``.
+        """
+        check_cross_replica("reduce_to")
+        return await self._reduced_to(as_reduce_op(reduce_op), value, destinations, "reduce_to")
+
+    async def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Iterable[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Return what ``reduce_to`` makes of each (value, destinations), in the same order.
+
+        Raises:
+            ReplicaValueError: As by ``reduce_to``; or something is no pair.
+            ContextError: In replica context.
+
+        Cancellation: Safe.
+
+        Source: ``tf.distribute.StrategyExtended.batch_reduce_to``.
+        """
+        check_cross_replica("batch_reduce_to")
+        op = as_reduce_op(reduce_op)
+        pairs = list(value_destination_pairs)
+        for pair in pairs:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ReplicaValueError(
+                    f"batch_reduce_to: expected pairs (value, destination), got {pair!r:.80}"
+                )
+        return [await self._reduced_to(op, value, to, "batch_reduce_to") for value, to in pairs]
+
+    async def _reduced_to(self, op: ReduceOp, value: Any, destinations: Any, operation: str) -> Any:
+        _check_destination(destinations, operation)
+        replicas = self._strategy.num_replicas_in_sync
+
+        def reducing(leaf: Any) -> Pieces[Any]:
+            result = yield from reducing_distributed(op, leaf, replicas)
+            return Mirrored([result], destinations) if isinstance(leaf, PerReplica) else result
+
+        return await in_turns(map_in_pieces(reducing, (value,)))
+
+    async def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Return a value as one that all replicas have.
+
+        Args:
+            tensor: An array, or what numpy makes one of. Python numbers are returned as they are.
+            destinations: The variable, value or device whose locality the result is to have.
+
+        Raises:
+            ReplicaValueError: It has a value for each replica; no destination, or a list of them.
+            ContextError: In replica context.
+
+        Cancellation: Safe.
+
+        Source: ``tf.distribute.StrategyExtended.broadcast_to``.
+        """
+        check_cross_replica("broadcast_to")
+        _check_destination(destinations, "broadcast_to")
+        if isinstance(tensor, PerReplica):
+            raise ReplicaValueError(
+                f"broadcast_to: expected one value, got those of {len(tensor)} replicas",
+                hint="reduce_to makes one of them",
+            )
+        if isinstance(tensor, bool | int | float | complex):
+            return tensor
+        value = tensor.value if isinstance(tensor, Mirrored) else np.asarray(tensor)
+        return Mirrored([value], destinations)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the value of each replica, in the order of their ids.
+
+        Source: ``tf.distribute.StrategyExtended.experimental_local_results``.
+        """
+        return local_results(value)
+
+    def value_container(self, value: Any) -> Any:
+        """Return what a value is a component of: nothing, so the value itself.
+
+        Source: ``tf.distribute.StrategyExtended.value_container``.
+        """
+        return value
+
+    # Updates.
+
+    async def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(var, *args, **kwargs)`` once, in update context, to update a variable.
+
+        ps tasks run no code of the user, so ``fn`` runs here and updates the variable by its
+        methods: ``await var.assign_add(…)``. In replica context it runs in a merge call, when all
+        replicas are here.
+
+        Args:
+            var: A variable.
+            fn: A function or coroutine function.
+            args: Its arguments after the variable. A ``Mirrored``, or a ``PerReplica`` of one
+                replica, is unwrapped.
+            kwargs: Likewise.
+            group: Whether the result is returned as it is; else as a tuple of local results.
+
+        Returns:
+            What ``fn`` returned.
+
+        Raises:
+            ReplicaValueError: ``var`` is no variable; or an argument has values of several
+                replicas, of which a variable in one place can take only one.
+            Exception: What ``fn`` raises.
+
+        Cancellation: That of ``fn``.
+
+        Source: ``tf.distribute.StrategyExtended.update``; there ``fn`` runs where the variable is.
+        """
+        _check_variable(var, "update")
+        calls = (var, *args), dict(kwargs or {})
+        return await self._update("update", fn, *calls, group=group)
+
+    async def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` once, in update context, to update an optimizer's variables.
+
+        Args:
+            colocate_with: From ``non_slot_devices``.
+            fn: A function or coroutine function.
+            args: As of ``update``.
+            kwargs: Likewise.
+            group: As of ``update``.
+
+        Raises:
+            ReplicaValueError: As by ``update``; or ``colocate_with`` is missing.
+            Exception: What ``fn`` raises.
+
+        Cancellation: That of ``fn``.
+
+        Source: ``tf.distribute.StrategyExtended.update_non_slot``.
+        """
+        _check_destination(colocate_with, "update_non_slot")
+        return await self._update(
+            "update_non_slot", fn, tuple(args), dict(kwargs or {}), group=group
+        )
+
+    async def _update(
+        self,
+        operation: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        group: bool,
+    ) -> Any:
+        replica = entered_replica()
+        if replica is not None:
+            return await replica.merge_call(_merged_update, (operation, fn, args, kwargs, group))
+        args, kwargs = map_structures(lambda leaf: _single(leaf, operation), ((args, kwargs),))
+        with update_context(self._strategy):
+            result = fn(*args, **kwargs)
+            result = await result if inspect.isawaitable(result) else result
+        return result if group else map_structures(local_results, (result,))
+
+    def non_slot_devices(self, var_list: Iterable[Any]) -> str:
+        """Return the device for what an optimizer keeps once for all variables.
+
+        It is that of the variable with the smallest name, of its first shard: the same one wherever
+        and whenever it is asked for.
+
+        Raises:
+            ReplicaValueError: Something is no variable, or there is none.
+
+        Source: ``tf.distribute.StrategyExtended.non_slot_devices``.
+        """
+        variables = list(var_list)
+        if not variables:
+            raise ReplicaValueError("non_slot_devices: expected a variable at least, got none")
+        for variable in variables:
+            _check_variable(variable, "non_slot_devices")
+        first: VariableSpec = min((variable.spec for variable in variables), key=lambda s: s.name)
+        return device_name("ps", first.shards[0].ps)
+
+    async def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``fn`` once for each replica: ``strategy.run`` under its older name.
+
+        Source: ``tf.distribute.StrategyExtended.call_for_each_replica``.
+        """
+        return await self._strategy.run(fn, args=args, kwargs=kwargs)
+
+
+async def _merged_update(
+    strategy: Any,
+    operation: Any,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    group: Any,
+) -> Any:
+    """What ``update`` is in replica context; the first replica's function is called."""
+    operation, fn, group = (select(0, each) for each in (operation, fn, group))
+    return await strategy.extended._update(operation, fn, args, kwargs, group=group)
+
+
+def _single(value: Any, operation: str) -> Any:
+    """Return the only value of a distributed one."""
+    if isinstance(value, PerReplica) and len(value) > 1:
+        raise ReplicaValueError(
+            f"{operation}: an argument has the values of {len(value)} replicas, and a variable "
+            "is updated once",
+            hint="make one of them: await extended.reduce_to(psync.ReduceOp.SUM, value, var); or "
+            "say that it is the same on all: psync.Mirrored([value])",
+        )
+    return value[0] if isinstance(value, DistributedValues) else value
+
+
+def is_variable(value: Any) -> bool:
+    """Return whether this is the handle of a variable."""
+    return isinstance(getattr(value, "spec", None), VariableSpec)
+
+
+def _check_variable(value: Any, operation: str) -> None:
+    if not is_variable(value):
+        raise ReplicaValueError(f"{operation}: expected a variable, got {type(value).__name__}")
+
+
+def _check_destination(destinations: Any, operation: str) -> None:
+    if destinations is None or (isinstance(destinations, str) and not destinations):
+        raise ReplicaValueError(
+            f"{operation}: a destination is missing", hint="give the variable to be updated"
+        )
+    if isinstance(destinations, list | tuple):
+        raise ReplicaValueError(
+            f"{operation}: expected one destination, got a {type(destinations).__name__}",
+            hint="batch_reduce_to takes a list of pairs (value, destination)",
+        )

@@ -1,0 +1,83 @@
+"""Session hooks: code that a training session calls at its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from psync.api.sync_replicas import SyncReplicasOptimizer
+from psync.api.variables import Variable
+from psync.compat.known_steps import known_step
+from psync.errors import UsageError
+
+
+class SessionHook:
+    """Base of hooks of a ``MonitoredTrainingSession``: each method does nothing.
+
+    Source: ``tf.compat.v1.train.SessionRunHook``, without what concerns its graph.
+    """
+
+    def begin(self) -> None:
+        """Called before the session connects. What it raises goes to the program."""
+
+    async def after_create_session(self, session: Any) -> None:
+        """Called when the variables are there; on the chief, before any other task may enter."""
+
+    async def after_run(self, session: Any, result: Any) -> None:
+        """Called after each ``session.run`` that was not the last one, with its result."""
+
+    async def end(self, session: Any) -> None:
+        """Called when the loop has ended without an error, before the session leaves."""
+
+
+class SyncReplicasHook(SessionHook):
+    """Prepares synchronous steps: made by ``SyncReplicasOptimizer.make_session_run_hook``.
+
+    The chief puts the initial tokens, once for each time that it attaches the ps tasks: a chief
+    that is started again begins with empty ps tasks and puts no tokens on top of others. A
+    replica's first pull tells it the step at which it begins, so there is no local step to set.
+
+    Args:
+        put_tokens: Puts the initial tokens; idempotent.
+        is_chief: Whether this process is the chief.
+
+    Source: ``_SyncReplicasOptimizerHook``; there, a restarted chief adds tokens to those left.
+    """
+
+    def __init__(self, put_tokens: Callable[[], Awaitable[Any]], is_chief: bool) -> None:
+        self._put_tokens = put_tokens
+        self._is_chief = is_chief
+
+    async def after_create_session(self, session: Any) -> None:
+        """Put the initial tokens, on the chief."""
+        if self._is_chief:
+            await self._put_tokens()
+
+
+def hook_of(
+    optimizer: SyncReplicasOptimizer,
+    last_step: Callable[[], Variable | None],
+    is_chief: bool,
+    num_tokens: int,
+) -> SyncReplicasHook:
+    """Return the hook of an optimizer.
+
+    Args:
+        optimizer: Puts the tokens.
+        last_step: Returns the global step of its last push in this process; None: of no push.
+        is_chief: Whether this process is the chief.
+        num_tokens: How many, if not as many as ps 0 puts by itself: -1.
+    """
+
+    async def put_tokens() -> None:
+        if num_tokens == -1:
+            return
+        step = known_step(last_step())
+        if step is None:
+            raise UsageError(
+                f"{optimizer.get_name()}: {num_tokens} initial tokens for an unknown global step",
+                hint="make it with psync.get_or_create_global_step() before the session begins",
+            )
+        await optimizer.init_tokens(step, num_tokens)
+
+    return SyncReplicasHook(put_tokens, is_chief)

@@ -1,0 +1,252 @@
+"""Session requests on ps 0: connections, clock and delayed answers for the rule of members.
+
+``SessionMembers`` decides; this feeds it requests, keeps the answers that have to wait, and
+carries out the rest through its owner, the ps task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+from psync.compat.session_members import (
+    Action,
+    CloseTokens,
+    Enter,
+    FenceTask,
+    Refuse,
+    Release,
+    SessionMembers,
+    SetMembers,
+    TellOver,
+)
+from psync.errors import ConfigurationError, UnknownVariableError, UsageError
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.store.store import ShardStore
+from psync.sync.ps_services import PsServices
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.session_messages import (
+    AwaitEnd,
+    CheckShards,
+    Declared,
+    EndTraining,
+    EnterSession,
+    LeaveSession,
+    SessionEntered,
+    TrainingOver,
+)
+
+SAME_ORDER = "every task must declare the same variables in the same order, before its session"
+
+
+class SessionService:
+    """The sessions of one ps task: who takes part is known to ps 0, what is declared to each.
+
+    The ps task makes it when the first message comes that a session alone sends.
+
+    Args:
+        endpoint: Of the ps task; some peers may be connected already.
+        services: Returns what serves the chief that has attached this ps, as of now.
+        check_coordinator: Raises unless a peer is that chief.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        services: Callable[[], PsServices],
+        check_coordinator: Callable[[Peer], None],
+    ) -> None:
+        self._services = services
+        self._check_coordinator = check_coordinator
+        self._members = SessionMembers()
+        self._open: dict[tuple[str, int], int] = {}  # connections by task and incarnation
+        self._timer: asyncio.TimerHandle | None = None
+        self.attached(services().coordinator)
+        for peer in endpoint.peers:
+            self._note_peer(peer)
+        endpoint.on_peer.append(self._note_peer)
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {
+            EnterSession: Handler(self._enter),
+            LeaveSession: Handler(self._leave),
+            Declared: Handler(self._declared),
+            EndTraining: Handler(self._end),
+            AwaitEnd: Handler(self._await_end),
+            CheckShards: Handler(
+                lambda _, message, __: check_shards(self._services().store, message)
+            ),
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Return who takes part."""
+        return self._members.statistics()
+
+    def attached(self, coordinator: int) -> None:
+        """A chief has attached this ps."""
+        self._perform(self._members.attached(coordinator))
+
+    def _note_peer(self, peer: Peer) -> None:
+        replica = (peer.task, peer.incarnation)
+        self._open[replica] = self._open.get(replica, 0) + 1
+        self._members.connected(*replica)
+        peer.on_closed.append(self._note_closed)
+        self._set_timer()
+
+    def _note_closed(self, peer: Peer) -> None:
+        replica = (peer.task, peer.incarnation)
+        self._open[replica] -= 1
+        if not self._open[replica]:
+            del self._open[replica]
+            self._members.disconnected(*replica, _now())
+            self._set_timer()
+
+    def close(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # Requests.
+
+    def _enter(self, peer: Peer, message: EnterSession, _: list[memoryview]) -> Awaitable[Reply]:
+        if not peer.task.startswith("/job:worker/"):
+            raise UsageError(f"{peer.task} is not a worker")
+        return self._answered(
+            lambda waiter: self._members.ask(waiter, peer.task, message.incarnation, _now())
+        )
+
+    def _declared(self, peer: Peer, message: Declared, _: list[memoryview]) -> Awaitable[Reply]:
+        self._check_coordinator(peer)
+
+        def declare(waiter: asyncio.Future[Reply]) -> list[Action]:
+            now = _now()
+            actions = self._members.declared(
+                waiter, peer.task, message.trains, message.num_workers, now
+            )
+            if (peer.task, peer.incarnation) not in self._open:  # gone before this was read
+                self._members.disconnected(peer.task, peer.incarnation, now)
+            return actions
+
+        return self._answered(declare)
+
+    def _leave(
+        self, peer: Peer, message: LeaveSession, _: list[memoryview]
+    ) -> Reply | Awaitable[Reply]:
+        if peer.task.startswith("/job:chief/"):
+            self._check_coordinator(peer)
+            return self._answered(lambda waiter: self._members.leave_as_chief(waiter, _now()))
+        self._perform(self._members.leave(peer.task, peer.incarnation, _now()))
+        return Reply(Done())
+
+    def _end(self, peer: Peer, message: EndTraining, _: list[memoryview]) -> Reply:
+        if peer.task.startswith("/job:chief/"):
+            self._check_coordinator(peer)
+        self._perform(self._members.end(message.reason, message.failed))
+        return Reply(Done())
+
+    def _await_end(self, peer: Peer, message: AwaitEnd, _: list[memoryview]) -> Awaitable[Reply]:
+        return self._answered(self._members.await_end)
+
+    async def _answered(self, ask: Callable[[asyncio.Future[Reply]], list[Action]]) -> Reply:
+        """Wait for the answer that the rule gives at some time."""
+        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._perform(ask(waiter))
+        try:
+            return await waiter
+        finally:
+            self._members.forget(waiter)
+            self._set_timer()
+
+    # What the rule has decided.
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Enter(waiter, incarnation):
+                    _settle(waiter, SessionEntered(incarnation))
+                case Release(waiter):
+                    _settle(waiter, Done())
+                case TellOver(waiter, reason, failed):
+                    _settle(waiter, TrainingOver(reason, failed))
+                case Refuse(waiter, error):
+                    _settle(waiter, error)
+                case SetMembers(alive, missing):
+                    self._set_members(alive, missing)
+                case FenceTask(task, below):
+                    self._fence(task, below)
+                case CloseTokens(reason):
+                    self._end_training(reason)
+        self._set_timer()
+
+    # No coordinator reports who lives, so this does.
+
+    def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
+        self._services().clocks.report(alive, None)
+        if (closer := self._services().closer) is not None:
+            closer.set_members(alive, missing)
+
+    def _fence(self, task: str, below: int) -> None:
+        self._services().refuse_below(task, below)
+        if (closer := self._services().closer) is not None:
+            closer.fence(task, below)
+
+    def _end_training(self, reason: str) -> None:
+        self._services().clocks.end()
+        if (closer := self._services().closer) is not None:
+            closer.end(reason)
+
+    # Time.
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._members.next_deadline()
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._perform(self._members.tick(_now()))
+
+
+def check_shards(store: ShardStore, message: CheckShards) -> Reply:
+    """Answer whether a ps holds what the sender has declared.
+
+    Raises:
+        ConfigurationError: A shard is not here, or of another variable, shape or dtype.
+    """
+    for name, variable_id, index, offset, shape, dtype in message.shards:
+        declared = f'variable "{name}" ({dtype}, shard {index} of shape {tuple(shape)})'
+        try:
+            spec = store.spec((variable_id, index))
+        except UnknownVariableError as exc:
+            raise ConfigurationError(
+                f"the chief has not declared {declared} before training began", hint=SAME_ORDER
+            ) from exc
+        held = (spec.variable, spec.offset, list(spec.shape), spec.dtype)
+        if held != (name, offset, shape, dtype):
+            raise ConfigurationError(
+                f'the chief has declared variable "{spec.variable}" ({spec.dtype}, shard {index} '
+                f"of shape {spec.shape}), and this task in its place {declared}",
+                hint=SAME_ORDER,
+            )
+    return Reply(Done())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _settle(waiter: object, answer: Message | Exception) -> None:
+    """Answer whoever waits; it may have given up meanwhile."""
+    future = cast("asyncio.Future[Reply]", waiter)
+    if future.done():
+        return
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(Reply(answer))

@@ -1,0 +1,254 @@
+"""``strategy.extended``: operations of a strategy for code that is aware of replicas.
+
+Reductions and updates are those of ``extended``, which steps have too. Here is what needs the
+program itself: devices, roles, placement of variables, and steps over an iterator.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from psync.cluster import device_name
+from psync.cluster_roles import is_chief
+from psync.compat.extended import Extended, is_variable
+from psync.errors import EndOfData, UsageError
+from psync.numerics.replica_sums import ReduceOp, as_reduce_op
+from psync.numerics.replica_values import local_results, reduce_distributed
+from psync.replicas.context import (
+    check_cross_replica,
+    cross_replica,
+    entered_replica,
+    replicas_in_sync,
+)
+
+
+class StrategyExtended(Extended):
+    """Additional operations of a strategy, for code that is aware of replicas.
+
+    ``strategy.extended`` returns it. What has to be awaited: ``reduce_to``, ``batch_reduce_to``,
+    ``broadcast_to``, ``update``, ``update_non_slot``, ``call_for_each_replica`` and
+    ``experimental_run_steps_on_iterator``.
+
+    Args:
+        strategy: A ``ParameterServerStrategy``.
+
+    Source: ``tf.distribute.StrategyExtended``.
+    """
+
+    # Devices.
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each worker: "/job:worker/replica:0/task:0/device:CPU:0"."""
+        return self._devices("worker")
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The device of each ps, where variables are."""
+        return self._devices("ps")
+
+    def _devices(self, job: str) -> tuple[str, ...]:
+        return tuple(device_name(job, index) for index in self._strategy.cluster.task_indices(job))
+
+    # Who does what.
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process saves: the chief, or a program that is no task; else worker 0."""
+        job, index = self._strategy.task
+        return job is None or is_chief(self._strategy.cluster, job, index)
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes summaries: as ``should_checkpoint``."""
+        return self.should_checkpoint
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process makes the first values of variables: as ``should_checkpoint``."""
+        return self.should_checkpoint
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether batches must have one shape: no."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each worker computes by itself, next to the others: yes, always."""
+        return True
+
+    # Variables and data.
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
+        """Return a context manager in which variables are declared where another one is.
+
+        Args:
+            colocate_with_variable: A variable of this strategy, or a device from
+                ``non_slot_devices``.
+
+        Raises:
+            UsageError: Outside of the strategy's scope, in a step, or it is another strategy's.
+            ConfigurationError: There is no such device.
+
+        Source: ``tf.distribute.StrategyExtended.colocate_vars_with``.
+        """
+        if isinstance(colocate_with_variable, str):
+            pinned: AbstractContextManager[None] = self._strategy.pinned(colocate_with_variable)
+            return pinned
+        beside: AbstractContextManager[None] = self._strategy.colocate_vars_with(
+            colocate_with_variable
+        )
+        return beside
+
+    def value_container(self, value: Any) -> Any:
+        """Return the variable of which ``value`` is a shard; anything else as it is.
+
+        Source: ``tf.distribute.StrategyExtended.value_container``.
+        """
+        if is_variable(value):
+            whole = value.spec.shards[0].variable
+            for variable in self._strategy.variables:
+                if variable.name == whole and variable.origin == value.origin:
+                    return variable
+        return value
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: None = None) -> Any:
+        """Return a dataset whose elements are the rows of arrays.
+
+        Args:
+            numpy_input: An array, or a tuple or dict of them. A list is one array: it is stacked.
+            session: Means something in TensorFlow 1 only.
+
+        Raises:
+            UsageError: They differ in length, or have no rows.
+
+        Source: ``tf.distribute.StrategyExtended.experimental_make_numpy_dataset``.
+        """
+        return self._strategy.experimental_make_numpy_dataset(numpy_input)
+
+    async def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[[MultiStepContext, Any], Any],
+        iterator: Any,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Run ``fn(context, inputs)`` for some elements of an iterator, one after the other.
+
+        ``fn`` runs here, in cross-replica context, and as a rule has replicas compute:
+        ``await strategy.run(step, args=(inputs,))``.
+
+        Args:
+            fn: A function or coroutine function.
+            iterator: Of the program: of a list, a generator, or an asynchronous one.
+            iterations: How many elements.
+            initial_loop_values: What ``last_step_outputs`` holds until a step sets it.
+
+        Returns:
+            The context, with what the steps have set.
+
+        Raises:
+            UsageError: In a replica; no whole number of iterations; no iterator.
+            EndOfData: The iterator ended before.
+            Exception: What ``fn`` raises.
+
+        Cancellation: That of ``fn``; the element is gone.
+
+        Source: ``tf.distribute.StrategyExtended.experimental_run_steps_on_iterator``.
+        """
+        operation = "experimental_run_steps_on_iterator"
+        check_cross_replica(operation)
+        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+            raise UsageError(f"{operation}: expected iterations of 1 at least, got {iterations!r}")
+        context = MultiStepContext(self._strategy, initial_loop_values)
+        with cross_replica(self._strategy):
+            for done in range(iterations):
+                inputs = await _next(iterator, operation)
+                if inputs is _END:
+                    raise EndOfData(
+                        f"{operation}: the iterator ended after {done} of {iterations} elements"
+                    )
+                result = fn(context, inputs)
+                if inspect.isawaitable(result):
+                    await result
+        return context
+
+
+class MultiStepContext:
+    """What steps over an iterator leave behind.
+
+    Attributes:
+        last_step_outputs: What the last step that set it has set, by name.
+        non_tensor_outputs: The same for what is no number or array: a tuple with the value of each
+            replica where there is one for each.
+
+    Source: TensorFlow ``MultiStepContext`` of ``distribute/input_lib.py``.
+    """
+
+    def __init__(self, strategy: Any, initial: Mapping[str, Any] | None = None) -> None:
+        self._strategy = strategy
+        self.last_step_outputs: dict[str, Any] = dict(initial or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        names = [*self.last_step_outputs, *self.non_tensor_outputs]
+        return f"<MultiStepContext: {', '.join(names) or 'nothing'}>"
+
+    def set_last_step_output(
+        self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Note an output of this step, in place of that of the step before.
+
+        Args:
+            name: Under which it stands in ``last_step_outputs``.
+            output: As ``strategy.run`` returned it, for instance.
+            reduce_op: How values of replicas become one; None: they stay as they are.
+
+        Raises:
+            ReplicaValueError: It cannot be reduced.
+            UsageError: In a replica.
+        """
+        self._check(name, "set_last_step_output")
+        if reduce_op is not None:
+            replicas = replicas_in_sync()
+            output = reduce_distributed(as_reduce_op(reduce_op), output, replicas)
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Note an output that is no number or array.
+
+        Args:
+            name: Under which it stands in ``non_tensor_outputs``.
+            output: Anything.
+
+        Raises:
+            UsageError: In a replica.
+        """
+        self._check(name, "set_non_tensor_output")
+        results = local_results(output)
+        self.non_tensor_outputs[name] = output if len(results) == 1 else results
+
+    def _check(self, name: str, operation: str) -> None:
+        if entered_replica() is not None:
+            raise UsageError(
+                f'{operation} of "{name}" in a replica, where the context is a copy',
+                hint="return it from the function given to strategy.run, and set what run returns",
+            )
+
+
+_END = object()  # an asynchronous function cannot let StopIteration through
+
+
+async def _next(iterator: Any, operation: str) -> Any:
+    if isinstance(iterator, Iterator):
+        return next(iterator, _END)
+    if hasattr(iterator, "__anext__"):
+        return await anext(iterator, _END)
+    raise UsageError(
+        f"{operation}: expected an iterator, got {type(iterator).__name__}",
+        hint="iter(batches)",
+    )

@@ -1,0 +1,405 @@
+"""Training sessions: without a coordinator, every worker runs the training loop by itself.
+
+The same program runs on the chief and on every worker. Each makes its own strategy and declares
+the same variables and optimizers in the same order, which is how their numbers agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from psync.api.global_step import get_or_create_global_step
+from psync.api.strategy import ParameterServerStrategy
+from psync.api.variables import Variable
+from psync.client.context import forbid_in_step
+from psync.client.runtime import Runtime
+from psync.cluster import task_name
+from psync.compat.session_hooks import SessionHook
+from psync.compat.session_links import SessionLinks
+from psync.errors import (
+    ClosedError,
+    ConfigurationError,
+    ParameterServerLost,
+    PsyncError,
+    TrainingEnded,
+    UsageError,
+)
+from psync.net.chief_presence import naming_who_is_awaited
+from psync.net.environment import note_training_began, platform_of, training_over
+from psync.net.resolvers import training_cluster
+from psync.wire.session_messages import TrainingOver
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LEAVE_TIMEOUT_S = 30.0
+"""How long the chief, at its end, waits for workers that are in the middle of a step."""
+
+GOODBYE_TIMEOUT_S = 2.0
+"""How long a session that ends otherwise waits for ps 0 to hear of it."""
+
+
+class MonitoredTrainingSession:
+    """This task's part in training for which nobody schedules closures.
+
+    An async context manager. Inside it ``psync.pull``, ``apply_gradients`` and the methods of
+    variables work wherever the program calls them. The chief creates the variables, then everybody
+    may enter; training begins when all workers of the cluster have come. A worker that dies is
+    missed by nobody: synchronous steps go on with the others, and it takes part again when it is
+    started again. When the chief leaves, training ends for all.
+
+    Args:
+        strategy: Of this process. All variables must be declared before the session begins, in
+            the same order on every task, and optimizers be made in the same order.
+        is_chief: Whether this task creates the variables. Default: it is the task of job "chief",
+            or worker 0 if the cluster has no such job.
+        hooks: Told of the session's stages, such as ``opt.make_session_run_hook(is_chief)``.
+        startup_delay_s: Seconds that this task waits before its first step. Workers that begin one
+            after the other may help asynchronous training; leave it at 0 for synchronous
+            training, whose first step would wait for the last of them.
+        stop_at_step: Training ends when the global step, which is looked at after each ``run``,
+            has reached this.
+        trains: Whether this task computes gradients. False on a chief that only starts and ends
+            training: nobody waits for gradients of it.
+        min_workers: On the chief: how many other workers have to come before training begins;
+            default: all of the cluster. The others may come later.
+        connect_timeout: Seconds to wait for the ps tasks, the chief, and the workers.
+        ps_timeout: Seconds after which a ps that cannot be reached is lost.
+        insecure: Whether it may run without a secret.
+
+    Raises:
+        ConfigurationError: If an option is out of range.
+
+    Example:
+        async with psync.MonitoredTrainingSession(strategy, hooks=[hook]) as session:
+            while not session.should_stop():
+                await session.run(step)
+
+    Source: ``tf.compat.v1.train.MonitoredTrainingSession``, between-graph replication.
+    """
+
+    __psync_capture_error__ = "the session belongs to this task"
+
+    def __init__(
+        self,
+        strategy: ParameterServerStrategy,
+        *,
+        is_chief: bool | None = None,
+        hooks: Sequence[SessionHook] = (),
+        startup_delay_s: float = 0.0,
+        stop_at_step: int | None = None,
+        trains: bool = True,
+        min_workers: int | None = None,
+        connect_timeout: float = 60.0,
+        ps_timeout: float = 15.0,
+        insecure: bool = False,
+    ) -> None:
+        forbid_in_step("making a training session")
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise ConfigurationError(
+                f"strategy: expected a ParameterServerStrategy, got {type(strategy).__name__}"
+            )
+        self.strategy = strategy
+        self._job, self._index = _own_task(strategy)
+        self.is_chief = self._leads() if is_chief is None else is_chief
+        others = self._num_others()
+        if not self.is_chief and not trains:
+            raise ConfigurationError("trains: only the chief may do without it")
+        if not trains and not others:
+            raise ConfigurationError("trains: the cluster has nobody else who would")
+        if startup_delay_s < 0:
+            raise ConfigurationError(
+                f"startup_delay_s: expected seconds from 0 on, got {startup_delay_s}"
+            )
+        lowest = 0 if trains else 1
+        if min_workers is not None and not lowest <= min_workers <= others:
+            raise ConfigurationError(
+                f"min_workers: expected {lowest} to {others}, got {min_workers}"
+            )
+        if stop_at_step is not None and stop_at_step < 1:
+            raise ConfigurationError(f"stop_at_step: expected at least 1, got {stop_at_step}")
+        self._hooks = tuple(hooks)
+        self._startup_delay_s = startup_delay_s
+        self._stop_at_step = stop_at_step
+        self._trains = trains
+        self._min_workers = others if min_workers is None else min_workers
+        self._connect_timeout_s = connect_timeout
+        self._ps_timeout_s = ps_timeout
+        self._insecure = insecure
+        self._links: SessionLinks | None = None  # None before it begins and after it has ended
+        self._global_step: Variable | None = None  # None: nobody has asked for a last step
+        self._watcher: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()  # set once this task shall make no further step
+        self._over: TrainingOver | None = None  # None until ps 0 has said that training is over
+        self._failure: Exception | None = None  # why ps 0 will not say it any more
+
+    def __repr__(self) -> str:
+        state = "running" if self._links is not None else "not running"
+        role = "chief" if self.is_chief else "worker"
+        return f"<MonitoredTrainingSession of {task_name(self._job, self._index)}, {role}, {state}>"
+
+    # Begin.
+
+    async def __aenter__(self) -> Self:
+        """Take part in training: connect, and wait until it begins.
+
+        Raises:
+            ConnectFailed: ps tasks, chief or workers are not there in time; names them.
+            ConfigurationError: There is no secret; or the chief has declared other variables.
+            AuthenticationError, ProtocolError: Something else answers at an address.
+            FencedError: A newer chief, or another process of this task, has taken its place.
+            TrainingEnded: The chief has failed before training began.
+            ClosedError: The strategy was used before.
+
+        Training that is over already is no error: ``should_stop`` says so.
+
+        Cancellation: Everything is closed again.
+        """
+        if self._links is not None or self.strategy.runtime is not None:
+            raise UsageError("a session or a coordinator of this strategy is running already")
+        if self.strategy.created:
+            raise ClosedError(
+                "the session of this strategy has ended, its variables are gone",
+                hint="make a new strategy",
+            )
+        if self._stop_at_step is not None:
+            with self.strategy.scope():
+                self._global_step = get_or_create_global_step()
+        for hook in self._hooks:
+            hook.begin()
+        cluster = self.strategy.cluster
+        platform = platform_of(
+            self.strategy.cluster_resolver,
+            cluster.task_address(self._job, self._index),
+            insecure=self._insecure,
+        )
+        self._links = SessionLinks(
+            platform,
+            task_name(self._job, self._index),
+            [cluster.task_address("ps", index) for index in cluster.task_indices("ps")],
+            self.strategy.declared,
+            origin=self.strategy.origin,
+            connect_timeout_s=self._connect_timeout_s,
+            ps_timeout_s=self._ps_timeout_s,
+        )
+        try:
+            await self._begin(self._links)
+        except BaseException as exc:
+            await self._finish(exc)
+            raise
+        note_training_began()
+        return self
+
+    async def _begin(self, links: SessionLinks) -> None:
+        if self.is_chief:
+            await self._use(await links.attach(trains=self._trains))
+            await links.declare(self._min_workers, trains=self._trains)
+        else:
+            text = f"{task_name(self._job, self._index)} waits for {self._leader()} to let it begin"
+            with naming_who_is_awaited(lambda: text):
+                await self._use(await links.enter())
+        self._watcher = asyncio.get_running_loop().create_task(self._watch(links))
+        if await self._is_at_last_step():
+            await self._end_training(f"step {self._stop_at_step} is reached")
+        if self._startup_delay_s:
+            await self._wait_stopping(self._startup_delay_s)
+
+    async def _use(self, runtime: Runtime) -> None:
+        self.strategy.runtime = runtime
+        self.strategy.created = True
+        await runtime.ensure_created()
+        for hook in self._hooks:
+            await hook.after_create_session(self)
+
+    async def _watch(self, links: SessionLinks) -> None:
+        try:
+            self._note_over(await links.wait_over())
+        except Exception as exc:  # the program gets it when it leaves
+            self._failure = exc
+            self._stopping.set()
+
+    def _note_over(self, over: TrainingOver) -> None:
+        self._over = over
+        level = logging.WARNING if over.failed else logging.INFO if self.is_chief else logging.DEBUG
+        logger.log(level, "training ends: %s", over.reason)
+        self._stopping.set()
+
+    # The loop.
+
+    def should_stop(self) -> bool:
+        """Return whether this task shall make no further step; never blocks."""
+        return self._stopping.is_set()
+
+    def request_stop(self) -> None:
+        """Let ``should_stop`` be True in this process. When the chief leaves, training ends."""
+        self._stopping.set()
+
+    async def run(
+        self, step_fn: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T | None:
+        """Run one step, and return its result; None if training has ended before or meanwhile.
+
+        Args:
+            step_fn: A coroutine function: pulls, computes, applies gradients.
+            args: Its arguments.
+            kwargs: Likewise.
+
+        Raises:
+            UsageError: Outside the session, or on a chief that does not train.
+            Exception: What the step raises, except TrainingEnded.
+
+        Cancellation: As the step's.
+        """
+        if self._links is None:
+            raise UsageError(
+                "run outside the training session",
+                hint="use it inside `async with psync.MonitoredTrainingSession(strategy):`",
+            )
+        if not self._trains:
+            raise UsageError(
+                "run on a chief that does not train: nobody would wait for its gradients",
+                hint="await session.wait_until_stopped() there, or trains=True",
+            )
+        if self.should_stop():
+            return None
+        try:
+            result = await step_fn(*args, **kwargs)
+            if await self._is_at_last_step():
+                await self._end_training(f"step {self._stop_at_step} is reached")
+        except PsyncError as exc:
+            if not self._is_of_the_end(exc):
+                raise
+            self._stopping.set()
+            return None
+        if not self.should_stop():
+            for hook in self._hooks:
+                await hook.after_run(self, result)
+        return result
+
+    async def wait_until_stopped(self) -> None:
+        """Wait until ``should_stop``; for a chief that does not train. Cancellation: safe."""
+        await self._stopping.wait()
+
+    async def _is_at_last_step(self) -> bool:
+        if self._global_step is None or self._stop_at_step is None:
+            return False
+        return int(await self._global_step.read()) >= self._stop_at_step
+
+    async def _end_training(self, reason: str) -> None:
+        self._stopping.set()
+        if self._links is not None:
+            await self._links.end_training(reason, failed=False)
+
+    async def _wait_stopping(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._stopping.wait()
+
+    # The end.
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if exc is not None and not self._is_of_the_end(exc):
+            await self._finish(exc)
+            return False
+        try:
+            for hook in self._hooks:
+                await hook.end(self)
+        except BaseException as error:
+            await self._finish(error)
+            raise
+        await self._finish(None)
+        if self._failure is not None:
+            raise self._failure
+        if self._over is not None and self._over.failed:
+            raise TrainingEnded(self._over.reason)
+        return True
+
+    def _is_of_the_end(self, error: BaseException) -> bool:
+        """Whether a step failed because training has ended. Then ps tasks may have gone, too."""
+        over = self._over is not None and not self._over.failed
+        return isinstance(error, TrainingEnded) or (over and isinstance(error, ParameterServerLost))
+
+    async def _finish(self, error: BaseException | None) -> None:
+        """Say goodbye, and close everything.
+
+        Cancellation: Connections may still be closing.
+        """
+        links, self._links = self._links, None
+        assert links is not None, "begun"
+        self._stopping.set()
+        if (last_words := training_over.get()) is not None:
+            last_words.set()
+        training = self.strategy.runtime is not None
+        try:
+            if training and self._failure is None:
+                await self._say_goodbye(links, error)
+        finally:
+            if self._watcher is not None:
+                self._watcher.cancel()
+                await asyncio.gather(self._watcher, return_exceptions=True)
+            self.strategy.runtime = None
+            await links.close()
+
+    async def _say_goodbye(self, links: SessionLinks, error: BaseException | None) -> None:
+        timeout_s = LEAVE_TIMEOUT_S if error is None and self.is_chief else GOODBYE_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                await links.ps.drain()
+                if self.is_chief and error is not None:
+                    await links.end_training(_failure_of_chief(error), failed=True)
+                else:
+                    await links.leave()
+                # On the same connection: the watcher has heard of the end before, if there is one.
+        except TimeoutError:
+            if error is None:
+                logger.warning("training: others are still in a step after %g s", timeout_s)
+        except PsyncError as exc:
+            logger.info("training: ps 0 was not told of the end: %s", exc)
+
+    # The cluster.
+
+    def _leads(self) -> bool:
+        return self._job == "chief" or (
+            self._job == "worker" and self._index == 0 and "chief" not in self.strategy.cluster.jobs
+        )
+
+    def _leader(self) -> str:
+        cluster = self.strategy.cluster
+        job = "chief" if "chief" in cluster.jobs else "worker"
+        index = cluster.task_indices(job)[0]
+        return f"{task_name(job, index)} at {cluster.task_address(job, index)}"
+
+    def _num_others(self) -> int:
+        cluster = self.strategy.cluster
+        workers = cluster.num_tasks("worker") if "worker" in cluster.jobs else 0
+        return workers - (self._job == "worker")
+
+
+def _own_task(strategy: ParameterServerStrategy) -> tuple[str, int]:
+    """Return job and index of this process."""
+    _, job, index = training_cluster(strategy.cluster_resolver)
+    if job not in ("chief", "worker") or index is None:
+        raise ConfigurationError(
+            "a training session is for the chief and for workers, and the cluster's description "
+            f"says that this process is {job or 'no task of it'}"
+        )
+    return job, index
+
+
+def _failure_of_chief(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return "the chief was stopped"
+    text = str(error).partition("\n")[0]
+    return f"the chief failed: {type(error).__name__}" + (f": {text}" if text else "")

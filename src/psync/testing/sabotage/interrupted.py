@@ -1,0 +1,80 @@
+"""Failpoints that are no method's beginning or end, and what is done there instead.
+
+Messages to several ps tasks are sent one after the other, so that there is a moment between two of
+them; and a step that is decided ends with the error that a failpoint raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from psync.client.plans import Plan
+from psync.client.ps_client import PsClient
+from psync.client.sync_client import SyncClient
+from psync.errors import PsyncError
+from psync.sync.group import Close
+from psync.sync.step_rounds import StepRounds
+from psync.testing.sabotage.failpoints import Failpoints
+from psync.testing.sabotage.places import BETWEEN_PS, STEP_DECIDED
+
+T = TypeVar("T")
+
+
+class SteppedClient(PsClient):
+    """A client that a test may stop between two messages of an update."""
+
+    failpoints: Failpoints
+
+    async def together(self, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Make all calls at once; or one by one, if it is armed what happens between them."""
+        if not self.failpoints.armed(BETWEEN_PS):
+            return await super().together(calls)
+        answers: list[T] = []
+        try:
+            for call in calls:
+                if answers:
+                    self.failpoints.hit(BETWEEN_PS)
+                answers.append(await call)
+        finally:
+            for call in calls:
+                call.close()
+        return answers
+
+
+class SteppedSyncClient(SyncClient):
+    """The same for synchronous pushes; and it may tell ps 0 before the others have their parts."""
+
+    failpoints: Failpoints
+    without: frozenset[str]
+
+    async def _stage_large(self, plan: Plan, *args: Any) -> Any:
+        along, segments, rows = await super()._stage_large(plan, *args)
+        if along is not None and along is not plan.whole and len(plan.requests) > 1:
+            self.failpoints.hit(BETWEEN_PS)  # the others have theirs
+        return along, segments, rows
+
+    async def _stage(self, *args: Any) -> None:
+        staging = super()._stage(*args)
+        if "staged_commit" in self.without:
+            unawaited = asyncio.create_task(staging)
+            unawaited.add_done_callback(lambda task: task.cancelled() or task.exception())
+        else:
+            await staging
+
+
+class SteppedRounds(StepRounds):
+    """Steps that a test may stop before any other ps knows of them."""
+
+    failpoints: Failpoints
+
+    def carry(self, close: Close, *args: Any) -> None:
+        """Let every ps apply a step, unless a failpoint says that it cannot be closed."""
+        *_, ended = args
+        try:
+            self.failpoints.hit(STEP_DECIDED)
+        except PsyncError as exc:
+            ended({}, exc)
+        else:
+            super().carry(close, *args)

@@ -1,0 +1,154 @@
+"""The table of failpoints: each is the beginning or the end of a method.
+
+A method that is called for more than one purpose has a condition, which is given what the method
+is given. What is no row here is a method of a subclass by hand: see ``interrupted``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from psync.checkpoints.writer import Writer
+from psync.chief.closure_service import ClosureService
+from psync.client.ps_client import PsClient
+from psync.client.sync_client import SyncClient
+from psync.coordinator import Coordinator
+from psync.ps.backup_sender import BackupSender
+from psync.ps.creation import ShardCreation
+from psync.ps.frozen_snapshots import FrozenImages
+from psync.ps.update import Update
+from psync.ps.updates import PsUpdates
+from psync.sync.groups import GlobalSteps
+from psync.sync.ps_sync import PsSync
+from psync.sync.step_applier import StepApplier
+from psync.sync.step_rounds import StepRounds
+from psync.wire.ps_messages import Push
+from psync.worker.session import Session
+
+T = TypeVar("T")
+
+BETWEEN_PS = "worker.push.between_ps"  # one ps task has answered, nothing is sent to the next
+STEP_DECIDED = "ps0.step.decided"  # a synchronous step is to be closed, no other ps knows
+
+
+class Place(NamedTuple):
+    """Where a failpoint is."""
+
+    name: str
+    cls: type
+    method: str
+    is_end: bool  # else it is reached before the method does anything
+    only: Callable[..., bool] = lambda *_: True
+
+
+def _is_push(_: PsUpdates, update: Update, *__: Any) -> bool:
+    return isinstance(update.message, Push)
+
+
+def _is_no_push(_: PsUpdates, update: Update, *__: Any) -> bool:
+    return not isinstance(update.message, Push)
+
+
+def _is_current(service: ClosureService, peer: Any, *_: Any) -> bool:
+    return service._owner.is_current(peer)  # not one of a worker that was given up
+
+
+BEGIN, END = False, True
+
+PLACES = (
+    # Arguments are there, the step has not begun.
+    Place("worker.closure.start", Session, "_call", BEGIN),
+    # The step has returned, its result is not sent.
+    Place("worker.closure.end", Session, "_call", END),
+    # Nothing is sent.
+    Place("worker.push.begun", PsClient, "_mutate", BEGIN),
+    Place("worker.push.begun", SyncClient, "contribute", BEGIN),
+    # Every ps has its part, ps 0 has not been told.
+    Place("worker.push.staged", SyncClient, "_stage_large", END),
+    # All ps tasks have answered, the step does not know yet.
+    Place("worker.push.answered", PsClient, "_mutate", END),
+    Place("worker.push.answered", SyncClient, "contribute", END),
+    # Complete, nothing is applied.
+    Place("ps.push.received", PsUpdates, "_update", BEGIN),
+    # Applied and recorded, not answered.
+    Place("ps.push.applied", PsUpdates, "_applied", END, _is_push),
+    Place("ps.assign.applied", PsUpdates, "_applied", END, _is_no_push),
+    Place("ps.assign.applied", GlobalSteps, "_raise_and_answer", END),
+    # Entries are about to be sent to a backup, and nothing is applied.
+    Place("ps.backup.sending", BackupSender, "_send", BEGIN),
+    # A backup has them, nothing is applied here.
+    Place("ps.backup.taken", BackupSender, "_taken", BEGIN),
+    # Shards exist, not answered.
+    Place("ps.create.done", ShardCreation, "_fill", END),
+    # Norms of a synchronous step are measured here, ps 0 does not know.
+    Place("ps.step.measured", PsSync, "_measured", BEGIN),
+    # A synchronous step is applied here, ps 0 does not know.
+    Place("ps.step.applied", StepApplier, "_closed", END),
+    # Ps 0 knows norms of a synchronous step, no ps applies it yet.
+    Place("ps0.step.measured", StepRounds, "_conclude", END),
+    # It is applied on every ps, the global step is not raised.
+    Place("ps0.step.applied", StepRounds, "_raise_at_once", BEGIN),
+    # Closures are about to be sent.
+    Place("coordinator.dispatch", Coordinator, "_send", BEGIN),
+    # Results came in, nothing is settled.
+    Place("coordinator.result", ClosureService, "_results", BEGIN, _is_current),
+    # A ps is about to write its file of a checkpoint.
+    Place("checkpoint.ps.write", FrozenImages, "_written", BEGIN),
+    # A ps's file of a checkpoint is written, and the checkpoint does not say so yet.
+    Place("checkpoint.file.written", Writer, "add_file", BEGIN),
+    # A checkpoint's files are written, COMMIT is not.
+    Place("checkpoint.before_commit", Writer, "_mark_complete", BEGIN),
+    # It is complete but for its name.
+    Place("checkpoint.before_rename", Writer, "_rename_to", BEGIN),
+)
+
+NAMES = frozenset({BETWEEN_PS, STEP_DECIDED, *(place.name for place in PLACES)})
+"""Every failpoint there is."""
+
+
+@functools.cache
+def with_places(base: type[T], of: type) -> type[T]:
+    """Return a subclass that tells ``failpoints``, an attribute of it, of the places it reaches.
+
+    Args:
+        base: A subclass of ``of``.
+        of: The class in the table.
+    """
+    here = [place for place in PLACES if place.cls is of]
+    made = type(base.__name__, (base,), {"__slots__": (), "__doc__": base.__doc__})
+    for method in {place.method: None for place in here}:
+        setattr(made, method, _reaching(made, method, [p for p in here if p.method == method]))
+    return made
+
+
+def _reaching(made: type, method: str, places: Sequence[Place]) -> Callable[..., Any]:
+    plain = getattr(made, method)
+
+    def reach(is_end: bool, *given: Any) -> None:
+        for place in places:
+            if place.is_end is is_end and place.only(*given):
+                given[0].failpoints.hit(place.name)
+
+    # What is called is looked up each time: mutants take the place of methods of the class.
+    if inspect.iscoroutinefunction(plain):
+
+        @functools.wraps(plain)
+        async def later(self: Any, *args: Any, **options: Any) -> Any:
+            reach(BEGIN, self, *args)
+            result = await getattr(super(made, self), method)(*args, **options)
+            reach(END, self, *args)
+            return result
+
+        return later
+
+    @functools.wraps(plain)
+    def now(self: Any, *args: Any, **options: Any) -> Any:
+        reach(BEGIN, self, *args)
+        result = getattr(super(made, self), method)(*args, **options)
+        reach(END, self, *args)
+        return result
+
+    return now

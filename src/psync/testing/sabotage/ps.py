@@ -1,0 +1,77 @@
+"""A ps that writes down what it applies, and may serve whoever trained before a rollback."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+
+from psync.net.peer import Peer, Reply
+from psync.net.platform import Parts, Platform
+from psync.net.transport import Listener
+from psync.ps.snapshots import Contents
+from psync.ps_task import PsTask
+from psync.store.snapshot import Thawed
+from psync.testing.sabotage.apply_log import ApplyLog
+from psync.testing.sabotage.weakened_rules import WeakLedger
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import TakeImage
+
+
+class SabotagedPs(PsTask):
+    """A ps task for tests.
+
+    A backup in the same process has failpoints of its own: see ``Failpoints.of_backup``.
+    """
+
+    apply_log: str  # directory in which it writes down what it applies; "": none
+    of_backup: Callable[[], Parts]
+
+    def __init__(
+        self,
+        platform: Platform,
+        index: int,
+        address: str,
+        stopped: asyncio.Event | None = None,
+        *,
+        is_hosted: bool = False,
+    ) -> None:
+        self._log = ApplyLog(self.apply_log, index)
+        if is_hosted:
+            platform = dataclasses.replace(platform, parts=self.of_backup())
+        super().__init__(platform, index, address, stopped, is_hosted=is_hosted)
+
+    async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
+        """Serve what was a backup until now."""
+        self._log.serves(promoted=True)
+        return await super().promote(fences)
+
+    async def close(self) -> None:
+        """Finish the updates that have begun, then close all connections, and the log."""
+        await super().close()
+        self._log.close()
+
+    def take(self, thawed: Thawed, message: TakeImage) -> None:
+        """Serve what an image holds from now on."""
+        if isinstance(thawed.ledger, WeakLedger):
+            thawed.ledger.went_back(message.fences)
+        self._log.adopt(thawed.store)
+        super().take(thawed, message)
+        self._log.serves()
+
+    def _attach(self, peer: Peer, message: AttachPs, body: list[memoryview]) -> Awaitable[Reply]:
+        before = self.floor
+        settled = super()._attach(peer, message, body)
+        if self.floor != before:
+            self._log.serves()
+        return settled
+
+    def _nothing(self, floor: int) -> Contents:
+        contents = super()._nothing(floor)
+        self._log.adopt(contents.store)
+        return contents
+
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
+        """Hold what a snapshot of another one holds."""
+        self._log.adopt(thawed.store)
+        super().take_over(attach, thawed, timeline, life)

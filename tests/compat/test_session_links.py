@@ -1,0 +1,166 @@
+"""One task's way into a training session, against real ps tasks on a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ps_cluster import PsCluster, heard
+from psync.chief.declarations import Declaration
+from psync.compat.session_links import Comparison, SessionLinks, wait_over
+from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
+from psync.net.secret import Secret
+from psync.wire.session_messages import AwaitEnd, EndTraining
+from session_cluster import SessionCluster, session_cluster
+
+WORKER = "/job:worker/task:0"
+CHIEF_TASK = "/job:chief/task:0"
+
+
+def links_of(
+    cluster: SessionCluster,
+    task: str = WORKER,
+    *,
+    num_ps: int = 1,
+    timeout_s: float = 5.0,
+    boot: int = 0,
+) -> SessionLinks:
+    platform = cluster.platform("worker-0" if task == WORKER else "chief-0")
+    if boot:
+        platform = dataclasses.replace(platform, new_incarnation=lambda: boot)
+    return SessionLinks(
+        platform,
+        task,
+        [f"ps-{index}:1" for index in range(num_ps)],
+        [],
+        origin="origin",
+        connect_timeout_s=timeout_s,
+        ps_timeout_s=15.0,
+    )
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_without_a_chief_says_so() -> None:
+    async with session_cluster() as cluster:
+        links = links_of(cluster)
+        with pytest.raises(ConnectFailed) as caught:
+            await links.enter()
+        assert str(caught.value) == (
+            "the chief has not begun a training session within 5 s\n"
+            "hint: is the chief running, and does it wait for others?"
+        )
+        await links.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_without_a_ps_says_which() -> None:
+    async with session_cluster(1) as cluster:
+        await cluster.ps.pop().close()
+        links = links_of(cluster)
+        with pytest.raises(ConnectFailed, match=r"^no connection to /job:ps/task:0 at ps-0:1 with"):
+            await links.enter()
+        await links.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_without_a_ps_says_which() -> None:
+    async with session_cluster(2) as cluster:
+        await cluster.ps.pop().close()
+        links = links_of(cluster, CHIEF_TASK, num_ps=2)
+        with pytest.raises(ConnectFailed) as caught:
+            await links.attach(trains=True)
+        assert str(caught.value) == (
+            "no connection within 5 s to /job:ps/task:1 at ps-1:1\n"
+            "hint: are these tasks running, and are these their addresses?"
+        )
+        await links.close()
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_whose_workers_do_not_come_says_who_has() -> None:
+    async with session_cluster() as cluster:
+        chief, worker = links_of(cluster, CHIEF_TASK), links_of(cluster, timeout_s=100)
+        entering = asyncio.get_running_loop().create_task(worker.enter())
+        await chief.attach(trains=True)
+        with pytest.raises(ConnectFailed) as caught:
+            await chief.declare(2, trains=True)
+        assert str(caught.value) == (
+            f"2 workers were to take part in training, and within 5 s there came {WORKER}\n"
+            "hint: does each of them run this program? psync.run(main, on_workers=True)"
+        )
+        await chief.end_training("the chief failed: no luck", failed=True)
+        with pytest.raises(TrainingEnded, match="the chief failed: no luck"):
+            await entering
+        await chief.close()
+        await worker.close()
+
+
+async def test_another_secret_is_an_error_at_once() -> None:
+    async with session_cluster() as cluster:
+        cluster.secret = Secret(b"another secret of the whole cluster")
+        for task in (WORKER, CHIEF_TASK):
+            links = links_of(cluster, task)
+            with pytest.raises(AuthenticationError):
+                await (links.attach(trains=True) if task == CHIEF_TASK else links.enter())
+            await links.close()
+
+
+async def test_a_worker_whose_clock_is_behind_is_served_all_the_same() -> None:
+    async with session_cluster() as cluster:
+        worker, chief = links_of(cluster, boot=1), links_of(cluster, CHIEF_TASK, boot=1000)
+        runtime = await chief.attach(trains=False)
+        await chief.declare(0, trains=False)
+        entered = await worker.enter()
+        assert worker.ps.links[0].incarnation is not None  # it was let in
+        assert (entered.in_session, runtime.in_session) == (True, False)
+        await worker.leave()
+        assert (await worker.wait_over()).reason == "all replicas have left"
+        await chief.leave()
+        await worker.close()
+        await chief.close()
+
+
+@pytest.mark.virtual_time
+async def test_waiting_for_the_end_outlives_any_number_of_connections() -> None:
+    async with PsCluster() as cluster:
+        asked = heard(cluster.ps[0], AwaitEnd)
+        worker = cluster.client(host="w")
+        ending = asyncio.get_running_loop().create_task(wait_over(worker, WORKER))
+        for count in range(1, 20):
+            await asyncio.sleep(10)  # virtual: attempts to connect are seconds apart
+            assert len(asked) == count
+            cluster.network.cut("w")
+        await cluster.chief.links[0].call(lambda peer: EndTraining("all done", False))
+        assert (await ending).reason == "all done"
+
+
+# --- declarations ------------------------------------------------------------------------------
+
+
+def declaration(cluster: PsCluster, name: str, shape: tuple[int, ...]) -> Declaration:
+    """What a worker has declared, as its strategy numbers it."""
+    spec = cluster.declare(name, np.zeros(shape, np.float32), shards=2)
+    return Declaration(spec, None)
+
+
+async def test_a_worker_compares_what_it_has_declared_once() -> None:
+    async with PsCluster(2) as cluster:
+        declared = [declaration(cluster, f"w{index}", (4, 2)) for index in range(3)]
+        await cluster.creation.ensure()
+        comparison = Comparison(declared, cluster.client())
+        await asyncio.gather(comparison.ensure(), comparison.ensure())
+        assert declared == []
+
+
+async def test_a_worker_that_declares_more_than_the_chief_is_told_every_time() -> None:
+    async with PsCluster(2) as cluster:
+        known = declaration(cluster, "known", (4,))
+        await cluster.creation.ensure()
+        declared = [known, declaration(cluster, "more", (4,))]
+        comparison = Comparison(declared, cluster.client())
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match='has not declared variable "more"'):
+                await comparison.ensure()

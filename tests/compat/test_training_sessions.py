@@ -1,0 +1,619 @@
+"""Training sessions: every task runs its own loop, on a network in memory.
+
+What stands for a process here shares the optimizers with the others: they are known by their
+numbers, and each process would make the same ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import psync
+from psync.client.ps_link import MAX_LOSSES
+from psync.compat.session_hooks import SessionHook
+from psync.compat.session_members import GRACE_S
+from psync.compat.training_sessions import MonitoredTrainingSession
+from session_cluster import session_cluster
+
+Strategy = psync.ParameterServerStrategy
+ONES = np.full(4, -1, np.float32)  # a gradient: each push through SGD(1.0) adds one
+
+
+def declare(strategy: Strategy) -> tuple[Any, Any]:
+    """The variables of every program here: a vector of zeros, and the global step."""
+    with strategy.scope():
+        w = psync.Variable(np.zeros(4, np.float32), name="w")
+        return w, psync.get_or_create_global_step()
+
+
+class Program:
+    """What every task runs: counts what became of its pushes.
+
+    Args:
+        optimizer: Of all tasks.
+        pause_s: How long a gradient takes to compute.
+        options: Of the session.
+    """
+
+    def __init__(self, optimizer: Any, pause_s: float = 0.0, **options: Any) -> None:
+        self.optimizer = optimizer
+        self.pause_s = pause_s
+        self.options = options
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.steps = asyncio.Event()  # set when somebody has made a step
+        self.final: Any = None  # (w, global step) as the chief reads them at the end
+
+    async def __call__(self, strategy: Strategy) -> str:
+        w, global_step = declare(strategy)
+        resolver = strategy.cluster_resolver
+        name = f"{resolver.task_type}-{resolver.task_id}"
+        outcomes = self.outcomes[name] = Counter()
+
+        async def step() -> None:
+            await psync.pull(w)
+            await asyncio.sleep(self.pause_s)
+            push = await self.optimizer.apply_gradients([(ONES, w)], global_step)
+            outcomes[push.outcome.value] += 1
+            self.steps.set()
+
+        async with MonitoredTrainingSession(strategy, **self.options) as session:
+            while not session.should_stop():
+                await session.run(step)
+            if session.is_chief:
+                value, count = await psync.pull((w, global_step))
+                self.final = value.tolist(), int(count)
+        return name
+
+
+def sync(count: int, total: int | None = None, **options: Any) -> psync.SyncReplicasOptimizer:
+    return psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), count, total, **options)
+
+
+# --- a run to its end --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chief", [False, True])
+async def test_asynchronous_training_by_all_tasks(chief: bool) -> None:
+    program = Program(psync.optimizers.SGD(1.0), stop_at_step=20)
+    async with session_cluster(2, 2, chief=chief) as cluster:
+        names = await cluster.run_all(program)
+    assert names == ["chief-0"] * chief + ["worker-0", "worker-1"]
+    value, step = program.final
+    accepted = sum(outcomes["accepted"] for outcomes in program.outcomes.values())
+    assert step >= 20
+    assert accepted >= value[0] >= 20  # the others were still at it when the chief read
+
+
+@pytest.mark.parametrize("chief", [False, True])
+async def test_synchronous_steps_take_one_gradient_of_each_task(chief: bool) -> None:
+    tasks = 3 if chief else 2
+    program = Program(sync(tasks), stop_at_step=10)
+    async with session_cluster(2, 2, chief=chief) as cluster:
+        await cluster.run_all(program)
+    assert program.final == ([10.0] * 4, 10)
+    assert [outcomes["accepted"] for outcomes in program.outcomes.values()] == [10] * tasks
+
+
+async def test_with_a_backup_replica_what_comes_too_late_is_dropped() -> None:
+    program = Program(sync(2, 3), stop_at_step=30)
+    async with session_cluster(2, 3) as cluster:
+        await cluster.run_all(program)
+    value, step = program.final
+    assert value == [step] * 4  # the mean of gradients of one
+    assert step == 30
+    accepted = sum(outcomes["accepted"] for outcomes in program.outcomes.values())
+    assert 2 * 30 <= accepted <= 2 * 30 + 1  # one may count in a step that nobody completes
+    assert set().union(*program.outcomes.values()) <= {"accepted", "stale"}
+
+
+async def test_a_chief_that_does_not_train_starts_and_ends_it() -> None:
+    optimizer = sync(2)
+
+    async def main(strategy: Strategy) -> list[float] | None:
+        w, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+
+        async def step() -> None:
+            await optimizer.apply_gradients([(ONES, w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, trains=trains, stop_at_step=5) as session:
+            if trains:
+                while not session.should_stop():
+                    await session.run(step)
+                return None
+            with pytest.raises(psync.UsageError, match="run on a chief that does not train"):
+                await session.run(step)
+            await session.wait_until_stopped()
+            return (await w.read()).tolist()
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        assert await cluster.run_all(main) == [[5.0] * 4, None, None]
+
+
+async def test_when_all_workers_have_left_a_chief_that_does_not_train_is_released() -> None:
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+        async with MonitoredTrainingSession(strategy, trains=trains) as session:
+            if not trains:
+                await session.wait_until_stopped()
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        await cluster.run_all(main)
+
+
+async def test_more_gradients_a_step_than_tasks_need_the_initial_tokens_of_the_hook() -> None:
+    optimizer = sync(4, 2)
+
+    async def main(strategy: Strategy) -> float:
+        w, global_step = declare(strategy)
+        hook = optimizer.make_session_run_hook(strategy.cluster_resolver.task_id == 0)
+
+        async def step() -> None:
+            await optimizer.apply_gradients([(ONES, w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, hooks=[hook], stop_at_step=3) as session:
+            while not session.should_stop():
+                await session.run(step)
+            return float((await w.read())[0])
+
+    async with session_cluster(1, 2) as cluster:
+        assert max(await cluster.run_all(main)) == 3.0
+
+
+# --- what a session is -------------------------------------------------------------------------
+
+
+async def test_a_step_returns_its_result_and_nothing_runs_once_training_has_ended() -> None:
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+        ran = []
+
+        async def step(value: int, *, more: int = 0) -> int:
+            ran.append(value)
+            return value + more
+
+        session = MonitoredTrainingSession(strategy)
+        with pytest.raises(psync.UsageError, match="run outside the training session"):
+            await session.run(step, 1)
+        async with session:
+            assert await session.run(step, 1, more=2) == 3
+            session.request_stop()
+            assert session.should_stop()
+            assert await session.run(step, 2) is None
+        assert ran == [1]
+
+    async with session_cluster(1, 1) as cluster:
+        await cluster.run_all(main)
+
+
+async def test_one_task_that_stops_leaves_the_others_at_work() -> None:
+    optimizer = sync(2)
+
+    async def main(strategy: Strategy) -> int:
+        w, global_step = declare(strategy)
+        async with MonitoredTrainingSession(strategy) as session:
+
+            async def step() -> None:
+                push = await optimizer.apply_gradients([(ONES, w)], global_step)
+                if push.step == (5 if session.is_chief else 2):
+                    session.request_stop()
+
+            while not session.should_stop():
+                await session.run(step)
+            return int(await global_step.read())
+
+    async with session_cluster(1, 2) as cluster:
+        assert (await cluster.run_all(main))[0] == 5
+
+
+async def test_hooks_hear_of_each_stage_in_order() -> None:
+    log: list[str] = []
+
+    class Hook(SessionHook):
+        def begin(self) -> None:
+            log.append("begin")
+
+        async def after_create_session(self, session: Any) -> None:
+            log.append(f"created, {float((await w.read())[0])}")
+
+        async def after_run(self, session: Any, result: Any) -> None:
+            log.append(f"run, {result}")
+            if result == 2:
+                session.request_stop()
+
+        async def end(self, session: Any) -> None:
+            log.append("end")
+
+    async def step() -> int:
+        return sum(line.startswith("run") for line in log) + 1
+
+    async with session_cluster(1, 1) as cluster:
+        strategy = cluster.strategy("worker")
+        w, _ = declare(strategy)
+        async with MonitoredTrainingSession(strategy, hooks=[Hook()]) as session:
+            while not session.should_stop():
+                await session.run(step)
+    assert log == ["begin", "created, 0.0", "run, 1", "run, 2", "end"]
+
+
+async def test_an_error_of_a_step_goes_to_the_program_and_ends_training() -> None:
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+
+        async def step() -> None:
+            raise ValueError("no luck")
+
+        async with MonitoredTrainingSession(strategy) as session:
+            if session.is_chief:
+                await session.run(step)
+            await session.wait_until_stopped()
+
+    async with session_cluster(1, 2) as cluster:
+        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        with pytest.raises(ValueError, match="no luck"):
+            await chief
+        with pytest.raises(psync.TrainingEnded, match=r"^the chief failed: ValueError: no luck$"):
+            await other
+
+
+async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -> None:
+    class Hook(SessionHook):
+        async def after_create_session(self, session: Any) -> None:
+            if session.is_chief:
+                waiting = cluster.ps[0].statistics
+                while waiting()["session"].get("asking") != ["/job:worker/task:1"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                raise ValueError("no luck")
+
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+        async with MonitoredTrainingSession(strategy, hooks=[Hook()]):
+            pass
+
+    async with session_cluster(1, 2) as cluster:
+        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        with pytest.raises(ValueError, match="no luck"):
+            await chief
+        with pytest.raises(psync.TrainingEnded, match="the chief failed: ValueError: no luck"):
+            await other
+
+
+@pytest.mark.virtual_time
+async def test_a_startup_delay_passes_before_the_first_step() -> None:
+    async with session_cluster(1, 1) as cluster:
+        strategy = cluster.strategy("worker")
+        now = asyncio.get_running_loop().time
+        began = now()
+        async with MonitoredTrainingSession(strategy, startup_delay_s=7.5):
+            assert now() - began == pytest.approx(7.5, abs=0.1)
+
+
+async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
+    async def main(strategy: Strategy) -> None:
+        with strategy.scope():
+            if strategy.cluster_resolver.task_id == 1:
+                psync.Variable(np.zeros(2, np.float32), name="extra")
+            psync.Variable(np.zeros(4, np.float32), name="w")
+        async with MonitoredTrainingSession(strategy) as session:
+            await session.wait_until_stopped()
+
+    async with session_cluster(1, 2) as cluster:
+        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        with pytest.raises(psync.ConfigurationError) as caught:
+            await other
+        assert caught.value.message == (
+            'the chief has declared variable "w" (float32, shard 0 of shape (4,)), and this task '
+            'in its place variable "extra" (float32, shard 0 of shape (2,))'
+        )
+        chief.cancel()
+
+
+async def test_outside_its_session_a_strategy_serves_no_more() -> None:
+    async with session_cluster(1, 1) as cluster:
+        strategy = cluster.strategy("worker")
+        w, _ = declare(strategy)
+        async with MonitoredTrainingSession(strategy):
+            with pytest.raises(psync.UsageError, match="is running already"):
+                await MonitoredTrainingSession(strategy).__aenter__()
+        with pytest.raises(psync.ClosedError):
+            await w.read()
+        with pytest.raises(psync.ClosedError, match="the session of this strategy has ended"):
+            await MonitoredTrainingSession(strategy).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"startup_delay_s": -1}, "startup_delay_s: expected seconds from 0 on, got -1"),
+        ({"stop_at_step": 0}, "stop_at_step: expected at least 1, got 0"),
+        ({"min_workers": 2}, "min_workers: expected 0 to 1, got 2"),
+        ({"min_workers": 0, "trains": False}, "min_workers: expected 1 to 1, got 0"),
+        ({"is_chief": False, "trains": False}, "trains: only the chief may do without it"),
+        ({"trains": False}, "trains: the cluster has nobody else who would"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    tasks = {"chief": ["localhost:1"], "ps": ["localhost:2"], "worker": ["localhost:3"]}
+    job = "chief"
+    if options == {"trains": False}:
+        del tasks["chief"]
+        job = "worker"
+    resolver = psync.SimpleClusterResolver(psync.ClusterSpec(tasks), task_type=job, task_id=0)
+    with pytest.raises(psync.ConfigurationError, match=f"^{message}$"):
+        MonitoredTrainingSession(Strategy(resolver), **options)
+
+
+def test_a_session_is_for_tasks_that_train() -> None:
+    with pytest.raises(psync.ConfigurationError, match="expected a ParameterServerStrategy, got "):
+        MonitoredTrainingSession(None)  # type: ignore[arg-type]
+    cluster = psync.ClusterSpec({"ps": ["localhost:1"], "worker": ["localhost:2"]})
+    resolver = psync.SimpleClusterResolver(cluster, task_type="ps", task_id=0)
+    with pytest.raises(psync.ConfigurationError, match=r"says that this process is ps$"):
+        MonitoredTrainingSession(Strategy(resolver))
+
+
+# --- tasks die ---------------------------------------------------------------------------------
+
+
+async def until_step(program: Program, count: int) -> None:
+    """Let them train until some more steps are made."""
+    for _ in range(count):
+        program.steps.clear()
+        await program.steps.wait()
+
+
+@pytest.mark.virtual_time
+async def test_synchronous_training_goes_on_without_a_worker_that_is_killed() -> None:
+    # Bound tokens: with free ones a survivor may take the dead one's, and count twice in a step.
+    program = Program(sync(3, strict=True), stop_at_step=60)
+    async with session_cluster(2, 3) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(3)]
+        await until_step(program, 10)
+        await cluster.kill(tasks[2], "worker-2")
+        assert await asyncio.gather(*tasks[:2]) == ["worker-0", "worker-1"]
+    assert program.final == ([60.0] * 4, 60)
+    counts = [outcomes["accepted"] for outcomes in program.outcomes.values()]
+    assert counts[:2] == [60, 60]
+    assert 0 < counts[2] < 60
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_is_started_again_takes_part_again() -> None:
+    program = Program(sync(2, strict=True), stop_at_step=60)
+    async with session_cluster(2, 2) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        await until_step(program, 10)
+        await cluster.kill(tasks[1], "worker-1")
+        again = cluster.start(program, "worker", 1)
+        assert await asyncio.gather(tasks[0], again) == ["worker-0", "worker-1"]
+    assert program.final == ([60.0] * 4, 60)
+    assert program.outcomes["worker-1"]["accepted"] > 10  # of its second life
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("trains", [True, False])
+async def test_when_the_chief_is_killed_the_others_end_with_an_error(trains: bool) -> None:
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+        is_chief = strategy.cluster_resolver.task_type == "chief"
+        async with MonitoredTrainingSession(strategy, trains=trains or not is_chief) as session:
+            entered.append(session)
+            await session.wait_until_stopped()
+
+    entered: list[Any] = []
+    async with session_cluster(1, 2, chief=True) as cluster:
+        chief = cluster.start(main, "chief")
+        workers = [cluster.start(main, "worker", index) for index in range(2)]
+        while len(entered) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        began = asyncio.get_running_loop().time()
+        await cluster.kill(chief, "chief-0")
+        for worker in workers:
+            with pytest.raises(psync.TrainingEnded, match=r"^the chief, /job:chief/task:0, was lo"):
+                await worker
+        assert asyncio.get_running_loop().time() - began < GRACE_S + 3
+
+
+@pytest.mark.virtual_time
+async def test_who_waits_for_a_token_when_the_chief_is_killed_is_released() -> None:
+    optimizer = sync(2)
+    pushing: list[bool] = []
+
+    async def main(strategy: Strategy) -> None:
+        w, global_step = declare(strategy)
+
+        async def step() -> None:
+            pushing.append(True)
+            await optimizer.apply_gradients([(ONES, w)], global_step)
+
+        async with MonitoredTrainingSession(strategy) as session:
+            if session.is_chief:
+                await session.wait_until_stopped()  # in its first step, as it were
+            while not session.should_stop():
+                await session.run(step)
+
+    async with session_cluster(1, 2) as cluster:
+        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        while not pushing:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await cluster.kill(chief, "worker-0")
+        with pytest.raises(psync.TrainingEnded, match="the chief, /job:chief/task:0, was lost"):
+            await other
+
+
+@pytest.mark.virtual_time
+async def test_the_end_reaches_who_waits_for_a_token_although_others_are_still_in_a_step() -> None:
+    optimizer = sync(2)
+    pushed = asyncio.Event()
+
+    async def main(strategy: Strategy) -> float:
+        w, global_step = declare(strategy)
+        trains = strategy.cluster_resolver.task_type == "worker"
+
+        async def step() -> None:
+            if strategy.cluster_resolver.task_id == 1:
+                await asyncio.sleep(20)
+            pushed.set()
+            await optimizer.apply_gradients([(ONES, w)], global_step)
+
+        async with MonitoredTrainingSession(strategy, trains=trains) as session:
+            if not trains:
+                await pushed.wait()
+                await asyncio.sleep(1)  # and leave, which ends training
+            while trains and not session.should_stop():
+                await session.run(step)
+            return asyncio.get_running_loop().time() - began
+
+    async with session_cluster(1, 2, chief=True) as cluster:
+        began = asyncio.get_running_loop().time()
+        chief, waiting, slow = await cluster.run_all(main)
+        assert (chief, waiting, slow) == pytest.approx((1, 1, 20), abs=0.5)
+
+
+@pytest.mark.virtual_time
+async def test_a_session_outlives_any_number_of_connections() -> None:
+    program = Program(sync(2), pause_s=1.0, stop_at_step=60)
+    async with session_cluster(2, 2) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        await until_step(program, 2)
+        for _ in range(2 * MAX_LOSSES):
+            cluster.network.cut("ps-0")
+            await asyncio.sleep(1.5)
+        await asyncio.gather(*tasks)
+    assert program.final == ([60.0] * 4, 60)
+
+
+@pytest.mark.virtual_time
+async def test_a_worker_that_was_cut_off_too_long_is_refused() -> None:
+    program = Program(sync(2), pause_s=0.1, stop_at_step=10_000)
+    async with session_cluster(1, 2) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        await until_step(program, 10)
+        cluster.network.partition("worker-1")
+        cluster.network.cut("worker-1")
+        await asyncio.sleep(GRACE_S + 1)
+        cluster.network.heal("worker-1")
+        with pytest.raises(
+            psync.FencedError, match=r"incarnation .* of /job:worker/task:1 has been"
+        ):
+            await tasks[1]
+        tasks[0].cancel()
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
+    program = Program(sync(2), stop_at_step=5)
+
+    async def main(strategy: Strategy) -> None:
+        declare(strategy)
+        async with MonitoredTrainingSession(strategy) as session:
+            entered.append(session)
+            await session.wait_until_stopped()
+
+    entered: list[Any] = []
+    async with session_cluster(1, 2, chief=False) as cluster:
+        chief, old = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        while len(entered) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await cluster.kill(chief, "worker-0")
+        new = cluster.start(program, "worker", 0)
+        with pytest.raises(psync.TrainingEnded, match="a new chief has attached the ps tasks"):
+            await old
+        again = cluster.start(program, "worker", 1)
+        assert await asyncio.gather(new, again) == ["worker-0", "worker-1"]
+    assert program.final == ([5.0] * 4, 5)
+
+
+@pytest.mark.virtual_time
+async def test_a_ps_that_is_lost_is_an_error_for_all() -> None:
+    program = Program(sync(2), stop_at_step=10_000)
+    async with session_cluster(1, 2) as cluster:
+        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        await until_step(program, 4)
+        await cluster.ps.pop().close()
+        for task in tasks:
+            with pytest.raises(psync.ParameterServerLost):
+                await task
+
+
+@pytest.mark.virtual_time
+async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main(strategy: Strategy) -> str:
+        declare(strategy)
+
+        async def step() -> None:
+            await asyncio.Event().wait()
+
+        async with MonitoredTrainingSession(strategy) as session:
+            if not session.is_chief:
+                await session.run(step)
+        return "ended"
+
+    async with session_cluster(1, 2) as cluster:
+        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        with caplog.at_level(logging.WARNING):
+            assert await chief == "ended"
+        assert "others are still in a step after 30 s" in caplog.text
+        other.cancel()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("seed", range(4))
+async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> None:
+    """The mean of gradients of one is one, of how many ever: so w is the global step."""
+    chance = random.Random(seed)
+    last = 300
+    program = Program(sync(2, 3), pause_s=0.05, stop_at_step=last)
+    deaths = 0
+    async with session_cluster(2, 3, chief=True, seed=seed, latency=(0.0005, 0.004)) as cluster:
+        chief = cluster.start(program, "chief")
+        workers = [cluster.start(program, "worker", index) for index in range(3)]
+        await until_step(program, 3)
+        while not chief.done():
+            await asyncio.sleep(chance.uniform(0.1, 3.0))
+            victim = chance.randrange(3)
+            if workers[victim].done() or program.final:
+                continue
+            deaths += 1
+            await cluster.kill(workers[victim], f"worker-{victim}")
+            if chance.random() < 0.5:  # long enough to be given up, or not
+                await asyncio.sleep(GRACE_S + 1)
+            workers[victim] = cluster.start(program, "worker", victim)
+        await chief
+        await asyncio.gather(*workers, return_exceptions=True)
+    value, step = program.final
+    assert value == [step] * 4
+    assert last <= step <= last + 1
+    assert deaths > 1
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("chief", [False, True])
+async def test_a_worker_that_waits_names_who_has_to_begin(
+    chief: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "psync.net.chief_presence")
+    program = Program(psync.optimizers.SGD(1.0), stop_at_step=3)
+    async with session_cluster(1, 2, chief=chief) as cluster:
+        waiting = cluster.start(program, "worker", 1)
+        await asyncio.sleep(25)
+        leader = "/job:chief/task:0 at chief-0:1" if chief else "/job:worker/task:0 at worker-0:1"
+        others = [cluster.start(program, "worker", 0)]
+        others += [cluster.start(program, "chief", 0)] if chief else []
+        await asyncio.gather(waiting, *others)
+        said = [
+            record.getMessage()
+            for record in caplog.records
+            if record.name == "psync.net.chief_presence"
+        ]
+        assert said == [f"/job:worker/task:1 waits for {leader} to let it begin"] * 2

@@ -1,0 +1,296 @@
+"""Requests and replies that are lost on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from endpoints import PLACES, PS, SECRET, WORKER, Gate, Handlers, new_endpoint, places, push
+from psync.errors import ConfigurationError, ConnectionLost
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.net.serving import RequestServer
+from psync.testing.sabotage import Notes, SabotagedParts, notes_in
+from psync.testing.sabotage.message_loss import (
+    FORMS,
+    LOOK_EVERY_S,
+    SLOW_S,
+    VARIABLE,
+    LossyServer,
+    MessageLosses,
+)
+from psync.wire.messages import Done
+from psync.wire.ps_messages import FinalBelow, Push
+
+each_place = pytest.mark.parametrize("place", PLACES)
+
+
+@contextlib.asynccontextmanager
+async def losing(
+    place: str, tmp_path: Path, plan: dict[str, Any], handlers: Handlers
+) -> AsyncIterator[Peer]:
+    """A ps that loses messages, as a worker sees it."""
+    network, address = places(tmp_path)[place]()
+    platform = Platform(network, SECRET, parts=SabotagedParts(losses=MessageLosses(plan)))
+    ps, worker = Endpoint(platform, PS, 1, handlers), new_endpoint(network, WORKER)
+    try:
+        listener = await ps.listen(address)
+        yield await worker.connect(listener.address, PS)
+    finally:
+        await worker.close()
+        await ps.close()
+
+
+class Served:
+    """A handler that answers at once, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        self.count += 1
+        return Reply(Done())
+
+
+@each_place
+async def test_a_lost_request_is_not_served(place: str, tmp_path: Path) -> None:
+    served = Served()
+    async with losing(place, tmp_path, {"Push": {"request": 1}}, {Push: Handler(served)}) as peer:
+        with pytest.raises(ConnectionLost):
+            await peer.call(push())
+        assert served.count == 0
+        assert peer.is_closed
+
+
+@each_place
+async def test_a_request_whose_reply_is_lost_was_served(place: str, tmp_path: Path) -> None:
+    served = Served()
+    async with losing(place, tmp_path, {"Push": {"reply": 1}}, {Push: Handler(served)}) as peer:
+        with pytest.raises(ConnectionLost):
+            await peer.call(push())
+        assert served.count == 1
+
+
+@each_place
+async def test_the_reply_can_be_lost_while_the_handler_still_works(
+    place: str, tmp_path: Path
+) -> None:
+    gate = Gate()
+    async with losing(place, tmp_path, {"Push": {"in_flight": 1}}, {Push: Handler(gate)}) as peer:
+        with pytest.raises(ConnectionLost):
+            await peer.call(push())
+        assert (gate.begun, gate.open.is_set(), gate.cancelled) == (1, False, 0)
+        gate.open.set()  # its answer goes nowhere
+
+
+async def test_an_error_is_lost_like_a_reply(tmp_path: Path) -> None:
+    def fails(*_: Any) -> Reply:
+        raise ConfigurationError("nobody hears of it")
+
+    async with losing("memory", tmp_path, {"*": {"reply": 1}}, {Push: Handler(fails)}) as peer:
+        with pytest.raises(ConnectionLost):
+            await peer.call(push())
+
+
+@pytest.mark.parametrize(("form", "served"), [("request", 0), ("reply", 1), ("in_flight", 1)])
+async def test_a_notification_is_lost_with_its_connection(
+    tmp_path: Path, form: str, served: int
+) -> None:
+    heard = []
+
+    def hears(*_: Any) -> None:
+        heard.append(1)
+
+    plan = {"FinalBelow": {form: 1}}
+    async with losing("memory", tmp_path, plan, {FinalBelow: Handler(hears)}) as peer:
+        peer.notify(FinalBelow(3))
+        await peer.wait_closed()
+        assert len(heard) == served
+
+
+@each_place
+async def test_late_requests_are_served_in_their_order_when_it_is_time(
+    place: str, tmp_path: Path
+) -> None:
+    numbers: list[int] = []
+    go = tmp_path / "go"
+    notes = Notes(str(tmp_path), "ps-0")
+
+    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        assert peer.is_closed
+        numbers.append(message.sequence)
+        if message.sequence == 2:
+            raise ConfigurationError("nobody hears of it")
+        return Reply(Done())
+
+    network, address = places(tmp_path)[place]()
+    losses = MessageLosses({"Push": {"late": 1}, "until": str(go)}, notes)
+    platform = Platform(network, SECRET, parts=SabotagedParts(losses=losses))
+    ps = Endpoint(platform, PS, 1, {Push: Handler(served)})
+    worker = new_endpoint(network, WORKER)
+    try:
+        listener = await ps.listen(address)
+        for number in (1, 2, 3):
+            peer = await worker.connect(listener.address, PS)
+            with pytest.raises(ConnectionLost):
+                await peer.call(dataclasses.replace(push(), sequence=number))
+        await asyncio.sleep(3 * LOOK_EVERY_S)
+        assert numbers == []
+        go.touch()
+        while len(numbers) < 3:  # noqa: ASYNC110 - a file has no event
+            await asyncio.sleep(0.001)
+    finally:
+        await worker.close()
+        await ps.close()
+    assert numbers == [1, 2, 3]
+    counts = notes_in(tmp_path)["ps-0"]
+    assert counts["lost Push late"] == counts["served Push late"] == 3
+    notes.close()
+
+
+async def test_a_slow_request_is_served_after_one_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+
+    def served(peer: Peer, message: Any, segments: list[memoryview]) -> Reply:
+        numbers.append(message.sequence)
+        return Reply(Done())
+
+    slowness = iter([0.02, 0.01])
+    monkeypatch.setattr(MessageLosses, "slowness", lambda _: next(slowness))
+    async with losing("memory", tmp_path, {"Push": {"slow": 1}}, {Push: Handler(served)}) as peer:
+        await asyncio.gather(
+            *(peer.call(dataclasses.replace(push(), sequence=number)) for number in (1, 2))
+        )
+    assert numbers == [2, 1]
+
+
+async def test_what_nobody_answers_is_never_slow_and_keeps_its_order(tmp_path: Path) -> None:
+    heard: list[int] = []
+
+    def noted(peer: Peer, message: Any, segments: list[memoryview]) -> None:
+        heard.append(message.closure)
+
+    handlers: Handlers = {FinalBelow: Handler(noted), Push: Handler(Served())}
+    async with losing("memory", tmp_path, {"FinalBelow": {"slow": 0.5}}, handlers) as peer:
+        for number in range(20):
+            peer.notify(FinalBelow(number))
+        await peer.call(push())
+    assert heard == list(range(20))
+
+
+async def test_kinds_that_are_not_named_come_through(tmp_path: Path) -> None:
+    served = Served()
+    async with losing("memory", tmp_path, {"Assign": {"request": 1}}, {Push: Handler(served)}) as p:
+        for _ in range(3):
+            await p.call(push())
+    assert served.count == 3
+
+
+async def test_without_a_plan_connections_are_what_they_always_are() -> None:
+    network, address = places(Path())["memory"]()
+    ps, worker = new_endpoint(network, PS), new_endpoint(network, WORKER)
+    try:
+        peer = await worker.connect((await ps.listen(address)).address, PS)
+        assert type(peer._server) is RequestServer
+        assert not isinstance(peer._server, LossyServer)
+    finally:
+        await worker.close()
+        await ps.close()
+    assert MessageLosses.from_environment({}) is None
+
+
+# --- which ----------------------------------------------------------------------------------------
+
+
+def drawn(plan: dict[str, Any], kinds: list[str], notes: Notes | None = None) -> list[str | None]:
+    losses = MessageLosses(plan, notes)
+    return [losses.draw(kind) for kind in kinds]
+
+
+def test_the_same_seed_loses_the_same() -> None:
+    plan = {"Push": {"request": 0.1, "reply": 0.1, "in_flight": 0.1}, "seed": 7}
+    kinds = ["Push", "Pull"] * 500
+    first = drawn(plan, kinds)
+    assert first == drawn(plan, kinds)
+    assert first != drawn({**plan, "seed": 8}, kinds)
+    counts = Counter(first)
+    assert all(20 < counts[form] < 90 for form in FORMS)
+    assert counts[None] > 700
+
+
+def test_how_slow_a_request_is_comes_from_the_seed() -> None:
+    first, second = (MessageLosses({"Push": {"slow": 1}, "seed": 5}) for _ in range(2))
+    drawn_s = [(first.draw("Push"), first.slowness()) for _ in range(9)]
+    assert drawn_s == [(second.draw("Push"), second.slowness()) for _ in range(9)]
+    assert {form for form, _ in drawn_s} == {"slow"}
+    assert all(0 <= seconds <= SLOW_S for _, seconds in drawn_s)
+
+
+def test_rare_kinds_get_their_minimum_of_each_form() -> None:
+    losses = MessageLosses({"*": {"min_each": 2}, "seed": 1})
+    assert [losses.draw("Assign") for _ in range(7)] == [*sorted(FORMS * 2, key=FORMS.index), None]
+    assert losses.lost == {("Assign", form): 2 for form in FORMS}
+    assert losses.seen == {"Assign": 7}
+
+
+def test_a_later_life_of_the_task_goes_on_where_the_earlier_one_was(tmp_path: Path) -> None:
+    notes = Notes(str(tmp_path), "ps-0")
+    plan = {"*": {"request": 0.3, "min_each": 1}, "seed": 3}
+    first = drawn(plan, ["Push"] * 20, notes)
+    second = MessageLosses(plan, notes)
+    again = [second.draw("Push") for _ in range(20)]
+    assert first[:3] == list(FORMS)
+    assert again[:3] != list(FORMS), "the minimum is there"
+    counts = notes_in(tmp_path)["ps-0"]
+    assert counts["met Push"] == 1
+    total = sum(count for line, count in counts.items() if line.startswith("lost Push "))
+    assert total == second.lost.total() == 40 - first.count(None) - again.count(None)
+    notes.close()
+
+
+def test_nothing_is_lost_unless_the_file_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "lose"
+    losses = MessageLosses({"Push": {"reply": 1}, "while": str(file)})
+    assert losses.draw("Push") is None
+    file.touch()
+    assert losses.draw("Push") == "reply"
+    file.unlink()
+    assert losses.draw("Push") is None
+    assert losses.lost == {("Push", "reply"): 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "no JSON"),
+        ("[]", "expected an object"),
+        ('{"Shove": {}}', "no message 'Shove'"),
+        ('{"Push": 1}', "Push: expected shares"),
+        ('{"Push": {"request": 0.6, "reply": 0.6}}', "make at most 1"),
+        ('{"Push": {"min_each": 0.5}}', "min_each"),
+        ('{"Push": {"request": 0.6, "late": 0.6}}', "make at most 1"),
+        ('{"Push": {"response": 0.5}}', "expected shares"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(text: str, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        MessageLosses.from_environment({VARIABLE: text})
+
+
+async def test_a_lost_connection_says_what_lost_it(tmp_path: Path) -> None:
+    gate = Gate()
+    async with losing("memory", tmp_path, {"Push": {"in_flight": 1}}, {Push: Handler(gate)}) as p:
+        call = asyncio.ensure_future(p.call(push()))
+        with pytest.raises(ConnectionLost):
+            await call
+        gate.open.set()

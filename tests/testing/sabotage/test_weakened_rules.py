@@ -1,0 +1,97 @@
+"""Rules without a safeguard do what the safeguard forbids; what trains is not changed by them."""
+
+from __future__ import annotations
+
+import pytest
+
+from psync.errors import FencedError
+from psync.store.commit_log import CommitLog
+from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, Ledger, Verdict
+from psync.testing.sabotage import SabotagedParts
+from psync.testing.sabotage.weakened_rules import CALLS_KEPT, WeakLedger
+
+WORKER = "/job:worker/task:0"
+
+
+def ledger_without(*names: str) -> Ledger:
+    return SabotagedParts(without=frozenset(names)).of(Ledger)()
+
+
+def begin(
+    ledger: Ledger, incarnation: int, sequence: int, closure: int | None = None, acked: int = 1
+) -> Verdict:
+    verdict = ledger.begin((WORKER, incarnation), sequence, acked, closure, 0, 1)
+    if isinstance(verdict, Fresh | AlreadyApplied):
+        ledger.finish(verdict.ticket, "answer")
+    return verdict
+
+
+def test_without_dedup_repetitions_and_second_runs_are_applied_again() -> None:
+    whole, weak = ledger_without(), ledger_without("dedup")
+    for ledger, again in ((whole, Duplicate), (weak, Fresh)):
+        assert isinstance(begin(ledger, 1, 1, closure=5), Fresh)
+        assert isinstance(begin(ledger, 1, 1, closure=5), again)
+        other = begin(ledger, 2, 1, closure=5)
+        assert isinstance(other, AlreadyApplied if ledger is whole else Fresh)
+    assert weak.is_settled((WORKER, 1), 99), "cuts do not wait for what is not remembered"
+
+
+def test_without_fencing_whoever_was_replaced_is_served_on() -> None:
+    whole, weak = ledger_without(), ledger_without("fencing")
+    for ledger in (whole, weak):
+        begin(ledger, 2, 1)
+        ledger.fence(WORKER, 3)
+    with pytest.raises(FencedError):
+        begin(whole, 2, 2)
+    weak.check_incarnation(WORKER, 1)
+    weak.acknowledge((WORKER, 2), 2)
+    assert isinstance(begin(weak, 2, 2, acked=2), Fresh)
+    assert isinstance(begin(weak, 2, 2, acked=2), Duplicate), "messages are still known"
+
+
+def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
+    whole, weak = ledger_without(), ledger_without("timeline")
+    for ledger in (whole, weak):
+        begin(ledger, 2, 1, closure=4)
+        if isinstance(ledger, WeakLedger):
+            ledger.went_back([(WORKER, 4)])
+        ledger.fence(WORKER, 4)
+        begin(ledger, 4, 1, closure=6)
+    with pytest.raises(FencedError):
+        begin(whole, 3, 1, closure=5)
+    assert isinstance(begin(weak, 3, 1, closure=5), Fresh), "of after the image"
+    assert isinstance(begin(weak, 3, 1, closure=5), Duplicate), "messages are still known"
+    assert isinstance(begin(weak, 2, 7, closure=4), AlreadyApplied), "and so are calls"
+    weak.acknowledge((WORKER, 3), 2)
+    weak.fence(WORKER, 6)
+    with pytest.raises(FencedError):
+        begin(weak, 4, 2, closure=8)
+
+
+def test_without_the_timeline_an_earlier_coordinator_s_workers_are_refused() -> None:
+    ledger = SabotagedParts(without=frozenset({"timeline"})).of(Ledger)(floor=10)
+    assert isinstance(ledger, WeakLedger)
+    ledger.went_back([(WORKER, 13)])
+    with pytest.raises(FencedError):
+        begin(ledger, 9, 1)
+    assert isinstance(begin(ledger, 12, 1), Fresh)
+
+
+def test_without_the_low_water_mark_calls_are_forgotten_too_early() -> None:
+    whole, weak = ledger_without(), ledger_without("low_water")
+    for ledger, again in ((whole, AlreadyApplied), (weak, Fresh)):
+        for closure in range(CALLS_KEPT + 2):
+            begin(ledger, 1, closure + 1, closure)
+        assert isinstance(begin(ledger, 2, 1, closure=0), again)
+        ledger.final_below(100)
+        assert isinstance(begin(ledger, 2, 2, closure=1), again)
+
+
+def test_without_the_backup_s_word_entries_are_done_at_once() -> None:
+    for without, allowed in (("dedup", False), ("replica_ack", True)):
+        log = SabotagedParts(without=frozenset({without})).of(CommitLog)("/job:ps/task:0", 100)
+        log.begin_copy()
+        log.pair()
+        assert log.may_apply(log.append("entry", 1)) is allowed
+        log.give_up()
+        assert log.may_apply(1)
