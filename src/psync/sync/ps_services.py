@@ -2,9 +2,9 @@
 
 What a ps task has lives as long as
 
-    its process    network, memory, long work, locks of connections, what it keeps of earlier
-                   programs, snapshots that are held or being read, training sessions, backups of
-                   other ps tasks: ``PsTask``, which hands ``PsProcess`` to all that follows
+    its process    network, memory, long work, variables kept for the next program, snapshots
+                   that are frozen or being read, training sessions, backups of other ps tasks:
+                   ``PsTask``, which hands ``PsProcess`` to all that follows
     a coordinator  the numbers of what other ps tasks hold (``ShareNumbers``)
     a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
                    rollback and a replacement by the backup end it, and build another one
@@ -99,8 +99,9 @@ class PsServices:
 
     Attributes:
         closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
-        follower: Knows the steps of the ps 0, or another one, of which this is the backup; None
-            otherwise, and once the coordinator has said where all are served.
+        follower: While this is a backup, knows the synchronous steps of its primary. None: it is
+            none, or the coordinator has said since where all ps tasks are served.
+        replayed: Handlers of what only the log of that primary says.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class PsServices:
             lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
         )  # fmt: skip
         self.follower: SyncFollower | None = None
-        self.replayed: dict[type[Message], Handler] = {}  # what only the log of a primary says
+        self.replayed: dict[type[Message], Handler] = {}
         if life is Life.HOSTED:
             self._follow(accumulated)
 
