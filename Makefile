@@ -11,34 +11,23 @@ EXTRAS_coverage := test
 EXTRAS_fuzz := fuzz
 FUZZ_SECONDS := 60
 
-# What decides, and what reads bytes, is tested without an event loop, every branch of it.
-RULES := errors specs cluster cluster_roles partitioners placement placement_report row_sets sums accumulators \
-	dense_accumulators sparse_accumulators scatter_ops indexed_slices indexing await_first fitting \
-	embedding_rules schedule_base schedules rule_options gradient_clipping update_rules moment_rules \
-	adaptive_rules layerwise_rules rule_configs blocks row_blocks shard_work shards row_checks row_store \
-	lock_table means gradient_accumulation shard_updates gradient_store store ledger update_gate commit_log \
-	log_names ledger_image untrusted_json image_state ps_image rollback_rules adoption former_store step_norms \
-	closure_states served_tasks closure_order dispatching closure_waits closure_errors open_closures closures \
-	gangs membership flapping coordinator_grants sync_config tokens sync_groups sync_steps followed_steps staging \
-	schedule_report round_clocks session_members pulled_steps metric_rules visitation element_specs \
-	handshake_limits checkpoint_manifest checkpoint_layout replica_sums distributed_values variable_copies
-WIRE := limits tensors frames codec messages worker_messages ps_messages lock_messages sync_messages session_messages \
-	accumulator_messages recovery_messages catalogue handshake protocol remote_errors
-
 DEMO := $(BIN)/psync run examples/digits.py --ps 2 --workers 2
 
 # Run an example, which checks its own numbers; show what it prints, and look for a line in it.
 printing = $(BIN)/psync run examples/$(2) > out/examples/printed.txt; code=$$?; cat out/examples/printed.txt; \
 	test $$code = 0 && grep -q $(1) out/examples/printed.txt
 
-.PHONY: help demo demo-short examples test test-processes test-others chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
+.PHONY: help demo demo-short examples test test-first test-second test-more more-processes more-others test-all full \
+	chaos chaos-short sim sim-mutants coverage lint fuzz bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         train on 2 ps and 2 workers, all on this machine"
 	@echo "make demo-short   the same, three epochs"
 	@echo "make examples     the other examples"
-	@echo "make test         the test suite"
+	@echo "make test         the test suite: every test that is not slow, once; four minutes"
+	@echo "make test-more    the rest of it: slow tests, real processes, the stock loop; test-all: both"
+	@echo "make full         before a change of what psync does is final: sim with 20000 seeds, sim-mutants, chaos, coverage, fuzz"
 	@echo "make chaos        train for a quarter of an hour while tasks are killed, stopped and cut off; chaos-short: one minute"
 	@echo "make sim          simulate whole clusters that things happen to: SEEDS=300 of them from SEED=1; REPLAY=17 shows one"
 	@echo "make sim-mutants  rules that are wrong on purpose: which oracle notices, after how many seeds"
@@ -63,16 +52,31 @@ examples: $(VENV)/.installed-demo
 	$(call printing,'^epoch 4/5: ',fit.py --ps 2 --workers 2 -- --epochs 5 --out out/examples/fit)
 	@! grep '^epoch 1/5: ' out/examples/printed.txt
 
-# Tests that start processes wait for these most of the time, so the others run beside them. Each of the two shows what
-# it printed when it ends.
+# What is in test is decided in tests/conftest.py: tests marked slow (and not smoke), and the stock loop, are in test-more.
+# Two jobs run at a time; each shows what it printed when it ends.
 test: $(VENV)/.installed-test
-	@$(MAKE) -j2 --output-sync=target test-processes test-others
+	@$(MAKE) -j2 --output-sync=target test-first test-second
 
-test-processes: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q tests/processes
+test-first: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m "not more" --part 1/2
 
-test-others: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -q --ignore=tests/processes
+test-second: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m "not more" --part 2/2
+
+# Tests that start processes wait for these most of the time, so the others run beside them.
+test-more: $(VENV)/.installed-test
+	@$(MAKE) -j2 --output-sync=target more-processes more-others
+
+more-processes: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m more tests/processes
+
+more-others: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -q -m more --ignore=tests/processes
+
+test-all: test test-more
+
+full: SEEDS := 20000
+full: coverage fuzz sim sim-mutants chaos
 
 # Ten minutes and three with backups, half of them synchronous. Another seed: make chaos SEED=2
 SEED := 1
@@ -97,11 +101,11 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q tests/test_law.py
 
+# Pure modules, and the tests that reach every branch of them without an event loop: tests/helpers/law.py has the list.
 coverage: $(VENV)/.installed-coverage
-	$(BIN)/python -m pytest -q $(RULES:%=tests/test_%.py) tests/wire \
-		$(RULES:%=--cov=psync.%) $(WIRE:%=--cov=psync.wire.%) \
+	$(BIN)/python -m pytest -q $$($(BIN)/python tests/helpers/law.py) \
 		--cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 fuzz: $(VENV)/.installed-fuzz

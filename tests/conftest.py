@@ -5,6 +5,8 @@
 - A test fails that leaves an asyncio task, a file descriptor, a child process or a changed logger
   behind, that lets an error reach the loop's exception handler, or that takes longer than 60 s
   (another limit: ``@pytest.mark.timeout(seconds)``).
+- ``make test`` runs each test once, on uvloop, but for those marked ``slow`` and not ``smoke``;
+  ``make test-more`` runs these, and all others on the stock loop.
 """
 
 from __future__ import annotations
@@ -38,6 +40,37 @@ def pytest_configure() -> None:
             signal.signal(number, usual)
 
 
+# --- which tests run -------------------------------------------------------------------------
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part", default="1/1", help="2/3: the second of three parts of all test files"
+    )
+
+
+def is_more(item: pytest.Item) -> bool:
+    """Whether a test is in ``make test-more``; all others are in ``make test``."""
+    slow = item.get_closest_marker("slow") and not item.get_closest_marker("smoke")
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    on_stock_loop = any(value is asyncio.new_event_loop for value in values)
+    return bool(slow) or on_stock_loop
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("--part").split("/"))
+    files = set(sorted({item.path for item in items})[part - 1 :: parts])
+    items[:] = [item for item in items if item.path in files]
+    for item in items:
+        if is_more(item):
+            item.add_marker("more")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
+            # Set up before the test's own fixtures, so that those stop their tasks before it looks.
+            names = item.fixturenames
+            names.insert(names.index("nothing_left_behind") + 1, "clean_loop")
+
+
 # --- event loops -----------------------------------------------------------------------------
 
 
@@ -49,14 +82,6 @@ def pytest_asyncio_loop_factories(
 
         return {"virtual": VirtualClockLoop}
     return {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("asyncio"):
-            # Set up before the test's own fixtures, so that those stop their tasks before it looks.
-            names = item.fixturenames
-            names.insert(names.index("nothing_left_behind") + 1, "clean_loop")
 
 
 @pytest.fixture

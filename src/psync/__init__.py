@@ -246,4 +246,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    own = ("__all__", "__doc__", "__file__", "__name__", "__path__", "__version__")
+    return sorted((*__all__, *own))

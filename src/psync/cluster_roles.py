@@ -7,6 +7,12 @@ from psync.errors import ConfigurationError
 
 TRAINING_JOBS = ("chief", "worker", "ps")
 
+CHIEF = "/job:chief/task:0"
+"""The name under which the chief speaks to the other tasks, whatever its task is called."""
+
+ENQUIRER = 2**62
+"""Incarnation of who asks for its own; above all that a clock of nanoseconds gives."""
+
 
 def with_chief(spec: ClusterSpec) -> ClusterSpec:
     """Return the cluster with the job ``master``, the chief's older name, called ``chief``.

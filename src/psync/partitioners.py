@@ -2,8 +2,8 @@
 
 A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of parts
 per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
-``div_split`` and ``shard_of_row`` are the one layout that psync has, called "div": shards of
-consecutive rows whose numbers differ by at most one, the larger ones first.
+``div_split`` is the one layout that psync has, called "div": shards of consecutive rows whose
+numbers differ by at most one, the larger ones first.
 
 The placement at the end of the module chooses a ps for each shard: in turns, or by bytes.
 """
@@ -188,35 +188,6 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     """
     base, extra = _div(dim0, num_shards)
     return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
-
-
-def shard_of_row(rows: np.ndarray, dim0: int, num_shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row its shard and its position in the shard.
-
-    Args:
-        rows: Row numbers of the variable, integers of any shape.
-        dim0: Number of rows of the variable.
-        num_shards: Of the variable.
-
-    Returns:
-        Two int64 arrays of the shape of ``rows``.
-
-    Raises:
-        PartitionError: If a row does not exist (negative ones included), or ``rows`` are
-            not integers, or a shard would be empty.
-    """
-    base, extra = _div(dim0, num_shards)
-    if rows.dtype.kind not in "iu":
-        raise PartitionError(f"expected integers as row numbers, got {rows.dtype}")
-    if not rows.size:
-        return np.zeros(rows.shape, np.int64), np.zeros(rows.shape, np.int64)
-    lowest, highest = rows.min(), rows.max()  # before the cast: uint64 may not fit
-    if lowest < 0 or highest >= dim0:
-        wrong = lowest if lowest < 0 else highest
-        raise PartitionError(f"row {wrong} is out of bounds for {dim0} rows")
-    number = rows.astype(np.int64)
-    shard = np.maximum(number // (base + 1), (number - extra) // base)
-    return shard, number - shard * base - np.minimum(shard, extra)
 
 
 def _div(dim0: int, num_shards: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from psync.chief.enquiry import ENQUIRER
+from psync.cluster_roles import ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint

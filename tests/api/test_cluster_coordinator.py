@@ -14,6 +14,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import chief_of
 from local_training import training
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.errors import (
@@ -258,8 +259,7 @@ async def test_a_dropped_remote_value_is_not_kept():
             coordinator.schedule(step)
         await coordinator.join()
         gc.collect()
-        assert coordinator._coordinator is not None
-        assert not coordinator._coordinator._closures
+        assert chief_of(coordinator).done()
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -14,14 +14,13 @@ import pytest
 import memory_cluster
 import psync
 from local_training import in_step, training
-from memory_cluster import MemoryCluster, cluster_of, event_of, note
+from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
     ConfigurationError,
     GradientError,
     UsageError,
 )
-from session_cluster import session_cluster
 
 ACCEPTED, STALE, DUPLICATE = (
     psync.Outcome.ACCEPTED,

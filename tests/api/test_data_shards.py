@@ -14,9 +14,8 @@ import pytest
 
 import memory_cluster
 import psync
-from memory_cluster import coordinating
+from memory_cluster import coordinating, replicated
 from psync.errors import CaptureError, ClosureCancelled, ConfigurationError, UsageError
-from replica_cluster import replicated
 
 
 async def seen(shard: Any) -> Any:

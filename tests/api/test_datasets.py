@@ -13,6 +13,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import iterators_of as held_by
 from memory_cluster import coordinating
 from psync.errors import (
     CaptureError,
@@ -26,12 +27,7 @@ from psync.worker_task import WorkerTask
 
 def iterators_of(cluster: memory_cluster.MemoryCluster) -> list[int]:
     """How many iterators each worker holds."""
-    found = []
-    for task in cluster.tasks.values():
-        if isinstance(task, WorkerTask):
-            assert task._session is not None
-            found.append(len(task._session._iterators))
-    return found
+    return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
 async def test_every_worker_reads_its_own():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import peers_of
 from local_training import in_step, training
 from psync.errors import (
     ConfigurationError,
@@ -146,9 +147,7 @@ async def test_duplicates_travel_once_in_one_request_to_each_ps() -> None:
 
         def received() -> int:
             links = strategy.runtime.ps.links
-            return sum(
-                peer.connection.bytes_received for link in links for peer in link._peers.values()
-            )
+            return sum(peer.connection.bytes_received for link in links for peer in peers_of(link))
 
         before = received()
         rows = await psync.embedding_lookup(table, [3, 999] * 500)

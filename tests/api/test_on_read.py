@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import MemoryCluster, coordinating, event_of, note
+from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.api.global_step import check_step
 from psync.api.on_read import CopyAccess
 from psync.api.sync_arguments import checked_step
@@ -22,7 +22,6 @@ from psync.errors import (
     UsageError,
     VariableIndexError,
 )
-from session_cluster import session_cluster
 
 ON_READ = psync.VariableSynchronization.ON_READ
 NONE, SUM, MEAN, FIRST = (
@@ -96,7 +95,7 @@ def test_it_takes_a_turn_of_the_strategy() -> None:
     assert devices[0] == devices[2] != devices[1]
 
 
-def test_it_is_not_trainable() -> None:
+async def test_it_is_not_trainable() -> None:
     strategy = offline()
     v = declare(strategy, 0.0)
     assert not v.trainable
@@ -105,7 +104,7 @@ def test_it_is_not_trainable() -> None:
     with pytest.raises(UsageError, match="synchronized on read it cannot be trainable"):
         declare(strategy, 0.0, trainable=True)
     with pytest.raises(GradientError, match="which no optimizer trains"):
-        psync.optimizers.SGD(0.1)._checked([(np.float32(0), v)])
+        await psync.optimizers.SGD(0.1).apply_gradients([(np.float32(0), v)])
     with pytest.raises(UsageError, match='moving average of "Variable": it is synchronized on'):
         psync.ExponentialMovingAverage(0.9).apply([v])
 

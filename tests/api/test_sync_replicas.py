@@ -16,6 +16,7 @@ import pytest
 import local_training
 import memory_cluster
 import psync
+from inside import session_of
 from local_training import in_step, strategy_of, training
 from memory_cluster import coordinating
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
@@ -797,13 +798,11 @@ async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> 
 
 async def counted(cluster: memory_cluster.MemoryCluster, count: int) -> None:
     """Wait until so many pushes count in the present step."""
-    closer = cluster.tasks["ps-0"].services.closer  # type: ignore[union-attr]
-    assert closer is not None
-    groups = closer.steps.statistics
-    while max((group["counted"] for group in groups().values()), default=0) < count:  # noqa: ASYNC110
+    groups = lambda: cluster.tasks["ps-0"].statistics()["sync"].values()  # noqa: E731
+    while max((group["counted"] for group in groups()), default=0) < count:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
 def _runs(cluster: memory_cluster.MemoryCluster, index: int) -> bool:
-    session = cluster.tasks[f"worker-{index}"]._session  # type: ignore[union-attr]
+    session = session_of(cluster.tasks[f"worker-{index}"])  # type: ignore[union-attr]
     return session is not None and session._running is not None

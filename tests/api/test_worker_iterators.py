@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 import psync
+from inside import iterators_of as held_by
 from memory_cluster import MemoryCluster, coordinating
 from psync.errors import ClosedError
 from psync.worker_task import WorkerTask
@@ -17,12 +18,7 @@ from psync.worker_task import WorkerTask
 
 def iterators_of(cluster: MemoryCluster) -> list[int]:
     """How many iterators each worker holds."""
-    found = []
-    for task in cluster.tasks.values():
-        if isinstance(task, WorkerTask):
-            assert task._session is not None
-            found.append(len(task._session._iterators))
-    return found
+    return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
 async def take(batches):

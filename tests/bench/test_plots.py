@@ -29,6 +29,7 @@ def path(tmp_path: Path, open_fonts: None) -> Path:
     return tmp_path / "plot.png"
 
 
+@pytest.mark.slow
 def test_training_of_all_kinds_is_drawn(path: Path) -> None:
     runs = [figures_of(run(), "none slow") for run in (asynchronous_run, synchronous_run)]
     plots.plot_training([runs, runs[:1]], "s", path)

@@ -22,6 +22,7 @@ def table_with_slow(*counts: int, workers: int = 8) -> np.ndarray:
     return seconds
 
 
+@pytest.mark.slow
 def test_steps_wait_only_for_slow_gradients_that_backups_cannot_replace() -> None:
     table = table_with_slow(0, 1, 2, 3, 1, 0)
     waited = []
@@ -62,6 +63,7 @@ def test_the_table_begins_anew_after_its_last_step() -> None:
     assert [pace.seconds(1, index) for index in range(4)] == [2.0, 4.0, 2.0, 4.0]
 
 
+@pytest.mark.slow
 def test_quick_runs_reach_the_loss_that_they_are_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "WORKERS", 8)  # too few for the modes with backups
     results = virtual_runs.measure(True, lambda what: None)

@@ -48,8 +48,9 @@ class World:
         reports = ScheduleReports([WORKER], self.queue)
         reports.worker_joined(WORKER, 1)
         self._handlers = ClosureService(
-            self.queue, self.closures, self.functions, reports, self
-        ).handlers()
+            self.queue, self.closures, self.functions, reports, self, perform=self.perform,
+            will_recover=lambda error: False, results_came=self.results_came,
+        ).handlers()  # fmt: skip
         for closure_id in range(num_closures):
             call = ScheduledCall(self.function, pack_arguments("step", (closure_id,), {}))
             closure = Closure(closure_id, call, name="step")
@@ -66,7 +67,7 @@ class World:
     def states(self) -> list[str]:
         return [value.closure.state.value for value in self.values]
 
-    # closure_service.ClosureServiceOwner.
+    # As of AttachedWorkers, and of the coordinator.
 
     def is_current(self, peer: Any) -> bool:
         return peer.task == WORKER
@@ -75,7 +76,7 @@ class World:
         self.performed += actions
         self.done_when_performing.append([value.done() for value in self.values])
 
-    def results_came(self) -> None:
+    def results_came(self, updates: Sequence[tuple[int, int]]) -> None:
         self.num_reports += 1
 
 
@@ -87,7 +88,7 @@ async def test_values_are_there_before_what_follows_is_performed():
     assert world.num_reports == 1
 
 
-async def test_a_result_that_nobody_wants_is_dropped():
+def test_a_result_that_nobody_wants_is_dropped():
     world = World(1)
     closure = world.values.pop().closure
     world.said(ClosureResults([(0, "ok", 0, None)], 0.1))
@@ -104,7 +105,7 @@ async def test_a_report_is_taken_in_the_order_in_which_closures_ended():
     assert world.states()[:2] == ["finished", "failed"]
 
 
-async def test_what_an_error_cancels_may_end_in_the_same_report():
+def test_what_an_error_cancels_may_end_in_the_same_report():
     world = World(4)
     results = [(0, "error", 0, described(ValueError("bad batch"))), (1, "cancelled", 0, None)]
     world.said(ClosureResults(results, 0.0))
@@ -112,7 +113,7 @@ async def test_what_an_error_cancels_may_end_in_the_same_report():
     assert world.queue.ready_to_raise
 
 
-async def test_an_end_of_data_is_no_error_of_the_queue():
+def test_an_end_of_data_is_no_error_of_the_queue():
     world = World(1)
     results = [(0, "end_of_data", 0, described(EndOfData("no more")))]
     world.said(ClosureResults(results, 0.0))
@@ -121,14 +122,14 @@ async def test_an_end_of_data_is_no_error_of_the_queue():
 
 
 @pytest.mark.parametrize("outcome", ["error", "end_of_data", "vanished"])
-async def test_an_outcome_that_does_not_exist_or_lacks_its_error_is_refused(outcome):
+def test_an_outcome_that_does_not_exist_or_lacks_its_error_is_refused(outcome):
     world = World(1)
     with pytest.raises(RemoteProtocolError, match=f"closure 0 ended as '{outcome}'"):
         world.said(ClosureResults([(0, outcome, 0, None)], 0.0))
     assert world.states() == ["held"]
 
 
-async def test_what_a_worker_that_was_given_up_says_changes_nothing():
+def test_what_a_worker_that_was_given_up_says_changes_nothing():
     world = World(1)
     world.said(ClosureResults([(0, "ok", 0, None)], 0.0), by=GIVEN_UP)
     world.said(GivenBack([0]), by=GIVEN_UP)
@@ -137,14 +138,14 @@ async def test_what_a_worker_that_was_given_up_says_changes_nothing():
     assert world.num_reports == 0
 
 
-async def test_closures_given_back_are_queued_and_sent_again():
+def test_closures_given_back_are_queued_and_sent_again():
     world = World(1)
     world.said(GivenBack([0]))
     assert world.queue.statistics().given_back == 1
     assert [type(action).__name__ for action in world.performed] == ["Dispatch"]
 
 
-async def test_functions_and_arguments_are_fetched_while_somebody_needs_them():
+def test_functions_and_arguments_are_fetched_while_somebody_needs_them():
     world = World(1)
     reply = world.said(FetchFunction(world.function.key))
     assert isinstance(reply, Reply)

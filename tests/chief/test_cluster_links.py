@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inside import ledger_of
 from links_owner import Owner
 from memory_cluster import MemoryCluster, cluster_of
 from psync.chief.cluster_links import ClusterLinks
@@ -33,9 +34,10 @@ async def owner() -> Owner:
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
     links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster, owner, {},
+        cluster.platform(), cluster.strategy().cluster,
         origin="o", program="p", ps_timeout_s=15.0,
     )  # fmt: skip
+    owner.listen(links)
     yield links
     await links.close()
 
@@ -63,7 +65,7 @@ async def test_ps_tasks_are_told_to_refuse_what_a_lost_worker_may_still_send(lin
     cluster.network.cut("worker-0:1")
     await asyncio.sleep(1)
     for name in ("ps-0", "ps-1"):
-        ledger: Any = cluster.tasks[name].services.ledger
+        ledger: Any = ledger_of(cluster.tasks[name])
         with pytest.raises(Exception, match="worker/task:0"):
             ledger.check_incarnation("/job:worker/task:0", lost)
 
@@ -93,7 +95,7 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(
 async def test_a_coordinator_hears_that_a_newer_one_has_taken_over(links, owner, cluster):
     await links.start(2, 60)
     newer = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster, Owner(), {},
+        cluster.platform(), cluster.strategy().cluster,
         origin="o", program="p", ps_timeout_s=15.0,
     )  # fmt: skip
     await newer.start(2, 60)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import chief_of, endpoint_of
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, pull, until
 from psync.chief import consistent_cut as cuts_module
@@ -31,7 +32,7 @@ async def keep_adding(variable: psync.ShardedVariable, stop: asyncio.Event) -> i
 
 
 def cuts_of(coordinator: psync.ClusterCoordinator) -> Cuts:
-    return coordinator._running("cuts").cuts
+    return chief_of(coordinator).cuts
 
 
 async def test_each_update_is_wholly_in_a_cut_or_wholly_out() -> None:
@@ -118,7 +119,7 @@ async def test_one_cut_at_a_time() -> None:
 
 
 def abort_all(cluster: MemoryCluster, name: str) -> None:
-    for peer in cluster.tasks[name]._endpoint.peers:
+    for peer in endpoint_of(cluster.tasks[name]).peers:
         peer.abort()
 
 

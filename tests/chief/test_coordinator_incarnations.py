@@ -8,8 +8,9 @@ import dataclasses
 import pytest
 
 import psync
+from inside import chief_of
 from memory_cluster import MemoryCluster, cluster_of
-from psync.chief.enquiry import CHIEF
+from psync.cluster_roles import CHIEF
 from psync.errors import FencedError
 from psync.net.endpoint import Endpoint
 from psync.ps.succession import RANGE
@@ -32,8 +33,7 @@ def coordinator_of(
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    assert coordinator._coordinator is not None
-    return coordinator._coordinator.links.incarnation
+    return chief_of(coordinator).links.incarnation
 
 
 async def start_again(cluster: MemoryCluster, name: str, clock: int) -> None:
@@ -119,8 +119,7 @@ async def test_workers_bear_numbers_of_their_coordinators_range_whatever_their_c
     async with cluster_of(1, 1) as cluster:
         await start_again(cluster, "worker-0", clock=1 << 61)
         async with coordinator_of(cluster) as coordinator:
-            assert coordinator._coordinator is not None
-            membership = coordinator._coordinator.links.membership
+            membership = chief_of(coordinator).links.membership
             for _ in range(2):
                 own = membership.incarnation("/job:worker/task:0")
                 assert incarnation(coordinator) <= own < incarnation(coordinator) + RANGE

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import handlers_of, points_of, store_of, work_of
 from ps_cluster import PsCluster, assign, hold, pull, until
 from psync.chief import creation, declarations
 from psync.chief.declarations import Declaration, beside, split
 from psync.errors import ParameterServerLost, PartitionError, UnknownVariableError
 from psync.partitioners import FixedShardsPartitioner
 from psync.specs import DTYPE_NAMES, VariableSpec, dtype_of
-from psync.testing.sabotage import failpoints_of
 from psync.wire.ps_messages import CreateShards
 
 pytestmark = pytest.mark.asyncio
@@ -36,13 +36,13 @@ def watch_messages(cluster: PsCluster) -> list[list[str]]:
     """Return the list of what each message will create."""
     seen: list[list[str]] = []
     for task in cluster.ps:
-        handler = task._endpoint.handlers[CreateShards]
+        handler = handlers_of(task)[CreateShards]
 
         def run(peer: Any, message: CreateShards, body: Any, handler: Any = handler) -> Any:
             seen.append([f"{shard[0]}/{shard[2]}" for shard in message.shards])
             return handler.run(peer, message, body)
 
-        task._endpoint.handlers[CreateShards] = type(handler)(run, handler.prepare)
+        handlers_of(task)[CreateShards] = type(handler)(run, handler.prepare)
     return seen
 
 
@@ -110,7 +110,7 @@ async def test_those_declared_meanwhile_are_created_too() -> None:
     async with PsCluster() as cluster:
         a = cluster.declare("a", np.float32(1))
         creating = asyncio.create_task(cluster.creation.ensure())
-        await until(lambda: cluster.ps[0].services.store.keys())
+        await until(lambda: store_of(cluster.ps[0]).keys())
         b = cluster.declare("b", np.float32(2))
         await asyncio.gather(creating, cluster.creation.ensure())
         assert [float(value) for value in await pull(cluster.chief, a, b)] == [1, 2]
@@ -120,8 +120,8 @@ async def test_those_declared_meanwhile_are_created_too() -> None:
 async def test_a_connection_that_is_cut_in_the_middle_repeats_it(size: int) -> None:
     async with PsCluster(2) as cluster:
         for task in cluster.ps:
-            cut = functools.partial(cluster.network.cut, task._address)
-            failpoints_of(task._platform).arm("ps.create.done", cut)
+            cut = functools.partial(cluster.network.cut, cluster.address(task))
+            points_of(task).arm("ps.create.done", cut)
         v = cluster.declare("v", np.ones((4, size), np.float32), shards=4)
         w = cluster.declare("w", np.float32(5))
         await cluster.creation.ensure()
@@ -195,8 +195,8 @@ async def test_of_a_constant_one_element_is_sent_whatever_its_dtype(dtype: str) 
         await cluster.creation.ensure()
         assert bytes_received(cluster) < 3000
         shard = dataclasses.replace(spec.shards[1], index=1)
-        assert cluster.ps[1].services.store.spec(shard.key) == shard
-        first = bytes(cluster.ps[1].services.store.read(shard.key)[0][: element.itemsize])
+        assert store_of(cluster.ps[1]).spec(shard.key) == shard
+        first = bytes(store_of(cluster.ps[1]).read(shard.key)[0][: element.itemsize])
         assert first == element.tobytes()
 
 
@@ -220,11 +220,11 @@ async def test_a_constant_that_was_updated_is_not_created_anew_by_a_repetition()
         task = cluster.ps[0]
 
         def cut() -> None:
-            for _ in task.services.store.assign((0, 0), "add", np.ones(6, np.float32)):
+            for _ in store_of(task).assign((0, 0), "add", np.ones(6, np.float32)):
                 pass
-            cluster.network.cut(task._address)
+            cluster.network.cut(cluster.address(task))
 
-        failpoints_of(task._platform).arm("ps.create.done", cut)
+        points_of(task).arm("ps.create.done", cut)
         v = declare(cluster, "v", np.broadcast_to(np.float32(0.5), (6,)), (6,))
         await cluster.creation.ensure()
         assert (await pull(cluster.chief, v))[0].tolist() == [1.5] * 6
@@ -238,7 +238,7 @@ def declare_copy(cluster: PsCluster, name: str, original: VariableSpec) -> Varia
 
 
 def bytes_received(cluster: PsCluster) -> int:
-    links = [link for task in cluster.ps for link in cluster.network.links(task._address)]
+    links = [link for task in cluster.ps for link in cluster.network.links(cluster.address(task))]
     return sum(link.to_server.delivered_bytes for link in links)
 
 
@@ -287,8 +287,8 @@ async def test_an_original_that_is_being_updated_is_waited_for() -> None:
         release = hold(cluster.ps[0], v)
         c = declare_copy(cluster, "c", v)
         creating = asyncio.create_task(cluster.creation.ensure())
-        await until(lambda: cluster.ps[0]._work.waiting)
-        assert cluster.ps[0].services.store.keys() == [(0, 0)]
+        await until(lambda: work_of(cluster.ps[0]).waiting)
+        assert store_of(cluster.ps[0]).keys() == [(0, 0)]
         release()
         await creating
         assert (await pull(cluster.chief, c))[0].all()
@@ -302,11 +302,11 @@ async def test_copying_is_repeated_after_a_lost_connection_and_done_once(size: i
         v = await cluster.create("v", np.ones(size, np.float32))
 
         def cut() -> None:  # and let the original go on before the repetition comes
-            for _ in task.services.store.assign((0, 0), "add", np.ones(size, np.float32)):
+            for _ in store_of(task).assign((0, 0), "add", np.ones(size, np.float32)):
                 pass
-            cluster.network.cut(task._address)
+            cluster.network.cut(cluster.address(task))
 
-        failpoints_of(task._platform).arm("ps.create.done", cut)
+        points_of(task).arm("ps.create.done", cut)
         c = declare_copy(cluster, "c", v)
         await cluster.creation.ensure()
         assert seen == [["v/0"], ["c/0"], ["c/0"]]

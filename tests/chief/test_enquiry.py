@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from inside import handlers_of
 from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
 from psync.errors import FencedError, RemoteProtocolError
@@ -48,7 +49,7 @@ async def test_a_ps_that_comes_later_and_a_connection_that_is_lost_are_waited_fo
         await asyncio.sleep(3)
         await cluster.start("ps-0")
         ps = cluster.tasks["ps-0"]
-        handlers = ps._endpoint.handlers
+        handlers = handlers_of(ps)
         granting = handlers[GrantCoordinator]
 
         async def lose(*_: object) -> Reply:
@@ -64,7 +65,7 @@ async def test_a_ps_that_comes_later_and_a_connection_that_is_lost_are_waited_fo
 async def test_another_answer_is_nonsense() -> None:
     async with cluster_of() as cluster:
         ps = cluster.tasks["ps-0"]
-        ps._endpoint.handlers[GrantCoordinator] = Handler(lambda *_: Reply(Done()))
+        handlers_of(ps)[GrantCoordinator] = Handler(lambda *_: Reply(Done()))
         with pytest.raises(RemoteProtocolError, match="answered GrantCoordinator with Done"):
             await enquire(cluster.platform(), *PS)
 

@@ -11,10 +11,10 @@ import pytest
 
 import psync
 from image_store import keep_images
-from memory_cluster import cluster_of, event_of
+from memory_cluster import cluster_of, event_of, replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
-from replica_cluster import add, check, declared, replicated, run
+from replica_training import add, check, declared, run
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -45,7 +45,7 @@ async def test_wherever_a_ps_dies_each_update_is_made_once(
         for _ in range(20):
             coordinator.schedule(add, args=variables)
         await died.wait()
-        burying = asyncio.create_task(cluster.bury(lost))
+        burying = asyncio.create_task(cluster.stop(lost))
         await coordinator.join()
         await burying
         await check(variables, 21)

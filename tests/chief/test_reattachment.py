@@ -15,6 +15,7 @@ import memory_cluster
 import psync
 from chief_lives import another_process, life_of
 from image_store import keep_images
+from inside import chief_of, handlers_of, store_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
 from psync.errors import AttachError, FencedError, ParameterServerLost
@@ -243,12 +244,16 @@ async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture)
                 psync.Variable(np.full(4, 6.0, np.float32), name="half")
             for link in cluster.network.links("ps-1:1"):
                 link.to_server.stall()
-            creating = asyncio.create_task(coordinator._coordinator._creation.ensure())
+            creating = asyncio.create_task(chief_of(coordinator)._creation.ensure())
             await asyncio.sleep(1)
             cluster.network.cut("ps-1:1")  # with what was on its way
             creating.cancel()
-        store = cluster.tasks["ps-0"].services.store
-        assert [store.spec(key).variable for key in store.keys()] == ["whole", "half"]
+        assert [
+            s.variable
+            for s in map(
+                store_of(cluster.tasks["ps-0"]).spec, store_of(cluster.tasks["ps-0"]).keys()
+            )
+        ] == ["whole", "half"]
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 whole = psync.Variable(np.zeros(4, np.float32), name="whole")
@@ -420,11 +425,11 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             with strategy.scope():
                 w = psync.Variable(np.zeros(4, np.float32), name="w")
             await w.read()
-            inner = coordinator._coordinator
+            inner = chief_of(coordinator)
             assert inner is not None
             taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            gates = [cluster.tasks[name].services.gate for name in ("ps-0", "ps-1")]
-            await until(lambda: any(gate.is_shut for gate in gates))
+            both = [cluster.tasks[name] for name in ("ps-0", "ps-1")]
+            await until(lambda: any("the gate is shut" in "".join(ps.describe()) for ps in both))
             adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
             await asyncio.sleep(0)
             taking.cancel()
@@ -436,7 +441,7 @@ async def test_the_chief_died_while_a_cut_was_taken() -> None:
             assert set(at_first) <= {0.0, 1.0}
             await w.assign_add(np.ones(4, np.float32))
             assert (await w.read()).tolist() == [value + 1 for value in at_first]
-            inner = coordinator._coordinator
+            inner = chief_of(coordinator)
             assert inner is not None
             async with inner.cuts.take() as cut:
                 assert len(cut.images) == 2
@@ -516,7 +521,7 @@ async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_
                 told.set()
                 await asyncio.Event().wait()
 
-            cluster.tasks["ps-0"]._endpoint.handlers[AdoptShards] = Handler(never)
+            handlers_of(cluster.tasks["ps-0"])[AdoptShards] = Handler(never)
             await cluster.stop("ps-1")
             await cluster.start("ps-1")
             await told.wait()
@@ -559,11 +564,11 @@ async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
             await keep_images(coordinator, tmp_path)
-            source = coordinator._coordinator.recovery.from_checkpoint.source
+            source = chief_of(coordinator).recovery.from_checkpoint.source
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
-            coordinator._coordinator.recovery.from_checkpoint.source = source
+            chief_of(coordinator).recovery.from_checkpoint.source = source
             await count_up(coordinator, counters[1], 3)
             await cluster.stop("ps-1")
             await cluster.start("ps-1")

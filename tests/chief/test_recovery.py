@@ -14,24 +14,24 @@ import pytest
 
 import psync
 from image_store import keep_images
-from memory_cluster import cluster_of, coordinating, event_of, shared
+from inside import chief_of, handlers_of
+from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
 from psync.errors import ConnectFailed, FencedError, ParameterServerLost
 from psync.net.peer import Handler
 from psync.ps_task import PsTask
-from psync.testing.sabotage import MessageLosses
 from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
-from replica_cluster import ReplicaCluster, declared, replicated, run
+from replica_training import declared, run
 
 
 @contextlib.contextmanager
 def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
     """What a task is told meanwhile, of these kinds."""
     heard: list[Any] = []
-    handlers = task._endpoint.handlers
+    handlers = handlers_of(task)
 
     def listening(handler: Handler) -> Handler:
         def run(peer: Any, message: Any, body: Any) -> Any:
@@ -131,10 +131,10 @@ async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_no
 
 async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> None:
     async with coordinating(num_workers=1) as (_, coordinator):
-        recovery = coordinator._running("test").recovery
+        recovery = chief_of(coordinator).recovery
         recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
-        recovery.replaced(FencedError("it works for a newer coordinator"))
-        recovery.replaced(FencedError("it works for the newest coordinator"))
+        recovery.state.replaced(FencedError("it works for a newer coordinator"))
+        recovery.state.replaced(FencedError("it works for the newest coordinator"))
         recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away again"))
         with pytest.raises(ParameterServerLost, match="is away"):
             await coordinator.join()  # what had ended already
@@ -201,7 +201,7 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
-            coordinator._running("test").recovery.recovery_ended()
+            chief_of(coordinator).recovery.state.recovered()
             await asyncio.sleep(5)
         del bound
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
@@ -217,7 +217,7 @@ async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
-            coordinator._running("test").recovery.end_sessions()
+            chief_of(coordinator).recovery.state.end_sessions()
             await asyncio.sleep(5)
         del bound
         assert heard
@@ -271,12 +271,12 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
     async with coordinating(2, 1) as (_, coordinator):
         await run(coordinator, 1, *declared(coordinator))
         await keep_images(coordinator, tmp_path)
-        recovery = coordinator._running("test").recovery
+        recovery = chief_of(coordinator).recovery
     error = ParameterServerLost("/job:ps/task:1", "went as well")
     assert not recovery.will_recover(error)
     with caplog.at_level(logging.ERROR):
         recovery.ps_lost(error)
-        recovery.replaced(FencedError("another one came"))
+        recovery.state.replaced(FencedError("another one came"))
     assert "went as well" in caplog.text
     assert "another one came" not in caplog.text
     assert not recovery.from_checkpoint.is_on
@@ -296,7 +296,7 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
             v = psync.Variable(0.0, name="v")
         await asyncio.wait_for(coordinator.backed_up(), 5)
         await coordinator.join()
-        describe = coordinator._running("test").describe
+        describe = chief_of(coordinator).describe
         assert f"{unsaved}: a ps that is lost ends the program" in describe()
         assert unsaved not in caplog.text
         await cluster.stop("ps-0")
@@ -307,7 +307,7 @@ async def test_that_nothing_was_saved_is_said_in_reports_and_once_a_ps_is_lost(
         with coordinator.strategy.scope():
             v = psync.Variable(0.0, name="v")
         await psync.CheckpointManager(psync.Checkpoint(v=v), tmp_path).save()
-        assert unsaved not in "".join(coordinator._running("test").describe())
+        assert unsaved not in "".join(chief_of(coordinator).describe())
 
 
 async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpoints(
@@ -317,14 +317,13 @@ async def test_a_report_says_where_each_backup_is_and_nothing_is_said_of_checkpo
     async with replicated() as (_, coordinator):
         await coordinator.join()
         where = "/job:ps/task:0 is served in the process of /job:ps/task:0, its backup in that of"
-        assert f"{where} /job:ps/task:1" in coordinator._running("test").describe()
+        assert f"{where} /job:ps/task:1" in chief_of(coordinator).describe()
         assert "no CheckpointManager has saved anything yet" not in caplog.text
 
 
 @pytest.mark.virtual_time
 async def test_first_backups_that_are_not_made_in_time_are_named() -> None:
-    cluster = ReplicaCluster(2, 1)
-    cluster.losses = MessageLosses({"BackUp": {"request": 1}})
+    cluster = MemoryCluster(2, 1, losses={"BackUp": {"request": 1}})
     await cluster.start_all()
     try:
         coordinator = psync.ClusterCoordinator(cluster.replica_strategy(), connect_timeout=3)

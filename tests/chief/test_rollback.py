@@ -11,6 +11,7 @@ import pytest
 
 import psync
 from image_store import keep_images
+from inside import chief_of
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.chief.consistent_cut import Cut
 from psync.errors import ParameterServerLost
@@ -230,7 +231,7 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
 async def test_what_ends_while_the_first_image_is_written_is_undone_too(tmp_path: Path) -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         variables = declared(coordinator)
-        recovery = coordinator._running("test").recovery.from_checkpoint
+        recovery = chief_of(coordinator).recovery.from_checkpoint
         await keep_images(coordinator, tmp_path)
         source, recovery.source = recovery.source, None  # it is not complete yet
         undone = await run(coordinator, 3, *variables)

@@ -12,6 +12,7 @@ import pytest
 
 import psync
 from image_store import keep_images
+from inside import chief_of, handlers_of, ledger_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from ps_cluster import hold, until
 from psync.errors import PsyncError
@@ -35,7 +36,7 @@ def before(
     cluster: MemoryCluster, name: str, kind: type[Message], first: Callable[[], Awaitable[object]]
 ) -> None:
     """Let something happen before a ps serves the next message of a kind."""
-    handlers = cluster.tasks[name]._endpoint.handlers
+    handlers = handlers_of(cluster.tasks[name])
     handler = handlers[kind]
 
     async def run(peer: Any, message: Any, body: Any) -> Any:
@@ -57,7 +58,7 @@ async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: P
         v = counter(coordinator)
         await v.assign_add(1)
         await keep_images(coordinator, tmp_path)
-        link = coordinator._running("test").links.ps.links[0]
+        link = chief_of(coordinator).links.ps.links[0]
 
         async def another() -> None:
             await lose(cluster, "ps-0")
@@ -81,10 +82,10 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         assert isinstance(ps, PsTask)
         let_go = hold(ps, v.spec)
         adding = asyncio.ensure_future(v.assign_add(1))
-        await until(lambda: ps.services.ledger.statistics().fresh == 2)
+        await until(lambda: ledger_of(ps).statistics().fresh == 2)
 
         async def answer() -> None:
-            await until(lambda: ps.services.timeline == 1)
+            await until(lambda: ps.statistics()["image"]["timeline"] == 1)
             let_go()
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -106,7 +107,7 @@ async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path)
             await cluster.stop("ps-1")
             adding = asyncio.ensure_future(v.assign_add([1, 1]))
             await asyncio.sleep(5)
-            assert coordinator._running("test").recovery.from_checkpoint.is_on
+            assert chief_of(coordinator).recovery.from_checkpoint.is_on
             began = loop.time()
         assert loop.time() - began < 1
         with pytest.raises(PsyncError):

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 import psync
+from inside import chief_of, clocks_of
 from memory_cluster import coordinating, event_of
+from psync.chief.schedule_reporter import FinalClosures
+from psync.closures.closure import Closure
+from psync.closures.queue import ClosureQueue
 from psync.errors import EndOfData, ParameterServerLost
 from psync.net.peer import Peer
 from psync.net.process_state import fresh_process
@@ -233,7 +237,7 @@ async def test_a_report_is_repeated_after_a_lost_connection(reports):
 
         coordinator.schedule(step)
         await asyncio.sleep(3)
-        assert cluster.tasks["ps-0"].services.clocks._busy == {"/job:worker/task:0"}
+        assert clocks_of(cluster.tasks["ps-0"])._busy == {"/job:worker/task:0"}
         await coordinator.join()
 
 
@@ -250,6 +254,43 @@ async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, c
         with pytest.raises(ParameterServerLost):
             await coordinator.join()
         await asyncio.sleep(60)
-        assert coordinator._coordinator._reporting.done()
+        assert chief_of(coordinator)._reporting.done()
     assert not [r for r in caplog.records if r.name == "psync.chief.schedule_reporter"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR]  # of the loss itself
+
+
+# --- which closures are final ------------------------------------------------------------------
+
+
+def test_ps_tasks_hear_which_closures_are_final_when_enough_of_them_are_and_when_it_is_waited_for():
+    told: list[int] = []
+    queue = ClosureQueue()
+    final = FinalClosures(queue, told.append)
+    queue.worker_joined("w")
+    for number in range(3):
+        queue.schedule(Closure(number, name="step"))
+        queue.dispatch()
+        queue.finished("w", [number], 0.0)
+    final.look(4)
+    assert told == []
+    final.look(3)
+    final.look(1)
+    assert told == [3], "nothing is said twice"
+    final.tell_again()
+    assert told == [3, 3]
+
+
+def test_ps_tasks_refuse_all_that_was_scheduled_before_an_error_once_it_is_there():
+    told: list[int] = []
+    queue = ClosureQueue()
+    final = FinalClosures(queue, told.append)
+    for number in range(2):
+        queue.schedule(Closure(number, name="step"))
+    final.look_for_errors()
+    queue.fail(ValueError("no"))
+    final.look_for_errors()
+    final.look_for_errors()
+    assert told == [2]
+    queue.collect_error()
+    final.look_for_errors()
+    assert told == [2], "what is scheduled from now on is served"

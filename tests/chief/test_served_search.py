@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from inside import handlers_of, host_of
 from memory_cluster import MemoryCluster, cluster_of
 from ps_cluster import heard
-from psync.chief.enquiry import CHIEF, ServedSearch
+from psync.chief.enquiry import ServedSearch
+from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Reply
@@ -42,7 +44,7 @@ async def searching(
 
 
 def answer_with(cluster: MemoryCluster, name: str, kind: Any, run: Any) -> None:
-    cluster.tasks[name]._endpoint.handlers[kind] = Handler(run)
+    handlers_of(cluster.tasks[name])[kind] = Handler(run)
 
 
 async def test_where_nothing_was_ever_served_each_is_looked_for_at_its_own_address() -> None:
@@ -65,7 +67,7 @@ async def test_who_does_not_answer_is_waited_for_and_named() -> None:
 async def test_a_question_whose_connection_is_lost_is_asked_again() -> None:
     async with cluster_of(2, 0) as cluster, searching(cluster) as (search, _):
         for kind, ask in ((AskServed, search.run), (EndFormer, search.end_former)):
-            handlers = cluster.tasks["ps-1"]._endpoint.handlers
+            handlers = handlers_of(cluster.tasks["ps-1"])
             before = handlers[kind]
 
             async def lose(*_: object) -> Reply:
@@ -86,7 +88,7 @@ async def test_under_a_number_that_is_too_low_all_are_asked_again_under_a_higher
             asked.append(refused)
             endpoint.incarnation = 2 * NUMBER
 
-        cluster.tasks["ps-1"]._host.fence(NUMBER + 1)
+        host_of(cluster.tasks["ps-1"]).fence(NUMBER + 1)
         first = heard(cluster.tasks["ps-0"], AskServed)
         async with searching(cluster, ask_again) as (search, endpoint):
             await search.run()
@@ -97,7 +99,7 @@ async def test_under_a_number_that_is_too_low_all_are_asked_again_under_a_higher
 
 async def test_who_is_too_late_is_told() -> None:
     async with cluster_of(2, 0) as cluster, searching(cluster) as (search, _):
-        cluster.tasks["ps-1"]._host.fence(NUMBER + 1)
+        host_of(cluster.tasks["ps-1"]).fence(NUMBER + 1)
         with pytest.raises(FencedError):
             await search.run()
         with pytest.raises(FencedError):

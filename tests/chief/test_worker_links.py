@@ -35,9 +35,10 @@ async def owner() -> Owner:
 @pytest.fixture
 async def links(cluster: MemoryCluster, owner: Owner) -> AsyncIterator[ClusterLinks]:
     links = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster, owner, {},
+        cluster.platform(), cluster.strategy().cluster,
         origin="o", program="p", ps_timeout_s=15.0,
     )  # fmt: skip
+    owner.listen(links)
     await links.start(2, 60)
     owner.events.clear()
     yield links

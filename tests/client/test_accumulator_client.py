@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
+from inside import ledger_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.errors import ConfigurationError, GradientError
@@ -66,7 +67,7 @@ async def test_another_one_of_that_name_is_refused_at_each_use(scene):
 
 async def test_an_apply_whose_answer_is_lost_is_sent_again_and_counts_once(scene):
     await scene.a.state(PLACE)
-    ledger = scene.cluster.ps[1].services.ledger
+    ledger = ledger_of(scene.cluster.ps[1])
     applying = asyncio.create_task(scene.apply(scene.a, 1.0))
     await until(lambda: scene.counters()["gradients"])
     scene.cluster.network.cut("a")

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from inside import pushes_of
 from ps_cluster import WORKER, PsCluster, until
 from psync.client.calls import Answers, all_of
 from psync.client.ps_link import Question
@@ -126,4 +127,4 @@ async def test_what_is_shielded_goes_on_when_its_caller_is_cancelled() -> None:
         may_end.set()
         await client.drain()
         assert ended.is_set()
-        await until(lambda: not client._pushes)
+        await until(lambda: not pushes_of(client))

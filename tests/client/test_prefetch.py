@@ -12,6 +12,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import peers_of
 from memory_cluster import MemoryCluster, coordinating
 from ps_cluster import PsCluster, assign, heard, pull
 from psync import Outcome, SyncReplicasOptimizer, optimizers
@@ -148,7 +149,7 @@ class TestKeeping:
 
     async def test_a_new_connection_drops_them(self) -> None:
         async with kept() as k:
-            for peer in k.client.links[1]._peers.values():
+            for peer in peers_of(k.client.links[1]):
                 peer.abort()
                 await peer.wait_closed()
             await k.client.links[1].peer("control")
@@ -162,9 +163,9 @@ class TestKeeping:
     async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
         async with kept() as k:
             link = k.client.links[1]
-            sequence = link.draw_sequence()
+            sequence = link.updates.draw()
             assert k.ahead.want() is None
-            link.answered(sequence)
+            link.updates.answered(sequence)
             assert k.ahead.want() is not None
 
     async def test_none_are_wanted_of_a_set_that_is_large(self) -> None:

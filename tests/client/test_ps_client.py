@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 
+from inside import handlers_of, ledger_of, points_of, pool_of, pushes_of, store_of, work_of
 from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client import plans, ps_client
 from psync.client.pulled_steps import PulledSteps
@@ -22,7 +23,7 @@ from psync.errors import (
 from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
-from psync.testing.sabotage import FailpointError, Failpoints, failpoints_of
+from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 
@@ -95,7 +96,7 @@ class TestArrays:
             out = np.empty(6, np.float32)
             mine = np.empty(LARGE, np.float32)
             taken: list[int] = []
-            pool = cluster.chief._pool
+            pool = pool_of(cluster.chief)
             take = pool.take
             pool.take = lambda n: (taken.append(n), take(n))[1]  # type: ignore[method-assign]
             got = await pull(cluster.chief, v, w, x, out=[out, mine, None])
@@ -110,7 +111,7 @@ class TestArrays:
             v = await cluster.create("v", np.zeros(4, np.float32), shards=2)
             for task, step in zip(cluster.ps, (5, 4), strict=True):
                 answer = Reply(Pulled([(7, step), (8, 1)]), [bytes(8)])
-                task._endpoint.handlers[Pull] = Handler(lambda *_, answer=answer: answer)
+                handlers_of(task)[Pull] = Handler(lambda *_, answer=answer: answer)
             seen = PulledSteps()
             client = cluster.client()
             await pull(client, v)
@@ -132,7 +133,7 @@ class TestArrays:
                 await push(client, (v, small), (-2.0, -2.0))
             for step, view in kept:
                 assert (view == step).all()
-            assert client._pool.statistics().hits > 0
+            assert pool_of(client).statistics().hits > 0
 
     async def test_a_pull_that_is_cancelled_writes_no_more(self) -> None:
         async with PsCluster() as cluster:
@@ -141,7 +142,7 @@ class TestArrays:
             release = hold(cluster.ps[0], v)
             out = np.zeros(LARGE, np.float32)
             reading = asyncio.create_task(pull(client, v, out=[out]))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
@@ -154,7 +155,7 @@ class TestBadAnswers:
     async def test_other_sizes_than_the_shards_have(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
-            handlers = cluster.ps[0]._endpoint.handlers
+            handlers = handlers_of(cluster.ps[0])
             for size in (8, 0):
                 answer = Reply(Pulled([]), [bytes(size)] if size else [])
                 handlers[Pull] = Handler(lambda *_, answer=answer: answer)
@@ -169,14 +170,14 @@ class TestBadAnswers:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
             answer = Reply(Done(), [bytes(12)])
-            cluster.ps[0]._endpoint.handlers[Pull] = Handler(lambda *_: answer)
+            handlers_of(cluster.ps[0])[Pull] = Handler(lambda *_: answer)
             with pytest.raises(RemoteProtocolError, match="task:0 answered a pull with Done"):
                 await pull(cluster.chief, v)
 
     async def test_a_push_that_is_answered_with_something_else(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
-            cluster.ps[0]._endpoint.handlers[Push] = Handler(lambda *_: Reply(Done()))
+            handlers_of(cluster.ps[0])[Push] = Handler(lambda *_: Reply(Done()))
             with pytest.raises(
                 RemoteProtocolError, match="/job:ps/task:0 answered an update with D"
             ):
@@ -203,7 +204,6 @@ class TestPushes:
                 with pytest.raises(ConfigurationError, match=r"optimizer 1 .* is defined already"):
                     await push(client, (v,), (1.0,), config=SGD(0.1).to_config())
             await push(client, (v,), (1.0,))
-            assert client._optimizers == [{1}]
             assert (await pull(client, v))[0].tolist() == [-1, -1, -1]
 
     @pytest.mark.parametrize("size", [3, LARGE], ids=["control", "bulk"])
@@ -213,12 +213,12 @@ class TestPushes:
             client = cluster.client()
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(client, (v,), (2.0,)))
-            await until(lambda: client._pushes)
+            await until(lambda: pushes_of(client))
             pushing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await pushing
             draining = asyncio.create_task(client.drain())
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             assert not draining.done()
             release()
             await draining
@@ -231,7 +231,7 @@ class TestPushes:
             v = await cluster.create("v", np.zeros(3, np.float32))
             with caplog.at_level(logging.INFO):
                 pushing = asyncio.create_task(push(cluster.chief, (v,), (np.zeros(2, np.int8),)))
-                await until(lambda: cluster.chief._pushes)
+                await until(lambda: pushes_of(cluster.chief))
                 pushing.cancel()
                 await cluster.chief.drain()
                 await asyncio.gather(pushing, return_exceptions=True)
@@ -243,11 +243,11 @@ class TestPushes:
             client = cluster.client()
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(client, (v,), (2.0,)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             await client.close()
             with pytest.raises(asyncio.CancelledError):
                 await pushing
-            assert not client._pushes
+            assert not pushes_of(client)
             with pytest.raises(ClosedError):
                 await pull(client, v)
             release()
@@ -266,7 +266,7 @@ class TestPushes:
             release()
             with pytest.raises(ParameterServerLost, match="/job:ps/task:0"):
                 await pushing
-            assert cluster.ps[1].services.store.version((0, 1)) == 2
+            assert store_of(cluster.ps[1]).version((0, 1)) == 2
 
     async def test_what_was_answered_is_acknowledged_with_the_next(self) -> None:
         async with PsCluster() as cluster:
@@ -275,7 +275,7 @@ class TestPushes:
             for _ in range(5):
                 await push(client, (v,), (1.0,))
                 await assign(client, v, np.zeros(3, np.float32))
-            ledger = cluster.ps[0].services.ledger.statistics()
+            ledger = ledger_of(cluster.ps[0]).statistics()
             assert (ledger.fresh, ledger.answers) == (10, 1)
 
 
@@ -288,7 +288,7 @@ class TestFailpoints:
                 client = cluster.client(failpoints=Failpoints(f"{place}=error"))
                 with pytest.raises(FailpointError, match=f"failpoint {place}"):
                     await push(client, (v,), (2.0,))
-                assert sum(task.services.updates.pushes for task in cluster.ps) == reached
+                assert sum(task.statistics()["pushes"] for task in cluster.ps) == reached
 
     async def test_an_armed_one_that_has_not_its_turn_changes_nothing(self) -> None:
         async with PsCluster(2) as cluster:
@@ -319,7 +319,9 @@ async def test_averages_of_all_ps_tasks_are_updated_and_no_value_travels() -> No
         value = np.ones((4, 1 << 20), np.float32)
         v = await cluster.create("v", value, shards=4)
         s = await cluster.create("s", np.zeros_like(value), shards=4)
-        links = [link for task in cluster.ps for link in cluster.network.links(task._address)]
+        links = [
+            link for task in cluster.ps for link in cluster.network.links(cluster.address(task))
+        ]
         before = sum(link.to_server.delivered_bytes for link in links)
         originals = {s.variable_id: v.variable_id}
         chief = cluster.chief
@@ -337,8 +339,8 @@ async def test_an_average_whose_answer_was_lost_happens_once() -> None:
         v = await cluster.create("v", np.ones(3, np.float32))
         s = await cluster.create("s", np.zeros(3, np.float32))
         task = cluster.ps[0]
-        cut = functools.partial(cluster.network.cut, task._address)
-        failpoints_of(task._platform).arm("ps.assign.applied", cut)
+        cut = functools.partial(cluster.network.cut, cluster.address(task))
+        points_of(task).arm("ps.assign.applied", cut)
         client = cluster.client()
         plan = client.plan((s,))
         originals = {s.variable_id: v.variable_id}

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import endpoint_of, handlers_of, work_of
 from ps_cluster import CHIEF, OTHER, PsCluster, hold, pull, push, until
 from psync.client import ps_link
-from psync.client.ps_link import always, knows_set
+from psync.client.known_sets import knows_set
+from psync.client.ps_link import always
 from psync.errors import (
     AuthenticationError,
     ClosedError,
@@ -57,7 +59,7 @@ class TestLost:
             link = cluster.client().links[0]
             await link.call(always(AskStatistics()))
             link.away_for_s = 0.05
-            endpoint, blocked = link._endpoint, []
+            endpoint, blocked = endpoint_of(link), []
             connect = endpoint.connect
 
             async def connect_late(*where: str) -> Peer:
@@ -200,50 +202,6 @@ class TestLost:
                 await pull(client, large)
             await again.close()
 
-    @pytest.mark.virtual_time
-    @pytest.mark.parametrize("size", [3, 1 << 16], ids=["control", "bulk"])
-    async def test_one_that_is_stopped_but_connected_is_found_by_pings(self, size: int) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(size, np.float32))
-            client = cluster.client(host="w")
-            await pull(client, v)
-            cluster.network.partition("w")  # connections stay, nothing is answered
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            with pytest.raises(ParameterServerLost, match="cannot be reached"):
-                await pull(client, v)
-            assert 20 < loop.time() - began < 60
-            cluster.network.heal("w")
-
-    @pytest.mark.virtual_time
-    async def test_one_silence_is_forgiven(self, caplog: pytest.LogCaptureFixture) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            client = cluster.client(host="w")
-            await pull(client, v)
-            link = client.links[0]
-            peer = await link.peer("control")
-            await asyncio.sleep(4)
-            cluster.network.partition("w")
-            await asyncio.sleep(12)
-            cluster.network.heal("w")
-            await asyncio.sleep(30)
-            assert peer.is_open
-            assert await link.peer("control") is peer
-
-    @pytest.mark.virtual_time
-    async def test_nobody_is_pinged_while_nothing_is_connected(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            client = cluster.client(host="w")
-            await pull(client, v)
-            cluster.network.cut("w")
-            cluster.network.refuse("ps0:1")
-            await asyncio.sleep(100)
-            cluster.network.admit("ps0:1")
-            assert client.links[0].lost is None
-            await pull(client, v)
-
     async def test_an_update_in_the_middle_of_a_lost_connection_is_told(self) -> None:
         async with PsCluster(2, lost_after_s=0.05) as cluster:
             v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
@@ -310,17 +268,6 @@ class TestSets:
             await client.pull(plan)
             assert sent[-1] == members
 
-    async def test_a_connection_that_knows_too_many_sets_is_replaced(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(ps_link, "SETS_PER_CONNECTION", 3)
-        async with PsCluster() as cluster:
-            variables = [await cluster.create(f"v{i}", np.float32(i)) for i in range(5)]
-            client = cluster.client()
-            for _ in range(2):
-                got = await asyncio.gather(*(pull(client, v) for v in variables))
-                assert [float(value) for (value,) in got] == [0, 1, 2, 3, 4]
-
 
 class TestClose:
     async def test_calls_under_way_fail_and_later_ones_too(self) -> None:
@@ -329,7 +276,7 @@ class TestClose:
             release = hold(cluster.ps[0], v)
             client = cluster.client()
             reading = asyncio.create_task(pull(client, v))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             await client.close()
             for task in (reading, pull(client, v)):
                 with pytest.raises(ClosedError, match="the link to /job:ps/task:0 is closed"):
@@ -352,21 +299,7 @@ class TestClose:
         async with PsCluster() as cluster:
             link = cluster.client().links[0]
             link.notify(AskStatistics())
-            assert not link._peers
-
-
-async def test_acknowledged_are_the_answers_below_the_oldest_open_one() -> None:
-    async with PsCluster() as cluster:
-        link = cluster.client().links[0]
-        first, second, third = (link.draw_sequence() for _ in range(3))
-        assert (first, second, third, link.acked_below) == (1, 2, 3, 1)
-        link.answered(second)
-        assert link.acked_below == 1
-        link.answered(first)
-        assert link.acked_below == 3
-        link.answered(third)
-        assert link.acked_below == 4
-        gc.collect()
+            assert link.state == "unconnected"
 
 
 async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> None:
@@ -379,7 +312,7 @@ async def test_a_question_without_a_coroutine_is_answered_and_asked_again() -> N
         link.ask(lambda peer: AskStatistics(), (), got.append, set_ids=(5,))
         await until(lambda: len(got) == 2)
         assert knows_set(await link.peer("control"), 5)
-        handlers = cluster.ps[0]._endpoint.handlers
+        handlers = handlers_of(cluster.ps[0])
         answer = handlers[AskStatistics]
         cuts = iter([True])
 
@@ -412,12 +345,12 @@ async def test_a_question_that_is_given_up_is_answered_no_more() -> None:
             waiting.append(Later(given_up.append))
             return waiting[-1]
 
-        cluster.ps[0]._endpoint.handlers[AskStatistics] = Handler(run)
+        handlers_of(cluster.ps[0])[AskStatistics] = Handler(run)
         question = link.ask(lambda peer: AskStatistics(), (), got.append)
         await until(lambda: len(waiting) == 1)
         for _ in range(2):
             question.give_up()
-        assert peer._calls == {}
+        assert peer.statistics()["calls"] == 0
         await until(lambda: given_up == waiting)
         assert got == []
         assert not link._asking

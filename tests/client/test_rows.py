@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inside import handlers_of, points_of, store_of, sync_of
 from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 from psync.client import rows
 from psync.client.ps_client import PsClient
@@ -19,7 +20,6 @@ from psync.numerics.indexed_slices import IndexedSlices
 from psync.numerics.scatter import SCATTER_OPS
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
-from psync.testing.sabotage import failpoints_of
 from psync.wire.messages import Done
 from psync.wire.ps_messages import PullRows, RowsPulled
 
@@ -140,7 +140,7 @@ class TestReading:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", table(), shards=2)
             for task, step in zip(cluster.ps, (5, 4), strict=True):
-                task.services.sync.closed_before(7, step - 1)
+                sync_of(task).closed_before(7, step - 1)
             seen = PulledSteps()
             await cluster.chief.read_rows(v, np.arange(10), seen=seen)
             assert seen.lowest(7) == 4
@@ -181,7 +181,7 @@ class TestReading:
     ) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", table())
-            cluster.ps[0]._endpoint.handlers[PullRows] = Handler(lambda *_: answer)
+            handlers_of(cluster.ps[0])[PullRows] = Handler(lambda *_: answer)
             with pytest.raises(RemoteProtocolError, match=expected):
                 await cluster.chief.read_rows(v, rows_of(1))
 
@@ -205,7 +205,7 @@ class TestRanges:
             await cluster.chief.read_range(v, 2, 7)
             store = cluster.ps[0].statistics()["store"]
             assert (store["rows"], store["row_blocks"], store["row_bytes"]) == (5, 1, 60)
-            assert cluster.ps[0].services.store._shards[v.shards[0].key].values.num_made == 1
+            assert store_of(cluster.ps[0]).shards()[v.shards[0].key].values.num_made == 1
 
 
 @given(
@@ -262,13 +262,13 @@ class TestPushes:
             expected[1] -= RATE
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
-            assert [task.services.store._optimizers[1].step for task in cluster.ps] == [1, 1]
+            assert [store_of(task).optimizer_step(1) for task in cluster.ps] == [1, 1]
 
     async def test_a_push_whose_answer_was_lost_is_applied_once(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", table())
             cut = lambda: cluster.network.cut("w")  # noqa: E731
-            failpoints_of(cluster.ps[0]._platform).arm("ps.push.applied", cut)
+            points_of(cluster.ps[0]).arm("ps.push.applied", cut)
             gradient = IndexedSlices(np.ones((1, 3), np.float32), rows_of(1))
             assert await push_rows(cluster.client(WORKER, host="w"), v, gradient) == ["accepted"]
             expected = table()

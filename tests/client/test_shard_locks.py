@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import locks_of
 from local_training import training
 from ps_cluster import OTHER, WORKER, PsCluster, assign, heard, pull, until
 from psync.client import shard_locks
@@ -40,7 +40,7 @@ async def read(client: PsClient, *variables: VariableSpec) -> list[np.ndarray]:
     return await pull_at_once(client, client.plan(variables))
 
 
-def locks_of(cluster: PsCluster) -> list[int]:
+def held_locks(cluster: PsCluster) -> list[int]:
     return [task.statistics()["locks"]["held"] for task in cluster.ps]
 
 
@@ -91,7 +91,7 @@ async def test_an_atomic_assign_is_seen_whole_by_consistent_reads_only(seed: int
         mixed, whole = await asyncio.gather(*readings)
         assert mixed > 0  # so the reads at one instant had something to be different from
         assert whole > 2
-        assert locks_of(cluster) == [0, 0, 0]
+        assert held_locks(cluster) == [0, 0, 0]
 
 
 @virtual
@@ -148,7 +148,7 @@ async def test_tasks_that_lock_the_same_shards_do_not_wait_for_each_other_for_ev
 
         orders = [(a, b), (b, a), (a,), (b,)]
         await asyncio.gather(*(work(*pair) for pair in zip(clients, orders, strict=True)))
-        assert locks_of(cluster) == [0, 0, 0]
+        assert held_locks(cluster) == [0, 0, 0]
 
 
 async def test_one_shard_needs_no_lock() -> None:
@@ -172,7 +172,7 @@ async def test_a_lock_is_renewed_as_long_as_it_is_needed() -> None:
         renewed = heard(cluster.ps[0], RenewLock)
         reading = asyncio.ensure_future(read(reader, v))
         await asyncio.sleep(3 * LEASE_S)  # it has its lock on ps 0, and waits for that on ps 1
-        assert locks_of(cluster) == [1, 2]
+        assert held_locks(cluster) == [1, 2]
         assert len(renewed) > 5
         await unlock(holder, 1)
         assert (await reading)[0].tolist() == full(1).tolist()
@@ -188,10 +188,10 @@ async def test_a_writer_that_is_cut_off_for_longer_than_its_lease_is_told_so() -
         await pull(writer, v)
         await lock(other, 1, v)
         writing = asyncio.ensure_future(write(writer, v, 2))
-        await until(lambda: locks_of(cluster) == [1, 2])
+        await until(lambda: held_locks(cluster) == [1, 2])
         cluster.network.partition("far")
         await asyncio.sleep(LEASE_S + 1)
-        assert locks_of(cluster) == [0, 2]  # what is asked for has no lease yet
+        assert held_locks(cluster) == [0, 2]  # what is asked for has no lease yet
         cluster.network.heal("far")
         await unlock(other, 1)
         with pytest.raises(LockLost) as caught:
@@ -211,14 +211,14 @@ async def test_a_reader_whose_connection_is_lost_reads_again() -> None:
         reader = cluster.client(WORKER, host="far")
         await lock(other, 1, v)
         reading = asyncio.ensure_future(read(reader, v))
-        await until(lambda: locks_of(cluster) == [1, 2])
+        await until(lambda: held_locks(cluster) == [1, 2])
         for link in cluster.network.links("ps0:1"):
             if "far" in repr(link):
                 link.cut()
-        await until(lambda: locks_of(cluster)[0] == 0)
+        await until(lambda: held_locks(cluster)[0] == 0)
         await unlock(other, 1)
         assert (await reading)[0].tolist() == full(1).tolist()
-        assert locks_of(cluster) == [0, 0]
+        assert held_locks(cluster) == [0, 0]
 
 
 @virtual
@@ -228,7 +228,8 @@ async def test_a_reader_that_loses_its_locks_again_and_again_gives_up() -> None:
         reader = cluster.client(WORKER)
         attempts = heard(cluster.ps[0], LockShards)
         for task in cluster.ps:
-            drop, locks = task.services.locks._drop, task.services.locks
+            locks = locks_of(task)
+            drop = locks._drop
             check = locks.check
 
             def lost(*arguments: Any, check: Any = check, drop: Any = drop) -> None:
@@ -248,11 +249,11 @@ async def test_a_reader_that_is_cancelled_leaves_no_lock() -> None:
         holder, reader = cluster.client(WORKER), cluster.client(OTHER)
         await lock(holder, 1, v)
         reading = asyncio.ensure_future(read(reader, v))
-        await until(lambda: locks_of(cluster) == [1, 2])
+        await until(lambda: held_locks(cluster) == [1, 2])
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await reader.drain()
-        assert locks_of(cluster) == [0, 1]
+        assert held_locks(cluster) == [0, 1]
 
 
 @virtual
@@ -262,14 +263,14 @@ async def test_a_writer_that_is_cancelled_ends_in_the_background() -> None:
         holder, writer = cluster.client(WORKER), cluster.client(OTHER)
         await lock(holder, 1, v)
         writing = asyncio.ensure_future(write(writer, v, 2))
-        await until(lambda: locks_of(cluster) == [1, 2])
+        await until(lambda: held_locks(cluster) == [1, 2])
         writing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await writing
         await unlock(holder, 1)
         await writer.drain()
         assert (await pull(holder, v))[0].tolist() == full(2).tolist()
-        assert locks_of(cluster) == [0, 0]
+        assert held_locks(cluster) == [0, 0]
 
 
 @virtual
@@ -343,17 +344,15 @@ async def test_the_global_step_is_read_at_one_instant_with_the_variables() -> No
 
 @virtual
 async def test_updates_that_wait_do_not_stand_in_the_way_of_who_holds_the_lock() -> None:
-    async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
-        for task in cluster.ps:
-            task._platform = task._endpoint.platform = dataclasses.replace(
-                task._platform, limits=Limits(unfinished_bytes=1 << 16)
-            )
+    limits = Limits(unfinished_bytes=1 << 16)
+    network = {"chunk": (1 << 16, 1 << 20), "check_buffers": False}
+    async with PsCluster(2, limits=limits, **network) as cluster:
         value = np.zeros((2, 1 << 16), np.float32)  # one update is more than a ps reads ahead
         v = await cluster.create("v", value, shards=2)
         holder, worker = cluster.client(OTHER), cluster.client(WORKER)
         await lock(holder, 1, v)
         reading = asyncio.ensure_future(read(worker, v))
-        await until(lambda: locks_of(cluster) == [1, 2])
+        await until(lambda: held_locks(cluster) == [1, 2])
         updates = [
             asyncio.ensure_future(assign(worker, v, value + 1, "add", ordinal=number))
             for number in range(4)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import closer_of, handlers_of, pushes_of
 from ps_cluster import OTHER, WORKER, PsCluster, heard, pull, until
 from psync.client import plans
 from psync.client.ps_client import PsClient
@@ -93,7 +94,7 @@ class Cluster(PsCluster):
 
 def answer_with(task: PsTask, kind: type[Message], message: Message) -> None:
     """Let a ps answer all messages of a kind like this."""
-    task._endpoint.handlers[kind] = Handler(lambda *_: Reply(message))
+    handlers_of(task)[kind] = Handler(lambda *_: Reply(message))
 
 
 @contextlib.asynccontextmanager
@@ -306,7 +307,7 @@ class TestWhatGoesWrong:
             def refuse(*_: Any) -> Reply:
                 raise GradientError("no")
 
-            cluster.ps[1]._endpoint.handlers[StagePush] = Handler(refuse)
+            handlers_of(cluster.ps[1])[StagePush] = Handler(refuse)
             with pytest.raises(GradientError, match="no"):
                 await cluster.push(worker, v)
             assert contributed == []
@@ -384,7 +385,7 @@ class TestLostConnections:
             await cluster.group(1)
             v = await cluster.variable("v", LARGE)
             worker = cluster.worker(host="w")
-            handlers = cluster.ps[1]._endpoint.handlers
+            handlers = handlers_of(cluster.ps[1])
             staging = handlers[StagePush]
             cuts = iter([True])
 
@@ -423,7 +424,7 @@ class TestCancellation:
             contributed = heard(cluster.ps[0], Contribute)
             async with in_background(cluster.push(worker, v, 1.0)) as (pushing,):
                 await until(lambda: _counted(cluster) == 1)
-                assert not client._pushes  # nothing that the end of a step would wait for
+                assert not pushes_of(client)  # nothing that the end of a step would wait for
                 pushing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await pushing
@@ -499,6 +500,6 @@ class TestTokensAndTheEnd:
 
 def _counted(cluster: Cluster) -> int:
     """Pushes that count in the present step."""
-    closer = cluster.ps[0].services.closer
+    closer = closer_of(cluster.ps[0])
     assert closer is not None
     return next((group["counted"] for group in closer.steps.statistics().values()), 0)

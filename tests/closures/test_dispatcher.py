@@ -42,7 +42,7 @@ class Bench:
         for closure_id in ids:
             closure = self.closures[closure_id] = Closure(closure_id, inline_bytes=inline_bytes)
             move(closure, Event.QUEUE)
-            self.dispatcher.add(closure)
+            self.dispatcher.queued.add(closure)
 
     def decide(self, reporter: str | None = None) -> list[DispatchAction]:
         return self.dispatcher.decide(reporter)
@@ -56,13 +56,13 @@ class Bench:
         for closure in self.dispatcher.leave(worker):
             closure.lost_on += (worker,)
             move(closure, Event.LOSE)
-            self.dispatcher.add_late(closure)
+            self.dispatcher.queued.add_late(closure)
         return self.decide()
 
     def give_back(self, worker: str, *ids: int) -> list[DispatchAction]:
         for closure in self.dispatcher.take_back(worker, ids):
             move(closure, Event.GIVE_BACK)
-            self.dispatcher.add_late(closure)
+            self.dispatcher.queued.add_late(closure)
         return self.decide()
 
     def run_all(self, worker: str) -> list[int]:
@@ -283,7 +283,7 @@ def test_closure_whose_input_was_late_goes_between_those_scheduled_before_and_af
     late = Closure(2)
     bench.add(3)
     move(late, Event.QUEUE)
-    bench.dispatcher.add_late(late)
+    bench.dispatcher.queued.add_late(late)
     bench.dispatcher.join("a")
     assert bench.run_all("a") == [1, 2, 3]
 
@@ -292,12 +292,12 @@ def test_discarded_closure_is_skipped_wherever_it_stands() -> None:
     bench = Bench()
     bench.add(1, 2, 3, 4)
     for closure_id in (1, 3):
-        bench.dispatcher.discard(bench.closures[closure_id])
+        bench.dispatcher.queued.discard(bench.closures[closure_id])
     late = [Closure(5), Closure(6)]
     for closure in late:
         move(closure, Event.QUEUE)
-        bench.dispatcher.add_late(closure)
-    bench.dispatcher.discard(late[0])
+        bench.dispatcher.queued.add_late(closure)
+    bench.dispatcher.queued.discard(late[0])
     assert bench.dispatcher.num_queued == 3
     bench.dispatcher.join("a")
     assert sent(bench.decide()) == {"a": [2, 4]}

@@ -290,7 +290,7 @@ def test_a_gang_waits_for_what_was_scheduled_before_it_and_nothing_overtakes_it(
     later = cluster.schedule()
     assert cluster.sent == [("a", 0)]
     assert queue.statistics().waiting == 1
-    assert queue.num_queued == 0
+    assert queue.dispatcher.num_queued == 0
     cluster.finish("a", 0)
     assert queue.may_begin(barrier)
     replicas = cluster.begin("a", "b")
@@ -395,7 +395,7 @@ def test_how_a_replica_ends_is_no_error_of_the_queue_and_it_never_runs_again(how
     cluster.finish("b", replicas[1].id)
     cluster.perform(queue.open_barrier(barrier))
     assert queue.collect_error() is None
-    assert queue.num_queued == 0
+    assert queue.dispatcher.num_queued == 0
 
 
 def test_an_error_that_ends_everything_stops_replicas_and_forbids_gangs():

@@ -93,10 +93,10 @@ def test_a_closure_that_no_worker_has_is_queued():
 def test_a_closure_held_behind_others_is_queued():
     world = World(A, B)
     world.schedule(*range(6))
-    while world.queue.num_queued:
+    while world.queue.dispatcher.num_queued:
         (worker, closure), *_ = world.queue.in_flight()
         world.finish(worker, closure.id)
-    assert world.queue.num_in_flight > 2
+    assert world.queue.dispatcher.num_in_flight > 2
     assert world.news().queued
 
 

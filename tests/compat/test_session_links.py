@@ -8,27 +8,27 @@ import dataclasses
 import numpy as np
 import pytest
 
+from memory_cluster import MemoryCluster, session_cluster
 from ps_cluster import PsCluster, heard
 from psync.chief.declarations import Declaration
 from psync.compat.session_links import Comparison, SessionLinks, wait_over
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, TrainingEnded
 from psync.net.secret import Secret
 from psync.wire.session_messages import AwaitEnd, EndTraining
-from session_cluster import SessionCluster, session_cluster
 
 WORKER = "/job:worker/task:0"
 CHIEF_TASK = "/job:chief/task:0"
 
 
 def links_of(
-    cluster: SessionCluster,
+    cluster: MemoryCluster,
     task: str = WORKER,
     *,
     num_ps: int = 1,
     timeout_s: float = 5.0,
     boot: int = 0,
 ) -> SessionLinks:
-    platform = cluster.platform("worker-0" if task == WORKER else "chief-0")
+    platform = cluster.platform(host="worker-0" if task == WORKER else "chief-0")
     if boot:
         platform = dataclasses.replace(platform, new_incarnation=lambda: boot)
     return SessionLinks(
@@ -58,7 +58,7 @@ async def test_a_worker_without_a_chief_says_so() -> None:
 @pytest.mark.virtual_time
 async def test_a_worker_without_a_ps_says_which() -> None:
     async with session_cluster(1) as cluster:
-        await cluster.ps.pop().close()
+        await cluster.stop("ps-0")
         links = links_of(cluster)
         with pytest.raises(ConnectFailed, match=r"^no connection to /job:ps/task:0 at ps-0:1 with"):
             await links.enter()
@@ -68,7 +68,7 @@ async def test_a_worker_without_a_ps_says_which() -> None:
 @pytest.mark.virtual_time
 async def test_a_chief_without_a_ps_says_which() -> None:
     async with session_cluster(2) as cluster:
-        await cluster.ps.pop().close()
+        await cluster.stop("ps-1")
         links = links_of(cluster, CHIEF_TASK, num_ps=2)
         with pytest.raises(ConnectFailed) as caught:
             await links.attach(trains=True)

@@ -13,7 +13,7 @@ import pytest
 from endpoints import PS, connected
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, heard, until
 from psync.client.ps_client import PsClient
-from psync.compat.session_links import ENQUIRER
+from psync.cluster_roles import ENQUIRER
 from psync.compat.session_members import GRACE_S
 from psync.compat.session_service import SessionService, check_shards
 from psync.errors import (

@@ -164,7 +164,7 @@ async def test_a_list_is_no_iterator() -> None:
         await strategy().extended.experimental_run_steps_on_iterator(lambda *_: None, [1])
 
 
-async def test_outputs_are_set_where_the_context_is_and_not_in_a_replica() -> None:
+def test_outputs_are_set_where_the_context_is_and_not_in_a_replica() -> None:
     context = MultiStepContext(strategy())
     assert repr(context) == "<MultiStepContext: nothing>"
     with enter_closure(ClosureContext(worker_index=0, closure_id=1)):

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import psync
+from memory_cluster import session_cluster
 from psync.client.ps_link import MAX_LOSSES
 from psync.compat.session_hooks import SessionHook
 from psync.compat.session_members import GRACE_S
 from psync.compat.training_sessions import MonitoredTrainingSession
-from session_cluster import session_cluster
 
 Strategy = psync.ParameterServerStrategy
 ONES = np.full(4, -1, np.float32)  # a gradient: each push through SGD(1.0) adds one
@@ -236,7 +236,7 @@ async def test_hooks_hear_of_each_stage_in_order() -> None:
         return sum(line.startswith("run") for line in log) + 1
 
     async with session_cluster(1, 1) as cluster:
-        strategy = cluster.strategy("worker")
+        strategy = cluster.strategy(job="worker")
         w, _ = declare(strategy)
         async with MonitoredTrainingSession(strategy, hooks=[Hook()]) as session:
             while not session.should_stop():
@@ -257,7 +257,7 @@ async def test_an_error_of_a_step_goes_to_the_program_and_ends_training() -> Non
             await session.wait_until_stopped()
 
     async with session_cluster(1, 2) as cluster:
-        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with pytest.raises(ValueError, match="no luck"):
             await chief
         with pytest.raises(psync.TrainingEnded, match=r"^the chief failed: ValueError: no luck$"):
@@ -268,7 +268,7 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
     class Hook(SessionHook):
         async def after_create_session(self, session: Any) -> None:
             if session.is_chief:
-                waiting = cluster.ps[0].statistics
+                waiting = cluster.ps("ps-0").statistics
                 while waiting()["session"].get("asking") != ["/job:worker/task:1"]:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 raise ValueError("no luck")
@@ -279,7 +279,7 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
             pass
 
     async with session_cluster(1, 2) as cluster:
-        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with pytest.raises(ValueError, match="no luck"):
             await chief
         with pytest.raises(psync.TrainingEnded, match="the chief failed: ValueError: no luck"):
@@ -289,7 +289,7 @@ async def test_an_error_of_a_hook_of_the_chief_reaches_those_who_wait_for_it() -
 @pytest.mark.virtual_time
 async def test_a_startup_delay_passes_before_the_first_step() -> None:
     async with session_cluster(1, 1) as cluster:
-        strategy = cluster.strategy("worker")
+        strategy = cluster.strategy(job="worker")
         now = asyncio.get_running_loop().time
         began = now()
         async with MonitoredTrainingSession(strategy, startup_delay_s=7.5):
@@ -306,7 +306,7 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
             await session.wait_until_stopped()
 
     async with session_cluster(1, 2) as cluster:
-        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with pytest.raises(psync.ConfigurationError) as caught:
             await other
         assert caught.value.message == (
@@ -318,7 +318,7 @@ async def test_variables_that_differ_from_the_chiefs_are_an_error() -> None:
 
 async def test_outside_its_session_a_strategy_serves_no_more() -> None:
     async with session_cluster(1, 1) as cluster:
-        strategy = cluster.strategy("worker")
+        strategy = cluster.strategy(job="worker")
         w, _ = declare(strategy)
         async with MonitoredTrainingSession(strategy):
             with pytest.raises(psync.UsageError, match="is running already"):
@@ -375,9 +375,9 @@ async def test_synchronous_training_goes_on_without_a_worker_that_is_killed() ->
     # Bound tokens: with free ones a survivor may take the dead one's, and count twice in a step.
     program = Program(sync(3, strict=True), stop_at_step=60)
     async with session_cluster(2, 3) as cluster:
-        tasks = [cluster.start(program, "worker", index) for index in range(3)]
+        tasks = [cluster.run(program, "worker", index) for index in range(3)]
         await until_step(program, 10)
-        await cluster.kill(tasks[2], "worker-2")
+        await cluster.kill_program(tasks[2], "worker-2")
         assert await asyncio.gather(*tasks[:2]) == ["worker-0", "worker-1"]
     assert program.final == ([60.0] * 4, 60)
     counts = [outcomes["accepted"] for outcomes in program.outcomes.values()]
@@ -389,10 +389,10 @@ async def test_synchronous_training_goes_on_without_a_worker_that_is_killed() ->
 async def test_a_worker_that_is_started_again_takes_part_again() -> None:
     program = Program(sync(2, strict=True), stop_at_step=60)
     async with session_cluster(2, 2) as cluster:
-        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        tasks = [cluster.run(program, "worker", index) for index in range(2)]
         await until_step(program, 10)
-        await cluster.kill(tasks[1], "worker-1")
-        again = cluster.start(program, "worker", 1)
+        await cluster.kill_program(tasks[1], "worker-1")
+        again = cluster.run(program, "worker", 1)
         assert await asyncio.gather(tasks[0], again) == ["worker-0", "worker-1"]
     assert program.final == ([60.0] * 4, 60)
     assert program.outcomes["worker-1"]["accepted"] > 10  # of its second life
@@ -410,12 +410,12 @@ async def test_when_the_chief_is_killed_the_others_end_with_an_error(trains: boo
 
     entered: list[Any] = []
     async with session_cluster(1, 2, chief=True) as cluster:
-        chief = cluster.start(main, "chief")
-        workers = [cluster.start(main, "worker", index) for index in range(2)]
+        chief = cluster.run(main, "chief")
+        workers = [cluster.run(main, "worker", index) for index in range(2)]
         while len(entered) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0)
         began = asyncio.get_running_loop().time()
-        await cluster.kill(chief, "chief-0")
+        await cluster.kill_program(chief, "chief-0")
         for worker in workers:
             with pytest.raises(psync.TrainingEnded, match=r"^the chief, /job:chief/task:0, was lo"):
                 await worker
@@ -441,10 +441,10 @@ async def test_who_waits_for_a_token_when_the_chief_is_killed_is_released() -> N
                 await session.run(step)
 
     async with session_cluster(1, 2) as cluster:
-        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         while not pushing:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        await cluster.kill(chief, "worker-0")
+        await cluster.kill_program(chief, "worker-0")
         with pytest.raises(psync.TrainingEnded, match="the chief, /job:chief/task:0, was lost"):
             await other
 
@@ -482,7 +482,7 @@ async def test_the_end_reaches_who_waits_for_a_token_although_others_are_still_i
 async def test_a_session_outlives_any_number_of_connections() -> None:
     program = Program(sync(2), pause_s=1.0, stop_at_step=60)
     async with session_cluster(2, 2) as cluster:
-        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        tasks = [cluster.run(program, "worker", index) for index in range(2)]
         await until_step(program, 2)
         for _ in range(2 * MAX_LOSSES):
             cluster.network.cut("ps-0")
@@ -495,7 +495,7 @@ async def test_a_session_outlives_any_number_of_connections() -> None:
 async def test_a_worker_that_was_cut_off_too_long_is_refused() -> None:
     program = Program(sync(2), pause_s=0.1, stop_at_step=10_000)
     async with session_cluster(1, 2) as cluster:
-        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        tasks = [cluster.run(program, "worker", index) for index in range(2)]
         await until_step(program, 10)
         cluster.network.partition("worker-1")
         cluster.network.cut("worker-1")
@@ -520,14 +520,14 @@ async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
 
     entered: list[Any] = []
     async with session_cluster(1, 2, chief=False) as cluster:
-        chief, old = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, old = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         while len(entered) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        await cluster.kill(chief, "worker-0")
-        new = cluster.start(program, "worker", 0)
+        await cluster.kill_program(chief, "worker-0")
+        new = cluster.run(program, "worker", 0)
         with pytest.raises(psync.TrainingEnded, match="a new chief has attached the ps tasks"):
             await old
-        again = cluster.start(program, "worker", 1)
+        again = cluster.run(program, "worker", 1)
         assert await asyncio.gather(new, again) == ["worker-0", "worker-1"]
     assert program.final == ([5.0] * 4, 5)
 
@@ -536,9 +536,9 @@ async def test_a_chief_that_is_started_again_ends_what_was_before() -> None:
 async def test_a_ps_that_is_lost_is_an_error_for_all() -> None:
     program = Program(sync(2), stop_at_step=10_000)
     async with session_cluster(1, 2) as cluster:
-        tasks = [cluster.start(program, "worker", index) for index in range(2)]
+        tasks = [cluster.run(program, "worker", index) for index in range(2)]
         await until_step(program, 4)
-        await cluster.ps.pop().close()
+        await cluster.stop("ps-0")
         for task in tasks:
             with pytest.raises(psync.ParameterServerLost):
                 await task
@@ -560,13 +560,14 @@ async def test_a_chief_does_not_wait_for_ever_for_a_step_that_does_not_end(
         return "ended"
 
     async with session_cluster(1, 2) as cluster:
-        chief, other = cluster.start(main, "worker", 0), cluster.start(main, "worker", 1)
+        chief, other = cluster.run(main, "worker", 0), cluster.run(main, "worker", 1)
         with caplog.at_level(logging.WARNING):
             assert await chief == "ended"
         assert "others are still in a step after 30 s" in caplog.text
         other.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(4))
 async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> None:
@@ -576,8 +577,8 @@ async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> Non
     program = Program(sync(2, 3), pause_s=0.05, stop_at_step=last)
     deaths = 0
     async with session_cluster(2, 3, chief=True, seed=seed, latency=(0.0005, 0.004)) as cluster:
-        chief = cluster.start(program, "chief")
-        workers = [cluster.start(program, "worker", index) for index in range(3)]
+        chief = cluster.run(program, "chief")
+        workers = [cluster.run(program, "worker", index) for index in range(3)]
         await until_step(program, 3)
         while not chief.done():
             await asyncio.sleep(chance.uniform(0.1, 3.0))
@@ -585,10 +586,10 @@ async def test_whoever_dies_whenever_each_step_is_applied_once(seed: int) -> Non
             if workers[victim].done() or program.final:
                 continue
             deaths += 1
-            await cluster.kill(workers[victim], f"worker-{victim}")
+            await cluster.kill_program(workers[victim], f"worker-{victim}")
             if chance.random() < 0.5:  # long enough to be given up, or not
                 await asyncio.sleep(GRACE_S + 1)
-            workers[victim] = cluster.start(program, "worker", victim)
+            workers[victim] = cluster.run(program, "worker", victim)
         await chief
         await asyncio.gather(*workers, return_exceptions=True)
     value, step = program.final
@@ -605,11 +606,11 @@ async def test_a_worker_that_waits_names_who_has_to_begin(
     caplog.set_level(logging.INFO, "psync.net.chief_presence")
     program = Program(psync.optimizers.SGD(1.0), stop_at_step=3)
     async with session_cluster(1, 2, chief=chief) as cluster:
-        waiting = cluster.start(program, "worker", 1)
+        waiting = cluster.run(program, "worker", 1)
         await asyncio.sleep(25)
         leader = "/job:chief/task:0 at chief-0:1" if chief else "/job:worker/task:0 at worker-0:1"
-        others = [cluster.start(program, "worker", 0)]
-        others += [cluster.start(program, "chief", 0)] if chief else []
+        others = [cluster.run(program, "worker", 0)]
+        others += [cluster.run(program, "chief", 0)] if chief else []
         await asyncio.gather(waiting, *others)
         said = [
             record.getMessage()

@@ -64,6 +64,7 @@ def test_every_seed_is_a_good_input(name: str) -> None:
         one_input(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_mutated_seeds_end_in_documented_errors_within_bounded_memory(name: str) -> None:
     one_input, seeds = target(name)

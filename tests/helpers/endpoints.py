@@ -99,6 +99,7 @@ class Pair:
     client: Endpoint  # a worker, which has connected
     peer: Peer  # the ps, as the worker sees it
     back: Peer  # the worker, as the ps sees it
+    address: str  # where the ps listens
 
 
 @contextlib.asynccontextmanager
@@ -120,15 +121,31 @@ async def connected(
     try:
         listener = await ps.listen(address)
         peer = await worker.connect(listener.address, PS, lane)
-        yield Pair(network, ps, worker, peer, await accepted)
+        yield Pair(network, ps, worker, peer, await accepted, listener.address)
     finally:
         await worker.close()
         await ps.close()
-    assert not ps._peers
-    assert not worker._peers
-    assert not ps._tasks
+    assert is_deserted(ps)
+    assert is_deserted(worker)
     if isinstance(network, MemoryNetwork):
         network.check()
+
+
+def is_deserted(endpoint: Endpoint) -> bool:
+    """Whether it has no connection, not even one in its handshake."""
+    statistics = endpoint.statistics()
+    return statistics["connections"] == statistics["handshakes"] == 0
+
+
+async def wait_deserted(endpoint: Endpoint) -> None:
+    """Wait until the last connection is gone, one in its handshake among them."""
+    while peers := list(endpoint._peers):
+        await asyncio.gather(*(peer.wait_closed() for peer in peers))
+
+
+def transport_of(peer: Peer) -> Any:
+    """What carries a peer's bytes."""
+    return peer.connection._transport
 
 
 def places(directory: Path) -> dict[str, Callable[[], tuple[Network, str]]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psync
+from inside import chief_of
 from psync.chief.consistent_cut import Cut
 
 
@@ -19,7 +20,7 @@ class KeptImage:
 
 async def keep_images(coordinator: psync.ClusterCoordinator, folder: Path) -> list[KeptImage]:
     """Take a cut, let each ps write its image, and let the coordinator recover from these."""
-    inner = coordinator._running("keep_images")
+    inner = chief_of(coordinator)
     async with inner.cuts.take() as cut:
         kept = [await _kept(cut, ps, folder) for ps in range(len(cut.images))]
         cut.check_present()

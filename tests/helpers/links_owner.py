@@ -1,9 +1,9 @@
-"""An owner of links that writes down what it is told, for tests."""
+"""What links tell of workers and ps tasks, written down, for tests."""
 
 from __future__ import annotations
 
-from psync.errors import FencedError, ParameterServerLost
-from psync.net.peer import Peer
+from psync.chief.cluster_links import ClusterLinks
+from psync.errors import ParameterServerLost
 
 
 class Owner:
@@ -11,20 +11,12 @@ class Owner:
         self.events: list[str] = []
         self.lost: list[ParameterServerLost] = []
 
-    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
-        assert (control.lane, bulk.lane) == ("control", "bulk")
-        assert control.is_open
-        assert bulk.is_open
-        self.events.append(f"+{worker[-1]}")
+    def listen(self, links: ClusterLinks) -> None:
+        links.workers.on_joined = lambda worker: self.events.append(f"+{worker[-1]}")
+        links.workers.on_lost = self._worker_lost
+        links.on_worker_given_up = lambda: self.events.append("given up")
+        links.on_ps_lost = self.lost.append
+        links.on_replaced = lambda _: self.events.append("replaced")
 
-    def worker_lost(self, worker: str, *, blame: bool) -> None:
+    def _worker_lost(self, worker: str, blame: bool) -> None:
         self.events.append(f"-{worker[-1]}" if blame else f"={worker[-1]}")
-
-    def worker_given_up(self) -> None:
-        self.events.append("given up")
-
-    def ps_lost(self, error: ParameterServerLost) -> None:
-        self.lost.append(error)
-
-    def replaced(self, error: FencedError) -> None:
-        self.events.append("replaced")

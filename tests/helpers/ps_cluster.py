@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from inside import handlers_of, store_of, work_of
 from psync.chief.creation import Creation
 from psync.chief.declarations import Declaration, split
 from psync.client.ps_client import Plan, PsClient
@@ -26,6 +27,7 @@ from psync.specs import VariableSpec, dtype_name, dtype_of
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import Failpoints, SabotagedParts
 from psync.wire.codec import Message
+from psync.wire.limits import DEFAULT_LIMITS, Limits
 from psync.wire.ps_messages import AttachPs, Pushed
 
 CHIEF = "/job:chief/task:0"
@@ -43,7 +45,15 @@ class PsCluster:
     Everything a test sends goes through ``network``, whose check ends the test.
     """
 
-    def __init__(self, num_ps: int = 1, *, lost_after_s: float = 15.0, **network: Any) -> None:
+    def __init__(
+        self,
+        num_ps: int = 1,
+        *,
+        lost_after_s: float = 15.0,
+        limits: Limits = DEFAULT_LIMITS,
+        **network: Any,
+    ) -> None:
+        self.limits = limits  # of ps tasks
         self.network = MemoryNetwork(**network)
         self.ps = [self._new_ps(index) for index in range(num_ps)]
         self.declared: list[Declaration] = []
@@ -52,6 +62,10 @@ class PsCluster:
         self._lost_after_s = lost_after_s
         self._incarnations = itertools.count(1000)
         self._stack = AsyncExitStack()
+
+    def address(self, task: PsTask) -> str:
+        """Where a ps listens."""
+        return f"ps{self.ps.index(task)}:1"
 
     def _new_ps(self, index: int) -> PsTask:
         platform = self.platform()
@@ -62,6 +76,7 @@ class PsCluster:
             self.network,
             SECRET,
             parts=SabotagedParts(failpoints),
+            limits=self.limits,
             new_incarnation=lambda: incarnation,
         )
 
@@ -178,27 +193,25 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 def is_busy(task: PsTask, variable: VariableSpec) -> Callable[[], bool]:
-    return lambda: task.services.store.busy((variable.variable_id, 0))
+    return lambda: store_of(task).busy((variable.variable_id, 0))
 
 
 def hold(task: PsTask, variable: VariableSpec) -> Callable[[], None]:
     """Keep a variable's first shard busy; return what ends that."""
     shard = variable.shards[0]
-    work = task.services.store.assign(
-        shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype))
-    )
+    work = store_of(task).assign(shard.key, "add", np.zeros(shard.shape, dtype_of(shard.dtype)))
 
     def release() -> None:
         for _ in work:
             pass
-        task._work.wake()
+        work_of(task).wake()
 
     return release
 
 
 def heard(task: PsTask, kind: type[Message]) -> list[Any]:
     """All messages of a kind that a ps gets from now on."""
-    handlers, messages = task._endpoint.handlers, list[Message]()
+    handlers, messages = handlers_of(task), list[Message]()
     handler = handlers[kind]
 
     def run(peer: Any, message: Any, segments: list[memoryview]) -> Any:

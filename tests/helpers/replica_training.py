@@ -92,3 +92,27 @@ class StepsTraining:
         np.testing.assert_array_equal(value, np.full(value.shape, -float(pushes)))
         assert steps <= pushes <= min(2 * steps, begun)
         return pushes
+
+
+def declared(coordinator: psync.ClusterCoordinator) -> tuple[Any, Any]:
+    """A counter with a shard on each ps, and a small one on ps 0."""
+    with coordinator.strategy.scope():
+        wide = psync.Variable(np.zeros((2, 3), np.float32), name="wide")
+        small = psync.Variable(np.zeros((1,), np.int64), name="small")
+    return wide, small
+
+
+async def add(wide: Any, small: Any) -> None:
+    await wide.assign_add(np.ones((2, 3), np.float32))
+    await small.assign_add(np.ones(1, np.int64))
+
+
+async def run(coordinator: psync.ClusterCoordinator, count: int, *variables: Any) -> None:
+    for _ in range(count):
+        coordinator.schedule(add, args=variables)
+    await coordinator.join()
+
+
+async def check(variables: tuple[Any, Any], count: int) -> None:
+    assert int((await variables[1].read())[0]) == count
+    assert np.array_equal(await variables[0].read(), np.full((2, 3), count))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from inside import store_of, sync_of
 from ps_cluster import CONFIG, PsCluster, pull
 from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
@@ -44,16 +44,14 @@ class SyncCluster(PsCluster):
         failpoints: Failpoints | None = None,
         **options: Any,
     ) -> None:
-        self._limits = Limits(staging_bytes=staging_bytes)
         self._of_tasks = failpoints
-        super().__init__(num_ps, **options)
+        super().__init__(num_ps, limits=Limits(staging_bytes=staging_bytes), **options)
         self._step_ps = step_ps
         self._first = first
         self.config: dict[str, Any] = {}
 
     def platform(self, failpoints: Failpoints | None = None, incarnation: int = 7) -> Platform:
-        platform = super().platform(failpoints or self._of_tasks, incarnation)
-        return dataclasses.replace(platform, limits=self._limits)
+        return super().platform(failpoints or self._of_tasks, incarnation)
 
     async def __aenter__(self) -> SyncCluster:
         await super().__aenter__()
@@ -101,12 +99,12 @@ class SyncCluster(PsCluster):
 
     def staged_bytes(self) -> list[int]:
         """On each ps."""
-        return [task.services.sync.statistics()["bytes"] for task in self.ps]
+        return [sync_of(task).statistics()["bytes"] for task in self.ps]
 
     def versions(self, *variables: VariableSpec) -> list[int]:
         """Of each shard."""
         return [
-            self.ps[shard.ps].services.store.version(shard.key)
+            store_of(self.ps[shard.ps]).version(shard.key)
             for variable in variables
             for shard in variable.shards
         ]

@@ -46,6 +46,14 @@ class Steps(SyncSteps):
         self.numbers: dict[Replica, int] = {}
         self.living: dict[str, int] = {}
 
+    def counted(self) -> int:
+        """How many pushes count in the present step."""
+        return self._group(GROUP).num_counted
+
+    def remembered(self, of: Replica) -> list[int]:
+        """Which pushes of a replica may still be asked for."""
+        return list(self._group(GROUP)._pushes[of])
+
     def live(self, *indices: int, now: float = 0.0, incarnation: int = 1) -> list[Action]:
         """These live; ``incarnation`` is that of worker 0."""
         alive = dict(replica(index) for index in indices)

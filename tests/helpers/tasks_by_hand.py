@@ -54,7 +54,7 @@ class ByHand:
     def __init__(self, num_ps: int = 1, num_workers: int = 1) -> None:
         chief, *others = free_addresses(1 + num_ps + num_workers)
         self.cluster = {"chief": [chief], "ps": others[:num_ps], "worker": others[num_ps:]}
-        self._processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str]] = []
 
     def start(
         self,
@@ -76,7 +76,7 @@ class ByHand:
             stderr=stderr,
             text=True,
         )
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def run(
@@ -103,7 +103,7 @@ class ByHand:
         return tasks
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.communicate()
 

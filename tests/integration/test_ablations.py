@@ -15,6 +15,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import chief_of
 from memory_cluster import cluster_of, event_of
 from psync.net.platform import Platform
 from psync.testing import MemoryNetwork, run_virtual
@@ -37,6 +38,7 @@ def switch_off(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(memory_cluster.MemoryCluster, "platform", platform)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dedup", "staleness", "staged_commit"])
 def test_the_simulation_notices_that_a_safeguard_is_missing(name: str) -> None:
     (shape,) = MUTANTS[name].shapes
@@ -61,7 +63,7 @@ async def torn_cuts(seed: int) -> int:
                 coordinator.schedule(step, (counter,))
             await asyncio.sleep(0.1)
             while not coordinator.done():
-                async with coordinator._running("test").cuts.take() as cut:
+                async with chief_of(coordinator).cuts.take() as cut:
                     first, second = [await cut.read(ps, 0) for ps in range(2)]
                     torn += first.item() != second.item()
             await coordinator.join()

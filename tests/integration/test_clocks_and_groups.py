@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 import psync
-from memory_cluster import cluster_of
+from memory_cluster import cluster_of, session_cluster
 from psync.net.peer import Received
 from psync.testing import settle
 from psync.wire.sync_messages import Contributed, TickClock
-from session_cluster import session_cluster
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 pytestmark = pytest.mark.virtual_time

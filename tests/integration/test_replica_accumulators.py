@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import psync
+from inside import backups_of
+from memory_cluster import MemoryCluster, replicated
 from ps_cluster import until
 from psync.chief.events import FailoverEvent
-from replica_cluster import ReplicaCluster, replicated
 
 SMALL, LARGE = 64, 800_000  # rows: done in a turn of the loop, or in pieces
 
@@ -71,9 +72,9 @@ async def give(held: Any, place: int, size: int, sparse: bool) -> str:
     return str(result.outcome.value)
 
 
-async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+async def buried(cluster: MemoryCluster, lost: str, died: asyncio.Event) -> None:
     await died.wait()
-    await cluster.bury(lost)
+    await cluster.stop(lost)
 
 
 each_kind = pytest.mark.parametrize(
@@ -89,13 +90,14 @@ async def test_without_a_death_all_that_is_given_is_taken(size: int, sparse: boo
         for _ in range(3):
             await program.round()
         await program.check()
-        backup = cluster.ps("ps-1")._host._backups[0]
+        backup = backups_of(cluster.ps("ps-1"))[0]
         await backup.settle()
         same = [task.statistics()["accumulators"] for task in (cluster.ps("ps-0"), backup.task)]
         assert same[0] == same[1]
         assert same[0]["accumulators"] == 1
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("count", [1, 3, 5, 10])
 @pytest.mark.parametrize("place", ["ps.backup.sending", "ps.backup.taken"])
@@ -115,6 +117,7 @@ async def test_wherever_a_ps_dies_each_gradient_is_taken_once(
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
+@pytest.mark.slow
 @each_kind
 async def test_backups_that_are_made_anew_have_all_of_it(size: int, sparse: bool) -> None:
     async with replicated() as (cluster, coordinator):
@@ -153,7 +156,7 @@ async def test_a_take_that_is_given_up_while_its_ps_dies_takes_nothing() -> None
         cluster.cut_off("ps-0")
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
-        await cluster.bury("ps-0")
+        await cluster.stop("ps-0")
         program.schedule(2)
         await coordinator.join()
         assert await program.held.num_accumulated() == 4

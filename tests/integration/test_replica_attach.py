@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 import psync
-from attach_cluster import ChiefsCluster, at, backing_one_another_up, fail_over, life, silence
-from chief_lives import life_of
+from chief_lives import at, backing_one_another_up, fail_over, life, life_of, silence
 from image_store import keep_images
+from inside import chief_of, host_of
+from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
-from psync.chief.enquiry import CHIEF
 from psync.chief.events import FailoverEvent
+from psync.cluster_roles import CHIEF
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.endpoint import Endpoint
 from psync.net.process_state import fresh_process
@@ -27,7 +28,7 @@ from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
 from psync.wire.worker_messages import AttachWorker
-from replica_cluster import add, check, declared, run
+from replica_training import add, check, declared, run
 
 pytestmark = pytest.mark.virtual_time
 
@@ -39,15 +40,15 @@ def _own_process() -> Iterator[None]:
 
 
 def incarnation(coordinator: psync.ClusterCoordinator) -> int:
-    return coordinator._running("incarnation").links.incarnation
+    return chief_of(coordinator).links.incarnation
 
 
-def served(cluster: ChiefsCluster, name: str) -> list[str]:
+def served(cluster: MemoryCluster, name: str) -> list[str]:
     """Say which ps tasks a process serves, beside that of its own address."""
-    return sorted(task.task for task in cluster.ps(name)._host.serving)  # type: ignore[attr-defined]
+    return sorted(task.task for task in host_of(cluster.ps(name)).serving)  # type: ignore[attr-defined]
 
 
-def own_store_is_empty(cluster: ChiefsCluster, name: str) -> bool:
+def own_store_is_empty(cluster: MemoryCluster, name: str) -> bool:
     return not cluster.ps(name).statistics()["store"]["shards"]
 
 
@@ -116,7 +117,7 @@ async def test_all_ps_tasks_in_a_process_whose_own_one_was_started_again_and_is_
         assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
         before = incarnation_of_hosted = max(
             task.newest
-            for task in cluster.ps("ps-0")._host.serving  # type: ignore[attr-defined]
+            for task in host_of(cluster.ps("ps-0")).serving  # type: ignore[attr-defined]
         )
         async with life(cluster) as second:
             assert second.attached
@@ -188,20 +189,20 @@ async def test_the_chief_dies_when_a_backup_serves_and_it_has_not_heard_of_it() 
             await check(variables, 5)
 
 
-async def test_one_that_is_about_to_serve_is_waited_for() -> None:
+async def test_one_that_is_about_to_serve_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has much to do before; a chief that asks meanwhile is not told that nobody serves."""
     async with backing_one_another_up() as cluster:
         async with life(cluster) as first:
             variables = declared(first)
             await run(first, 3, *variables)
-            host = cluster.ps("ps-1")._host
+            host = host_of(cluster.ps("ps-1"))
             serve, may_serve = host._serve, asyncio.Event()
 
             async def late(*args: Any) -> Any:
                 await may_serve.wait()
                 return await serve(*args)
 
-            host._serve = late  # type: ignore[method-assign]
+            monkeypatch.setattr(host, "_serve", late)
             with at(cluster, "ps-1", Promote, lambda: None) as reached:
                 await cluster.kill("ps-0")
                 await reached.wait()
@@ -329,7 +330,7 @@ async def test_a_ps_that_dies_before_all_is_adopted_has_no_backup_yet() -> None:
 # Who was replaced, and does not know it.
 
 
-async def cut_off_from_the_chief(cluster: ChiefsCluster, name: str, other: str) -> None:
+async def cut_off_from_the_chief(cluster: MemoryCluster, name: str, other: str) -> None:
     """A ps is taken for dead, and lives; it and its backup's process do not notice."""
     cluster.network.refuse(name)
     for link in cluster.network.links(name):
@@ -377,7 +378,7 @@ async def test_a_chief_that_lives_on_can_let_no_backup_serve_any_more() -> None:
             await run(first, 2, *variables)
             async with life(cluster) as second:
                 promote = Promote(0, 99, incarnation(first), [])
-                inner = first._running("a test")
+                inner = chief_of(first)
                 peer = await inner.links.endpoint.connect("worker-0:1", "/job:worker/task:0")
                 peer.close()
                 with pytest.raises(FencedError):
@@ -398,9 +399,9 @@ async def test_a_copy_that_a_newer_chief_refuses_costs_no_values() -> None:
             variables = declared(first)
             await run(first, 3, *variables)
             await fail_over(cluster, "ps-0")
-            link = first._running("a test").links.ps.links[1]
+            link = chief_of(first).links.ps.links[1]
             peer = await link.peer("control")
-            cluster.ps("ps-0")._host.fence(incarnation(first) + RANGE)
+            host_of(cluster.ps("ps-0")).fence(incarnation(first) + RANGE)
             for epoch in (1000, 1001):
                 with pytest.raises(psync.PsyncError, match="serves a newer coordinator"):
                     await peer.call(BackUp(epoch, "/job:ps/task:0", "ps-0:1", False))
@@ -476,7 +477,7 @@ async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> No
             await check(variables, 5)
             for name in ("ps-0", "ps-1"):
                 assert cluster.ps(name).describe()
-                assert not cluster.ps(name)._host.describe()
+                assert not host_of(cluster.ps(name)).describe()
 
 
 # A program that begins anew.
@@ -589,7 +590,7 @@ class Counts:
 
 async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
     """Wait until the chief has done what there was to do since a process died."""
-    replicas = coordinator._running("a test").recovery.replicas
+    replicas = chief_of(coordinator).recovery.replicas
     assert replicas is not None
     if int(victim[-1]) in replicas._home:
         await anext(coordinator.events())
@@ -597,6 +598,7 @@ async def noticed(coordinator: psync.ClusterCoordinator, victim: str) -> None:
         await asyncio.sleep(2)  # it had backups only
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 async def test_whoever_dies_in_whatever_order_each_answered_update_is_there_once(seed: int) -> None:
     """An error is only where a ps process and the chief die at one time."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from attach_cluster import at, backing_one_another_up, fail_over, life, silence
+from chief_lives import at, backing_one_another_up, fail_over, life, silence
+from inside import points_of
 from psync.net.process_state import fresh_process
-from psync.testing.sabotage import failpoints_of
 from psync.wire.recovery_messages import Promote
 from replica_training import LARGE, SMALL, StepsTraining
 
@@ -22,6 +22,7 @@ def _own_process() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_ps", [0, 1])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -50,6 +51,7 @@ PLACES = [("ps-0", place) for place in AT_PS_0] + [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_ps", [0, 1])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("count", [1, 4])
@@ -68,7 +70,7 @@ async def test_wherever_a_step_is_when_the_chief_dies(
                 silence(cluster, first)
                 reached.set()
 
-            failpoints_of(cluster.ps(where)._platform).arm(place, die, count)
+            points_of(cluster.ps(where)).arm(place, die, count)
             training.schedule(40)
             await reached.wait()
         async with life(cluster) as second:
@@ -79,6 +81,7 @@ async def test_wherever_a_step_is_when_the_chief_dies(
             assert await training.check() == before + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_ps", [0, 1])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("count", [1, 4])
@@ -97,7 +100,7 @@ async def test_a_ps_dies_in_a_step_and_the_chief_when_its_backup_has_been_told_t
                 died = cluster.kill_at(where, place, count)
                 training.schedule(40)
                 await died.wait()
-                await cluster.bury(where)
+                await cluster.stop(where)
                 await reached.wait()
         await cluster.revive(where)
         async with life(cluster) as second:

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from image_store import keep_images
+from inside import depose
+from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
 from psync.testing.sabotage.message_loss import FORMS
-from replica_cluster import check, declared, replicated, run
+from replica_training import check, declared, run
 
 pytestmark = pytest.mark.virtual_time
 
 ABOUT_BACKUPS = ("BackUp", "BeginBackup", "FillBackup", "LogEntries", "Promote", "AttachPs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ABOUT_BACKUPS)
 async def test_whichever_message_is_lost_a_death_undoes_nothing(kind: str) -> None:
     async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
@@ -101,7 +104,7 @@ async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path)
         variables = declared(coordinator)
         await run(coordinator, 3, *variables)
         await keep_images(coordinator, tmp_path)
-        cluster.ps("ps-0")._depose()
+        depose(cluster.ps("ps-0"))
         event = await anext(coordinator.events())
         assert isinstance(event, RollbackEvent)
         await coordinator.backed_up()

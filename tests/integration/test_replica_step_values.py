@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import psync
+from memory_cluster import MemoryCluster, replicated
 from psync import optimizers
 from psync.testing import run_virtual
-from replica_cluster import ReplicaCluster, replicated
 
 ROUNDS = 12
 SMALL, LARGE = 10, 10_000  # columns: pushes come whole to ps 0, or in parts to every ps
@@ -37,7 +37,7 @@ async def step(v: Any, optimizer: Any, global_step: Any, number: int, of_pair: i
 
 
 async def train(
-    rule: str, size: int, disturb: Callable[[ReplicaCluster, int], Any] | None = None
+    rule: str, size: int, disturb: Callable[[MemoryCluster, int], Any] | None = None
 ) -> dict[str, np.ndarray]:
     """Return all that there is after some steps, each of the two pushes of a round."""
     async with replicated() as (cluster, coordinator):
@@ -85,6 +85,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "size"),
     [("momentum", SMALL), ("adam", LARGE), ("clipnorm", SMALL), ("global_clipnorm", LARGE),
@@ -96,13 +97,13 @@ def test_values_are_those_of_a_run_in_which_nobody_dies(
 ) -> None:
     deaths = 0
 
-    def disturb(cluster: ReplicaCluster, number: int) -> Any:
+    def disturb(cluster: MemoryCluster, number: int) -> Any:
         if number != 3:
             return None
         died = cluster.kill_at(lost, place, 1 + len(rule) % 3)
         return asyncio.ensure_future(buried(cluster, died))
 
-    async def buried(cluster: ReplicaCluster, died: asyncio.Event) -> None:
+    async def buried(cluster: MemoryCluster, died: asyncio.Event) -> None:
         nonlocal deaths
         try:
             async with asyncio.timeout(1):
@@ -110,7 +111,7 @@ def test_values_are_those_of_a_run_in_which_nobody_dies(
         except TimeoutError:
             return  # the place is not reached
         deaths += 1
-        await cluster.bury(lost)
+        await cluster.stop(lost)
         await cluster.revive(lost)
 
     found, expected = run_virtual(train, rule, size, disturb), undisturbed(rule, size)

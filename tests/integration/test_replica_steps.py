@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from image_store import keep_images
-from memory_cluster import event_of
+from inside import backups_of, settled, sync_of
+from memory_cluster import MemoryCluster, event_of, replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
-from replica_cluster import ReplicaCluster, replicated
 from replica_training import LARGE, SMALL, ColumnsTraining, push_column
 
 pytestmark = pytest.mark.virtual_time
@@ -27,10 +27,9 @@ async def test_synchronous_steps_without_a_death_are_those_without_backups(size:
         await training.check()
         assert int(await training.global_step.read()) >= 10
         for ps in ("ps-0", "ps-1"):
-            host = cluster.ps(ps)._host
-            await asyncio.gather(*(each.settle() for each in host._backups.values()))
-            (backup,) = host._backups.values()
-            assert backup.task.services.sync.steps() == cluster.ps(ps).services.sync.steps()
+            await settled(cluster.ps(ps))
+            (backup,) = backups_of(cluster.ps(ps)).values()
+            assert sync_of(backup.task).steps() == sync_of(cluster.ps(ps)).steps()
 
 
 PLACES = [
@@ -40,6 +39,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "step_ps"), [(1, 0), (1, 1), (4, 1)])
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize(("lost", "place"), PLACES)
@@ -104,7 +104,7 @@ async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         backed_up = asyncio.create_task(coordinator.backed_up())
         await asyncio.sleep(3)
-        assert cluster.ps("ps-0").services.backup.statistics()["state"] != "paired"
+        assert cluster.ps("ps-0").statistics()["backup"]["state"] != "paired"
         cluster.network.heal("ps-0", "ps-2")
         await backed_up
         await cluster.kill("ps-0")
@@ -113,9 +113,9 @@ async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
         await training.check()
 
 
-async def buried(cluster: ReplicaCluster, lost: str, died: asyncio.Event) -> None:
+async def buried(cluster: MemoryCluster, lost: str, died: asyncio.Event) -> None:
     await died.wait()
-    await cluster.bury(lost)
+    await cluster.stop(lost)
 
 
 async def test_join_ends_where_a_step_waits_for_the_log() -> None:
@@ -218,10 +218,10 @@ async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size
         training.schedule(12)
         await died.wait()
         cluster.network.partition("ps-1", "ps-2")  # so ps 1 waits for its backup
-        await cluster.bury("ps-0")
+        await cluster.stop("ps-0")
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
         await asyncio.sleep(1)  # closures run again, pull, and push
-        assert cluster.ps("ps-1").services.sync.steps() == []
+        assert sync_of(cluster.ps("ps-1")).steps() == []
         cluster.network.heal("ps-1", "ps-2")
         await coordinator.join(timeout=60)
         await training.check()
@@ -261,6 +261,7 @@ ABOUT_STEPS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("kind", ABOUT_STEPS)
 async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:

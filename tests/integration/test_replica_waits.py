@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 import psync
-from attach_cluster import backing_one_another_up, life, silence
+from chief_lives import backing_one_another_up, life, silence
+from inside import (
+    addresses_told,
+    backup_of,
+    backups_of,
+    chief_of,
+    endpoint_of,
+    follower_of,
+    handlers_of,
+    is_closing,
+    store_of,
+)
+from memory_cluster import MemoryCluster, replicated
 from ps_cluster import CHIEF, hold, pull, until
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -25,7 +37,6 @@ from psync.wire.messages import Done
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp
 from psync.wire.sync_messages import CloseStep
-from replica_cluster import ReplicaCluster, replicated
 from replica_training import LARGE, SMALL, ColumnsTraining, StepsTraining
 from sync_cluster import GROUP, SyncCluster
 
@@ -41,7 +52,7 @@ class Held:
 @contextlib.contextmanager
 def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
     held = Held()
-    handlers = task._endpoint.handlers
+    handlers = handlers_of(task)
     handler = handlers[kind]
 
     async def later(peer: Any, message: Any, body: Any) -> Any:
@@ -60,7 +71,7 @@ def held_up(task: PsTask, kind: type[Message]) -> Iterator[Held]:
 
 def order_anew(coordinator: psync.ClusterCoordinator) -> None:
     """Let all backups be made anew, as after a fail-over: what was being made is given up."""
-    replicas = coordinator._running("replicas").recovery.replicas
+    replicas = chief_of(coordinator).recovery.replicas
     assert replicas is not None
     replicas._pause()
     for ps in range(len(replicas._links)):
@@ -74,7 +85,7 @@ async def test_a_copy_that_is_given_up_while_a_step_is_closed_lets_steps_go_on()
         training.schedule(4)
         await coordinator.join()
         ordered: list[int] = []
-        handlers = cluster.ps("ps-0")._endpoint.handlers
+        handlers = handlers_of(cluster.ps("ps-0"))
         handler = handlers[BackUp]
 
         def note(peer: Any, message: BackUp, body: Any) -> Any:
@@ -106,8 +117,7 @@ async def test_a_first_copy_waits_for_no_step_that_waits_for_a_lock() -> None:
         link = holder.links[1]
         await link.call(lambda _: LockShards(1, members, 10.0), locked=True)
         pushing = asyncio.create_task(pusher.push((v,), (1.0,)))
-        groups = cluster.ps[1].services.sync._groups
-        await until(lambda: GROUP in groups and groups[GROUP].closing is not None)
+        await until(lambda: is_closing(cluster.ps[1], GROUP))
         order = BackUp(1, "/job:ps/task:0", "ps0:1", False)
         copying = asyncio.create_task(cluster.chief.links[1].call(lambda _: order))
         await until(lambda: cluster.ps[1].statistics()["backup"])
@@ -156,10 +166,10 @@ async def test_a_copy_that_is_given_up_in_the_queue_names_nothing_for_the_next()
         await asyncio.gather(
             *(each.push((v,), (1.0,), token) for each, token in zip(replicas, tokens, strict=True))
         )
-        (backup,) = cluster.ps[0]._host._backups.values()
+        (backup,) = backups_of(cluster.ps[0]).values()
         await backup.settle()
         key = v.shards[0].key
-        assert backup.task.services.store.version(key) == task.services.store.version(key)
+        assert store_of(backup.task).version(key) == store_of(task).version(key)
 
 
 @pytest.mark.parametrize("addresses", [["ps0:1"], ["ps0:1", "ps1:1", "ps2:1"]])
@@ -179,7 +189,7 @@ async def test_a_backup_that_serves_keeps_nothing_of_the_log() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        follower = weakref.ref(cluster.ps("ps-1")._host._backups[0].task.services.follower)
+        follower = weakref.ref(follower_of(backup_of(cluster.ps("ps-1"), 0)))
         assert follower() is not None
         await cluster.kill("ps-0")
         training.schedule(4)
@@ -212,11 +222,11 @@ async def test_a_step_that_is_under_way_when_ps_0_is_attached_is_counted(
                         assert await training.check() == 4
 
 
-async def attached(cluster: ReplicaCluster, held: Held) -> None:
+async def attached(cluster: MemoryCluster, held: Held) -> None:
     """Let what was held up go on once ps 0 serves the next chief."""
     ps_0 = cluster.ps("ps-0")
-    before = ps_0.services.coordinator
-    await until(lambda: ps_0.services.coordinator != before)
+    (before, *_) = ps_0.describe()
+    await until(lambda: ps_0.describe()[0] != before)
     await settle()
     held.go_on.set()
 
@@ -237,15 +247,15 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         await until(lambda: cluster.group()["counted"])
         release()
         await copying
-        (backup,) = cluster.ps[1]._host._backups.values()
+        (backup,) = backups_of(cluster.ps[1]).values()
         await backup.settle()
         assert isinstance(backup.task, PsTask)
-        assert backup.task.services.follower is not None
-        assert len(backup.task.services.follower.steps.left()[GROUP]) == 1
+        assert len(follower_of(backup.task).steps.left()[GROUP]) == 1
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("turns", [0, 5, 20, 60])  # of the loop, that steps are under way
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -278,18 +288,17 @@ async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
         training = ColumnsTraining(coordinator, SMALL)
         training.schedule(4)
         await coordinator.join()
-        links = coordinator._coordinator.links
+        links = chief_of(coordinator).links
         before = links._ps_attachment(0)
         await cluster.kill("ps-1")
         training.schedule(4)
         await coordinator.join()
         ps_0 = cluster.ps("ps-0")
-        now = ps_0.services.closer._all_ps._addresses if ps_0.services.closer is not None else []
+        now = addresses_told(ps_0)
         assert now != before.ps_addresses
-        chief = next(peer for peer in ps_0._endpoint.peers if peer.task == CHIEF)
+        chief = next(peer for peer in endpoint_of(ps_0).peers if peer.task == CHIEF)
         await ps_0._attach(chief, before, [])
-        assert ps_0.services.closer is not None
-        assert ps_0.services.closer._all_ps._addresses == now
+        assert addresses_told(ps_0) == now
         training.schedule(4)
         await coordinator.join()
         await training.check()

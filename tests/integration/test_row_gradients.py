@@ -137,7 +137,7 @@ async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_hav
         assert steps == 2
 
 
-async def test_the_divisor_of_rows_is_one_that_there_is() -> None:
+def test_the_divisor_of_rows_is_one_that_there_is() -> None:
     with pytest.raises(psync.errors.ConfigurationError, match='sparse_divisor "per_index" or "tot'):
         psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, sparse_divisor="rows")
 

@@ -15,7 +15,7 @@ import pytest
 
 import psync
 from local_training import in_step, training
-from memory_cluster import coordinating
+from memory_cluster import TWO_SHARDS, cluster_of
 from psync.errors import (
     ConfigurationError,
     GradientError,
@@ -108,8 +108,10 @@ async def test_without_a_lock_shards_change_one_after_the_other() -> None:
 
 @pytest.mark.virtual_time
 async def test_a_lost_ps_is_an_error_and_what_was_written_stays() -> None:
-    async with coordinating(num_ps=2, num_workers=1) as (cluster, coordinator):
-        coordinator.strategy._partitioner = psync.FixedShardsPartitioner(2)
+    async with (
+        cluster_of(2, 1) as cluster,
+        psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator,
+    ):
         with coordinator.strategy.scope():
             v = psync.Variable(np.zeros(4, np.float32), name="v")
         await v.read()

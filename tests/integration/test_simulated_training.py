@@ -16,6 +16,7 @@ from psync.testing.simulation.run import simulate
 PLANS = Path(__file__).parents[1] / "testing" / "plans"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_every_push_counts_once_and_whole(seed: int) -> None:
     """In synchronous groups with all options; values are those of one process, bit for bit."""
@@ -27,6 +28,7 @@ def test_whoever_dies_each_push_counts_once(seed: int) -> None:
     assert not simulate(drawn(seed, "sync-replica")).violation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_what_no_rollback_names_counts_once(seed: int) -> None:
     assert not simulate(drawn(seed, "checkpoint")).violation

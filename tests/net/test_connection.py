@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from endpoints import PS, SECRET, WORKER, Handlers, connected, done, new_endpoint, places
+from endpoints import (
+    PS,
+    SECRET,
+    WORKER,
+    Handlers,
+    connected,
+    done,
+    new_endpoint,
+    places,
+    transport_of,
+    wait_deserted,
+)
 from psync.errors import ConnectionLost
 from psync.net.connection import (
     UNIX_BUFFER_BYTES,
@@ -94,7 +105,7 @@ def new_connection(refused: Refused | None = None) -> tuple[Connection, Owner]:
     owner = Owner()
     handshake = ServerHandshake(None, PS, 1, bytes(32))
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None, None, refused)
-    return Connection(wire, owner), owner
+    return Connection(wire, owner.opened, owner.received, owner.closed), owner
 
 
 def up(**extra: object) -> tuple[Connection, Transport, Owner]:
@@ -436,13 +447,13 @@ async def test_a_stranger_is_told_no_more_than_that_it_is_one() -> None:
 
 @pytest.mark.virtual_time
 async def test_an_owner_that_fails_ends_the_connection_with_a_log(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Reply:
         raise ZeroDivisionError("oops")
 
+    monkeypatch.setattr(Peer, "received", fail)
     async with connected() as pair:
-        pair.back.received = fail  # type: ignore[method-assign]
         pair.peer.notify(FinalBelow(1))
         await pair.back.wait_closed()
         assert isinstance(pair.back.error, ZeroDivisionError)
@@ -466,7 +477,7 @@ async def test_an_owner_may_close_at_once_and_sees_no_message_then() -> None:
     owner = Hasty()
     handshake = ClientHandshake(SECRET.value, WORKER, 1, "control", bytes(32), PS)
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
-    connection = Connection(wire, owner)
+    connection = Connection(wire, owner.opened, owner.received, owner.closed)
     await network.connect(listener.address, lambda: connection)
     await settle()
     assert owner.reports == ["opened", None]
@@ -500,7 +511,7 @@ async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
 async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
     async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
         for peer in (pair.peer, pair.back):
-            sock = peer.connection._transport.get_extra_info("socket")
+            sock = transport_of(peer).get_extra_info("socket")
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == USER_TIMEOUT_MS
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
@@ -521,7 +532,7 @@ async def test_what_a_system_does_not_have_is_left_out(monkeypatch: pytest.Monke
 async def test_unix_sockets_get_room(tmp_path: Path) -> None:
     network, address = places(tmp_path)["unix"]()
     async with connected(network, address=address) as pair:
-        sock = pair.peer.connection._transport.get_extra_info("socket")
+        sock = transport_of(pair.peer).get_extra_info("socket")
         with socket.socket(socket.AF_UNIX) as untouched:
             default = untouched.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
             untouched.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, UNIX_BUFFER_BYTES)
@@ -544,7 +555,7 @@ async def test_a_real_slow_reader_costs_a_bounded_write_buffer(place: str, tmp_p
         calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(40)]
         for _ in calls:
             await asked.acquire()
-        unsent = pair.back.connection._transport.get_write_buffer_size()
+        unsent = transport_of(pair.back).get_write_buffer_size()
         assert WRITE_HIGH_BYTES < unsent <= WRITE_HIGH_BYTES + 2 * MIB
         pair.peer.connection.resume_reading()
         for call in calls:
@@ -567,10 +578,7 @@ async def test_a_peer_that_is_gone_at_once_does_no_harm() -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     for _ in range(100):
         await accepted.acquire()
-    for peer in list(endpoint._peers):
-        await peer.wait_closed()
-    assert not endpoint._peers
-    assert not endpoint._unproven
+    await wait_deserted(endpoint)
     await endpoint.close()
 
 

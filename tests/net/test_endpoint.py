@@ -22,8 +22,10 @@ from endpoints import (
     Handlers,
     connected,
     done,
+    is_deserted,
     new_endpoint,
     places,
+    wait_deserted,
 )
 from psync.errors import (
     AuthenticationError,
@@ -190,7 +192,7 @@ async def test_nobody_there(address: str, told: str) -> None:
     with pytest.raises(ConnectFailed) as caught:
         await worker.connect(address, PS)
     assert caught.value.message == told
-    assert not worker._peers
+    assert is_deserted(worker)
     await worker.close()
 
 
@@ -207,7 +209,7 @@ async def test_somebody_who_does_not_answer(far: bool) -> None:
         await worker.connect("ps0:1", PS)
     assert caught.value.message == f"{PS} at ps0:1: no answer within 5 s"
     assert loop.time() == 5.0
-    assert not worker._peers
+    assert is_deserted(worker)
     listener.close()
     await worker.close()
 
@@ -281,7 +283,7 @@ async def test_another_secret_is_no_reason_to_wait(
     assert caught.value.hint is not None
     assert "PSYNC_SECRET" in caught.value.hint
     if theirs is OTHER_SECRET:  # nobody can tell it from one that has died half-way
-        await ps._wait_closed()
+        await wait_deserted(ps)
         (text,) = texts(caplog)
         assert text.startswith(f"{PS}: {WORKER} (")
         assert text.endswith(") left before its handshake was over")
@@ -359,7 +361,8 @@ async def test_connecting_can_be_cancelled_at_any_point(seed: int) -> None:
         await asyncio.wait([connecting])
         assert connecting.cancelled() is not was_done
         await asyncio.sleep(1)
-        assert len(worker.peers) == len(ps.peers) == len(ps._peers) == was_done
+        assert len(worker.peers) == len(ps.peers) == was_done
+        assert ps.statistics()["handshakes"] == 0
         peer = await worker.connect("ps0:1", PS)
         assert (await peer.call(AskStatistics())).message == Done()
         await worker.close()
@@ -379,8 +382,8 @@ async def test_connecting_cancelled_when_it_has_just_succeeded_leaves_nothing_op
     await asyncio.wait([connecting])
     assert connecting.cancelled()
     await settle()
-    assert not worker._peers
-    assert not ps._peers
+    assert is_deserted(worker)
+    assert is_deserted(ps)
     await worker.close()
     await ps.close()
 
@@ -398,7 +401,7 @@ async def test_real_connecting_can_be_cancelled_in_any_turn(place: str, tmp_path
         await asyncio.wait([connecting])
     await worker.close()
     await ps.close()
-    assert not ps._peers
+    assert is_deserted(ps)
 
 
 # --- connecting, until it works --------------------------------------------------------------
@@ -467,7 +470,7 @@ async def test_waiting_can_be_cancelled() -> None:
     connecting.cancel()
     await asyncio.wait([connecting])
     assert connecting.cancelled()
-    assert not worker._peers
+    assert is_deserted(worker)
     await worker.close()
 
 
@@ -485,11 +488,10 @@ async def test_a_stranger_that_says_nothing_is_left_after_five_seconds(
     await network.connect("ps0:1", lambda: stranger)
     await asyncio.sleep(4.9)
     assert not stranger.gone.is_set()
-    assert len(ps._unproven) == 1
+    assert ps.statistics()["handshakes"] == 1
     await asyncio.sleep(0.2)
     assert stranger.gone.is_set()
-    assert not ps._unproven
-    assert not ps._peers
+    assert is_deserted(ps)
     assert stranger.heard == b"", "it has said nothing, so it is told nothing"
     assert texts(caplog) == [
         f"{PS} lost a stranger (client#0): the handshake was not over within 5 s"
@@ -507,7 +509,7 @@ async def test_garbage_costs_one_clear_line_and_nothing_else(
     network, address = places(tmp_path)[place]()
     async with connected(network, SERVED, address=address) as pair:
         stranger = Stranger(words)
-        await network.connect(pair.server._listeners[0].address, lambda: stranger)
+        await network.connect(pair.address, lambda: stranger)
         await stranger.gone.wait()
         assert (await pair.peer.call(AskStatistics())).message == Done(), "the task lives on"
     (line,) = texts(caplog)
@@ -645,7 +647,11 @@ class FromElsewhere:
             made, source = protocol.connection_made, self.source
 
             def connection_made(transport: Any) -> None:
-                transport._extra["peername"] = (source, 4711)
+                extra = {"peername": (source, 4711)}
+                usual = transport.get_extra_info
+                transport.get_extra_info = lambda name, default=None: extra.get(
+                    name, usual(name, default)
+                )
                 made(transport)
 
             protocol.connection_made = connection_made
@@ -683,7 +689,7 @@ async def test_an_address_from_which_too_many_fail_is_not_heard_for_a_while(
         f"{PS}: 10 handshakes with 192.0.2.1 have failed; most connections from there are closed "
         "at once, until that ends"
     )
-    assert not ps._peers
+    assert is_deserted(ps)
     with pytest.raises(ConnectFailed, match=r"connection reset|was closed"):
         await worker.connect("ps0:1", PS)
     network.source = "192.0.2.2"  # others are heard
@@ -722,8 +728,7 @@ async def test_a_stranger_who_is_slow_counts_as_failed() -> None:
     await ps.listen("ps0:1")
     start = asyncio.get_running_loop().time()
     await network.connect("ps0:1", Stranger)
-    while ps._peers:
-        await asyncio.wait([asyncio.ensure_future(peer.wait_closed()) for peer in ps._peers])
+    await wait_deserted(ps)
     assert asyncio.get_running_loop().time() - start == 2.0
     assert await fail(network, 1) == [b""]
     await ps.close()
@@ -786,7 +791,7 @@ async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int
         start = loop.time()
         peer = await worker.connect("ps0:1", PS)
         assert loop.time() == start
-        assert len(ps._unproven) <= 8
+        assert ps.statistics()["handshakes"] <= 8
         peer.close()
         await asyncio.sleep(60 * minute + 60 - loop.time())
     await worker.close()
@@ -974,8 +979,8 @@ async def test_either_side_may_close_in_the_middle_of_a_handshake(seed: int) -> 
             await ps.close()
             await asyncio.sleep(1)
             assert not network.links()
-            assert not ps._peers
-            assert not worker._peers
+            assert is_deserted(ps)
+            assert is_deserted(worker)
 
 
 @pytest.mark.parametrize("place", ["tcp", "unix"])
@@ -1010,7 +1015,7 @@ async def test_a_connection_accepted_after_the_close_is_aborted() -> None:
     protocol.connection_made(Late())
     assert told == ["abort"]
     protocol.connection_lost(None)
-    assert not endpoint._peers
+    assert is_deserted(endpoint)
 
 
 # --- bookkeeping -----------------------------------------------------------------------------
@@ -1027,7 +1032,7 @@ async def test_statistics_count_what_open_connections_have_carried() -> None:
         pair.peer.close()
         await pair.peer.wait_closed()
         assert pair.client.statistics() == {
-            "connections": 0, "bytes_sent": 0, "bytes_received": 0,
+            "connections": 0, "handshakes": 0, "bytes_sent": 0, "bytes_received": 0,
         }  # fmt: skip
 
 

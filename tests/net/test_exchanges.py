@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ class TestOverAConnection:
     async def test_it_is_given_up_when_the_caller_does(self, slowly: bool) -> None:
         handler = Waiting(slowly=slowly)
         async with connected(server={AskStatistics: Handler(handler)}) as pair:
-            deadline = pair.peer._loop.time() + 1
+            deadline = asyncio.get_running_loop().time() + 1
             with pytest.raises(TimeoutError):
                 await pair.peer.call(AskStatistics(), deadline=deadline)
             await settle()

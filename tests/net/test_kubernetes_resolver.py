@@ -394,8 +394,8 @@ def test_the_kubernetes_client_lists_the_pods(
         )
         with pytest.raises(ConnectFailed, match=r"'job-name=other' in namespace 'ml' .*: \(403\)"):
             other.cluster_spec()
-        other._found._client.api_client.rest_client.pool_manager.clear()  # type: ignore[union-attr]
-        resolver._found._client.api_client.rest_client.pool_manager.clear()  # type: ignore[union-attr]
+        for each in (other, resolver):
+            each._found._client.api_client.rest_client.pool_manager.clear()  # type: ignore[union-attr]
 
 
 @pytest.mark.filterwarnings("default")

@@ -24,6 +24,7 @@ from endpoints import (
     places,
     push,
     raising,
+    transport_of,
 )
 from psync.errors import (
     ConnectionLost,
@@ -166,7 +167,7 @@ async def test_a_request_above_the_limits_is_not_sent() -> None:
         with pytest.raises(LocalProtocolError, match="header of 3005 bytes, at most 2000"):
             await pair.peer.call(FetchFunction(bytes(3000)))
         assert pair.peer.connection.bytes_sent == before
-        assert pair.peer._calls == {}
+        assert pair.peer.statistics()["calls"] == 0
         assert (await pair.peer.call(push(), [bytes(100)])).message == Done()
 
 
@@ -297,8 +298,8 @@ async def test_the_peer_is_told_that_a_call_was_given_up() -> None:
         call.cancel()
         await settle()
         assert gate.cancelled == 1
-        assert pair.back._server._serving == {}
-        assert pair.peer._calls == {}
+        assert pair.back.statistics()["serving"] == 0
+        assert pair.peer.statistics()["calls"] == 0
 
 
 @pytest.mark.virtual_time
@@ -330,7 +331,7 @@ async def test_an_answer_that_comes_at_the_very_deadline_is_one_or_the_other(see
         for message in (AskStatistics(), pull()):
             with contextlib.suppress(DeadlineExceeded, GradientError):
                 await pair.peer.call(message, deadline=loop.time() + 1.0)
-            assert pair.peer._calls == {}
+            assert pair.peer.statistics()["calls"] == 0
         await pair.peer.ping()
 
 
@@ -394,8 +395,8 @@ async def test_an_end_in_the_middle_of_a_message_is_told_apart(place: str, tmp_p
 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         half = encode_frame(Kind.REPLY, 1, encode(Pulled([])), [bytes(200 * KIB)])[0]
-        peer.connection._transport.write(half)
-        peer.connection._transport.close()
+        transport_of(peer).write(half)
+        transport_of(peer).close()
         return Reply(Pulled([]))
 
     network, address = places(tmp_path)[place]()

@@ -61,6 +61,7 @@ def check_twice(of: Callable[[], object]) -> None:
     assert of() == before
 
 
+@pytest.mark.slow
 def test_a_simulation_leaves_the_optimizers_of_its_process() -> None:
     sgd = optimizers.SGD(0.5)
     synchronous = psync.SyncReplicasOptimizer(optimizers.SGD(0.5), 2)
@@ -68,6 +69,7 @@ def test_a_simulation_leaves_the_optimizers_of_its_process() -> None:
     assert (optimizers.SGD(0.5).origin, optimizers.SGD(0.5).number) == (sgd.origin, sgd.number + 4)
 
 
+@pytest.mark.slow
 def test_a_simulation_leaves_strategies_and_what_tasks_tell_of_themselves() -> None:
     def told() -> list[str]:
         lines = report_text("because").splitlines()
@@ -78,6 +80,7 @@ def test_a_simulation_leaves_strategies_and_what_tasks_tell_of_themselves() -> N
         assert told() == ["me"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [(), ("visited",)])
 def test_a_simulation_leaves_nothing_of_itself_to_be_collected(works: tuple[str, ...]) -> None:
     simulate(dataclasses.replace(drawn(4, "sync"), works=works))

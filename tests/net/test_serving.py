@@ -263,8 +263,8 @@ async def test_a_request_given_up_before_its_handler_began_leaves_nothing() -> N
         assert gate.begun == gate.cancelled == 4
         assert noted == set()
         assert futures[0].cancelled()
-        assert pair.back._server._unfinished_bytes == 0
-        assert pair.back._server._serving == {}
+        assert pair.back.statistics()["unfinished_bytes"] == 0
+        assert pair.back.statistics()["serving"] == 0
         gate.open.set()
         assert (await pair.peer.call(push(9), [bytes(400)])).message == Done()
 
@@ -284,13 +284,13 @@ async def test_requests_are_read_only_while_the_handlers_bodies_fit_the_limit() 
         ]
         await settle()
         assert gate.begun == 3
-        assert pair.back._server._unfinished_bytes == 300 * KIB
+        assert pair.back.statistics()["unfinished_bytes"] == 300 * KIB
         (link,) = network.links()
         assert link.to_server.delivered_bytes < 500 * KIB
         gate.open.set()
         await asyncio.gather(*calls)
         assert gate.begun == 20
-        assert pair.back._server._unfinished_bytes == 0
+        assert pair.back.statistics()["unfinished_bytes"] == 0
 
 
 @pytest.mark.virtual_time
@@ -331,4 +331,3 @@ async def test_plain_handlers_do_not_count() -> None:
     limits = Limits(unfinished_bytes=100)
     async with connected(server={Push: Handler(done)}, limits=limits) as pair:
         await asyncio.gather(*(pair.peer.call(push(n), [bytes(1000)]) for n in range(50)))
-        assert not pair.back._server._reading_paused

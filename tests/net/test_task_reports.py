@@ -34,7 +34,7 @@ async def test_a_report_has_what_was_described_then_stacks_then_an_end():
     assert lines[1] not in report_text("again").splitlines()
 
 
-async def test_an_error_of_one_part_is_told_and_leaves_the_others():
+def test_an_error_of_one_part_is_told_and_leaves_the_others():
     def fails() -> list[str]:
         raise RuntimeError("dictionary changed size during iteration")
 

@@ -143,18 +143,24 @@ async def test_tensors_go_through_both_ways(place: str, tls: Tls, tmp_path: Path
         below.check()
 
 
+def below_of(transport: Any) -> Any:
+    """What carries the encrypted bytes."""
+    return transport._below
+
+
 @pytest.mark.virtual_time
 async def test_nothing_of_it_can_be_read_on_the_way(tls: Tls) -> None:
     ends = await joined(tls, words=b"a secret word")
     seen = b""
-    write = ends.client.transport._below.write
+    below = below_of(ends.client.transport)
+    write = below.write
 
     def spy(data: bytes) -> None:
         nonlocal seen
         seen += data
         write(data)
 
-    ends.client.transport._below.write = spy
+    below.write = spy
     ends.client.transport.write(b"another secret word")
     await settle()
     assert bytes(ends.server.heard) == b"a secret wordanother secret word"
@@ -184,7 +190,7 @@ async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told
     unsent = client.get_write_buffer_size()
     assert 4 * MIB < unsent <= 7 * MIB + 64 * KIB
     # What is encrypted is not more than fits below.
-    assert client._below.get_write_buffer_size() <= BELOW_HIGH_BYTES + 2 * PIECE_BYTES
+    assert below_of(client).get_write_buffer_size() <= BELOW_HIGH_BYTES + 2 * PIECE_BYTES
     assert not server.heard
     server.transport.resume_reading()
     await asyncio.sleep(1)
@@ -198,7 +204,7 @@ async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told
 async def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls) -> None:
     ends = await joined(tls)
     sent: list[int] = []
-    ends.client.transport._below.write = lambda data: sent.append(len(data))  # has room for all
+    below_of(ends.client.transport).write = lambda data: sent.append(len(data))  # room for all
     ends.client.transport.write(bytes(20 * MIB))
     left = []
     while size := ends.client.transport.get_write_buffer_size():

@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from endpoints import PS, WORKER, Handlers, connected, done, new_endpoint
+from endpoints import (
+    PS,
+    WORKER,
+    Handlers,
+    connected,
+    done,
+    is_deserted,
+    new_endpoint,
+    transport_of,
+    wait_deserted,
+)
 from psync.errors import AuthenticationError, ConfigurationError, ConnectFailed, PsyncError
 from psync.net.peer import Handler
 from psync.net.signing import Authority
@@ -46,10 +56,7 @@ async def refused(server: Network, client: Network, address: str = "ps0:1") -> P
     listener = await ps.listen(address)
     with pytest.raises(PsyncError) as caught:
         await worker.connect_retrying(listener.address, PS, timeout_s=10)
-    for peer in list(ps._peers):
-        await peer.wait_closed()
-    assert not ps._peers
-    assert not ps._unproven
+    await wait_deserted(ps)
     await worker.close()
     await ps.close()
     return caught.value
@@ -75,11 +82,10 @@ async def test_tasks_find_each_other(
         assert (pair.peer.task, pair.back.task) == (PS, WORKER)
         assert (await pair.peer.call(AskStatistics())).message == Done()
         seen = [
-            peer.connection._transport.get_extra_info("channel_binding")
-            for peer in (pair.peer, pair.back)
+            transport_of(peer).get_extra_info("channel_binding") for peer in (pair.peer, pair.back)
         ]
         assert seen[0] == seen[1] != b""
-        tls = pair.peer.connection._transport.get_extra_info("ssl_object")
+        tls = transport_of(pair.peer).get_extra_info("ssl_object")
         assert tls.version() == "TLSv1.3"
 
 
@@ -374,10 +380,9 @@ async def test_a_stranger_who_does_not_go_on_is_left_after_the_deadline(
 
     await below.connect("ps0:1", lambda: Silent(words))
     await settle()
-    assert len(ps._unproven) == 1
+    assert ps.statistics()["handshakes"] == 1
     await asyncio.sleep(5.1)
-    assert not ps._unproven
-    assert not ps._peers
+    assert is_deserted(ps)
     assert not below.links()
     await ps.close()
 
@@ -411,5 +416,5 @@ async def test_either_side_may_go_in_the_middle_of_a_handshake(seed: int, tls: T
             await ps.close()
             await asyncio.sleep(2)
             assert not below.links()
-            assert not ps._peers
-            assert not worker._peers
+            assert is_deserted(ps)
+            assert is_deserted(worker)

@@ -226,14 +226,14 @@ class TestBlockArray:
     @pytest.mark.parametrize("fill", [0, 0.1, 1])
     def test_fill_appears_when_first_used(self, fill: float) -> None:
         array = BlockArray(300_000, F32, fill)
-        assert array._blocks == [None, None]
+        assert array.num_made == 0
         assert np.array_equal(joined(array), np.full(300_000, fill, np.float32))
 
     def test_reading_a_fill_makes_no_blocks_and_is_not_changed_by_updates(self) -> None:
         pool = BlockPool()
         array = BlockArray(600_000, F32, 0.5)
         views = array.export()
-        assert array._blocks == [None, None, None]
+        assert array.num_made == 0
         target = array.writable(1, pool)
         target.array[:] = 7
         assert not array.commit(1, target, pool)  # nobody has read this one

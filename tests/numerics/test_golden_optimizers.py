@@ -21,6 +21,7 @@ import pytest
 from golden_optimizers import DTYPES, KEPT, SHAPES, STEPS, gradient, start
 from psync import optimizers, schedules
 from psync.numerics.clipping import clipped_by_norm
+from psync.numerics.rule_configs import rule_from_config
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 
@@ -70,7 +71,7 @@ def tolerance(case: str, dtype: str) -> float:
 @each_dtype
 def test_twenty_updates_are_those_of_keras(case: str, dtype: str) -> None:
     optimizer = optimizer_of(case)
-    options = optimizer._rule.options
+    options = rule_from_config(optimizer.get_config()).options
     variables = range(len(SHAPES))
     store = store_of([start(i, dtype) for i in variables])
     store.define_optimizer(1, optimizer.get_config())

@@ -18,10 +18,11 @@ from psync.numerics.replica_values import (
     gather_values,
     local_results,
     reduce_distributed,
-    reduce_values,
+    reducing_values,
     regroup,
     select,
 )
+from psync.numerics.sums import at_once
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 ARRAY = np.ones(2)
@@ -136,7 +137,7 @@ def test_replicas_that_return_other_containers_are_told_so(values: Any, said: st
         regroup(values)
 
 
-@pytest.mark.parametrize("fn", [regroup, lambda none: reduce_values(SUM, none)])
+@pytest.mark.parametrize("fn", [regroup, lambda none: at_once(reducing_values(SUM, none))])
 def test_no_replica_is_no_value(fn: Any) -> None:
     with pytest.raises(ReplicaValueError, match="expected a value for each replica, got none"):
         fn([])
@@ -171,10 +172,10 @@ def test_local_results_are_those_of_each_replica() -> None:
 
 def test_structures_are_reduced_item_by_item() -> None:
     gradients = [[np.full(2, n, np.float32), None] for n in (1, 2)]
-    total, missing = reduce_values("sum", gradients)
+    total, missing = at_once(reducing_values("sum", gradients))
     assert (total.tolist(), missing) == ([3, 3], None)
     with pytest.raises(ReplicaValueError, match="expected numbers or arrays"):
-        reduce_values(SUM, [ARRAY, None])
+        at_once(reducing_values(SUM, [ARRAY, None]))
 
 
 def test_values_of_replicas_are_reduced_wherever_they_stand() -> None:

@@ -100,6 +100,7 @@ class TestMaths:
 
 
 class TestMemory:
+    @pytest.mark.slow
     @every_rule
     @every_dtype
     def test_result_is_bitwise_independent_of_chunks_and_of_copying(

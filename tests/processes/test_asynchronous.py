@@ -56,6 +56,7 @@ def losses_of(run: Ended) -> list[float]:
 # --- psync run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @LOOPS
 def test_the_first_program_learns(loop: str) -> None:
     run = ended(psync_run(*script("example.py"), PSYNC_LOOP=loop))

@@ -16,7 +16,7 @@ import pytest
 
 from tasks_by_hand import ByHand, ended, plain_environ, script, wait_for_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Run:

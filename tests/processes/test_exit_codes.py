@@ -24,7 +24,7 @@ from tasks_by_hand import (
 DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "configuration.md"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def table() -> dict[str, list[int]]:
@@ -100,6 +100,7 @@ def test_a_signal_ends_it_with_the_code_of_the_table(name: str, signum: signal.S
         wait_until_gone(children)
 
 
+@pytest.mark.smoke
 def test_a_chief_that_hangs_up_tells_the_others_to_exit() -> None:
     with by_hand() as cluster:
         tasks = cluster.serve_all()

@@ -144,6 +144,7 @@ def test_after_an_error_updates_of_a_step_that_has_not_heard_of_it_are_refused(
     run(main)
 
 
+@pytest.mark.smoke
 def test_closures_of_a_killed_worker_run_elsewhere_and_it_takes_part_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

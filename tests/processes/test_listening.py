@@ -16,7 +16,7 @@ import psync
 from listening import descendants, listening
 from tasks_by_hand import SERVE, by_hand, plain_environ, script, wait_for_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def own_address() -> str | None:

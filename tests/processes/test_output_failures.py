@@ -18,7 +18,7 @@ from tasks_by_hand import SERVE, by_hand, plain_environ, script
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = f"{sys.executable} -m psync run {SCRIPTS / 'talk.py'}"
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:

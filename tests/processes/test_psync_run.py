@@ -21,7 +21,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Run:
@@ -113,6 +113,7 @@ def launched(
 # --- the chief decides -------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_run_ends_when_the_chief_does_with_its_exit_code(code: int) -> None:
     with launched() as run:
@@ -141,6 +142,7 @@ def test_a_chief_that_is_killed_takes_everybody_along() -> None:
 # --- tasks die ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_worker_that_is_killed_is_started_again() -> None:
     with launched() as run:
         run.wait_ready(*ALL)
@@ -182,6 +184,7 @@ def test_a_worker_that_ends_by_itself_is_not_started_again() -> None:
         assert run.wait() == 0
 
 
+@pytest.mark.smoke
 def test_a_ps_that_is_killed_is_started_again() -> None:
     with launched() as run:
         run.wait_ready(*ALL)

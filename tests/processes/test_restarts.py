@@ -105,6 +105,7 @@ def test_a_chief_that_is_killed_goes_on_from_its_checkpoint_with_the_tasks_that_
     wait_until_gone({**before, **after})
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("victim", ["ps-0", "ps-1"])
 def test_with_a_ps_that_is_killed_the_run_goes_on_from_the_checkpoint(
     victim: str, tmp_path: Path

@@ -18,7 +18,7 @@ from tasks_by_hand import (
     wait_for_line,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 IDLE = script("idle.py")
 TASK = '"task": {"type": "ps", "index": 0}'
@@ -132,6 +132,7 @@ def test_a_whole_cluster_runs_without_a_secret_if_that_is_asked_for() -> None:
         assert [ended(task).code for task in tasks] == [0, 0]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("secret", ["another secret, and a long one", None])
 def test_a_chief_with_another_secret_or_none_is_turned_away(secret: str | None) -> None:
     with by_hand() as cluster:

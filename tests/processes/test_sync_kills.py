@@ -131,6 +131,7 @@ def test_a_push_counts_once_and_whole_although_workers_die_all_the_time(
     run(main)
 
 
+@pytest.mark.smoke
 def test_a_worker_that_is_killed_while_it_waits_has_contributed(tmp_path: Path) -> None:
     async def main() -> None:
         async with (

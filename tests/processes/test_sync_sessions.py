@@ -62,6 +62,7 @@ def begun(cluster: ByHand, steps: int) -> dict[str, subprocess.Popen[str]]:
 # --- psync run ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_run_to_its_end() -> None:
     run = ended(sessions(20))
     assert run.code == 0
@@ -132,7 +133,7 @@ def test_the_example_runs_to_its_known_answer() -> None:
 def test_when_training_ends_every_task_exits() -> None:
     with by_hand(num_ps=2, num_workers=2) as cluster:
         begun(cluster, 20)
-        ends = [ended(process) for process in cluster._processes]
+        ends = [ended(process) for process in cluster.processes]
     assert [end.code for end in ends] == [0] * 5
     assert "w [20.0, 20.0, 20.0, 20.0]" in ends[2].out
 
@@ -141,8 +142,8 @@ def test_without_a_chief_in_the_cluster_worker_0_is_it() -> None:
     with by_hand(num_ps=1, num_workers=2) as cluster:
         del cluster.cluster["chief"]
         programs = begun(cluster, 20)
-        ends = [ended(process) for process in cluster._processes]
-        first = ends[cluster._processes.index(programs["worker-0"])]
+        ends = [ended(process) for process in cluster.processes]
+        first = ends[cluster.processes.index(programs["worker-0"])]
     assert [end.code for end in ends] == [0] * 3
     assert first.out == "worker-0: step 20, w [20.0, 20.0, 20.0, 20.0]\n"
 
@@ -176,7 +177,7 @@ def test_workers_whose_chief_is_killed_end_with_an_error() -> None:
 def test_a_worker_whose_ps_tasks_are_killed_ends_with_an_error() -> None:
     with by_hand(num_ps=1, num_workers=1) as cluster:
         programs = begun(cluster, 100_000)
-        cluster._processes[0].kill()
+        cluster.processes[0].kill()
         ends = [ended(program) for program in programs.values()]
     for end in ends:
         assert end.code == 1

@@ -12,6 +12,7 @@ import psync
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
+@pytest.mark.smoke
 async def test_a_step_that_captures_the_optimizer_alone_trains_all_variables() -> None:
     async with psync.LocalCluster(num_ps=2, num_workers=2) as cluster:
         strategy = psync.ParameterServerStrategy(cluster.resolver, psync.FixedShardsPartitioner(2))

@@ -16,7 +16,7 @@ from tasks_by_hand import plain_environ
 
 SCRIPT = Path(__file__).parent / "scripts" / "stuck.py"
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 class Stuck:

@@ -8,7 +8,7 @@ import pytest
 
 from tasks_by_hand import ByHand, by_hand, ended, script, wait_for_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TRAINED = (
     "[[20.0, 20.0], [20.0, 20.0], [20.0, 20.0], [20.0, 20.0]] 20\n"

@@ -15,7 +15,7 @@ import pytest
 import psync
 from tasks_by_hand import SERVE, by_hand, ended, interrupt, plain_environ, script, wait_for_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 Certs = dict[str, str]
 
@@ -76,6 +76,7 @@ def test_a_run_trains_with_certificates_of_psync_certs_new(way: str, certs: Cert
     assert "TLS" not in ended.stderr
 
 
+@pytest.mark.smoke
 def test_tasks_started_by_hand_train_and_a_chief_without_tls_is_told(certs: Certs) -> None:
     with by_hand() as cluster:
         serving = [

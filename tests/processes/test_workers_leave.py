@@ -18,7 +18,7 @@ import uvloop
 import psync
 from tasks_by_hand import SECRET, SERVE, by_hand, ended, free_addresses, script, wait_for_line
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -161,6 +161,7 @@ def test_a_worker_that_was_started_by_hand_is_added_and_told_of_the_end() -> Non
             assert ended(task).code == 0
 
 
+@pytest.mark.smoke
 def test_under_psync_run_a_worker_that_leaves_is_not_started_again() -> None:
     with by_hand() as cluster:
         command = ("-m", "psync", "run", *script("steps.py"), "--workers", "2", "--", "leaves")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import accumulators_of, ledger_of
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, until
 from psync.accumulators import TakeState
 from psync.client.accumulator_client import AccumulatorClient, Place
@@ -54,7 +55,7 @@ class Scene:
         self.chief = cluster.chief
         self.a = cluster.client(WORKER, 1000, host="a")
         self.b = cluster.client(OTHER, 1000, host="b")
-        self.service = cluster.ps[0].services.accumulators
+        self.service = accumulators_of(cluster.ps[0])
         self._sequences: dict[PsClient, int] = {}
 
     async def define(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
@@ -334,7 +335,7 @@ async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_an
         for client in (scene.a, scene.a, scene.b)
     ]
     await asyncio.sleep(1)
-    assert ps.services.ledger.statistics().in_progress == 2
+    assert ledger_of(ps).statistics().in_progress == 2
     assert not any(call.done() for call in calls)
     hosted.lock.release()
     accepted = GradientApplied("accepted", 1, 0)
@@ -373,11 +374,12 @@ async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
     await scene.apply(scene.a, large)
 
     def adding(values: np.ndarray, weight: float) -> Any:
-        hosted.rule._sum.is_torn = True
+        kept.is_torn = True
         yield
         raise MemoryError
 
-    hosted.rule._sum.adding = adding
+    kept = hosted.rule._sum
+    kept.adding = adding
     with pytest.raises(PsyncError):
         await scene.apply(scene.a, large)
     (ps,) = scene.cluster.ps
@@ -467,9 +469,15 @@ async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
     taking.cancel()
 
 
+def waits_for(scene: Scene) -> Any:
+    """The connection whose take waits."""
+    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    return peer
+
+
 async def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait(scene):
     taking = await scene.waiting(scene.a)
-    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    peer = waits_for(scene)
     scene.cluster.network.cut("a")
     await until(lambda: peer.is_closed)
     with pytest.raises(ConnectionLost, match="has gone"):
@@ -497,7 +505,7 @@ async def test_a_connection_does_not_remember_takes_that_have_ended(scene):
     await scene.apply(scene.a, [1, 3])
     await scene.value(scene.a)
     taking = await scene.waiting(scene.a, number=2)
-    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
+    peer = waits_for(scene)
     assert len(peer.state["takes"]) == 1
     await scene.apply(scene.b, [1, 3], local_step=1)
     await taking
@@ -560,20 +568,19 @@ async def test_a_take_of_no_gradients_is_refused(scene, required):
     assert scene.held() == (0, 0, 0, 0)
 
 
-async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene):
+async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene, monkeypatch):
     hosted = scene.hosted()
     await scene.apply(scene.a, [1, 3])
-    making = hosted.rule._reduce
 
     def failing() -> Any:
         raise GradientError("not today")
         yield
 
-    hosted.rule._reduce = failing
-    with pytest.raises(GradientError, match="not today"):
-        await scene.value(scene.b)
+    with monkeypatch.context() as patched:
+        patched.setattr(hosted.rule, "_reduce", failing)
+        with pytest.raises(GradientError, match="not today"):
+            await scene.value(scene.b)
     assert scene.held() == (1, 0, 0, 0)
-    hosted.rule._reduce = making
     assert await scene.value(scene.b) == [1, 3]  # under the same number
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import points_of
 from ps_cluster import (
     CHIEF,
     CONFIG,
@@ -26,7 +27,6 @@ from psync.net.endpoint import Endpoint
 from psync.numerics.blocks import BlockPool
 from psync.ps_task import PsTask
 from psync.store.reattach import Holding, Orders
-from psync.testing.sabotage import failpoints_of
 from psync.wire.codec import Message
 from psync.wire.lock_messages import LockShards
 from psync.wire.ps_messages import AttachPs, DefineOptimizer, SetOptimizer
@@ -239,7 +239,7 @@ async def test_a_step_that_ps_0_has_decided_is_applied_everywhere_first(step_ps:
     """ps 1 cannot be reached when the next chief comes: ps 0 waits, with that chief."""
     async with SyncCluster(2, step_ps=step_ps) as cluster:
         w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-        points = failpoints_of(cluster.ps[0]._platform)
+        points = points_of(cluster.ps[0])
         points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
         pushes = [
             asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)

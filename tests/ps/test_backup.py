@@ -10,10 +10,10 @@ import pytest
 
 from backups import W, alone, back_up, create, promote, take_over
 from image_tools import freeze, prepare, take, write
+from inside import is_deposed
 from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
 from psync.errors import FencedError, ParameterServerLost, UsageError
-from psync.ps.life import Life
 from psync.wire.recovery_messages import BackUp
 
 
@@ -103,7 +103,7 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
         await push(worker, (w,), (1.0,))
         await promote(cluster)
         pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
-        await until(lambda: cluster.ps[0].life is Life.DEPOSED)
+        await until(lambda: is_deposed(cluster.ps[0]))
         await until(lambda: not cluster.ps[0].statistics()["store"]["shards"])
         assert not pushing.done()
         pushing.cancel()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from backups import alone, back_up, take_over
+from inside import accumulators_of, backup_of, peers_of, settled
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.net.peer import Received
@@ -105,18 +106,18 @@ class Scene:
 
     @property
     def backup(self) -> PsTask:
-        task = self.cluster.ps[1]._host._backups[0].task
+        task = backup_of(self.cluster.ps[1], 0)
         assert isinstance(task, PsTask)
         return task
 
     async def check_same(self) -> None:
         """The backup is what the primary is."""
-        await self.cluster.ps[1]._host._backups[0].settle()
+        await settled(self.cluster.ps[1])
         assert everything(self.backup) == everything(self.cluster.ps[0])
 
 
 def everything(task: PsTask) -> Any:
-    service: AccumulatorService = task.services.accumulators
+    service: AccumulatorService = accumulators_of(task)
     states = gradients_of(service.ledger, lambda a: encode(a) if a is not None else None)
     kinds = [each for each in states.answers if b"accepted" in each[-1] or each[-1]]
     return (
@@ -162,7 +163,7 @@ async def busy(scene: Scene, definition: DefineAccumulator) -> list[asyncio.Task
     await scene.take(definition, chief, 1)
     await scene.apply(definition, scene.a, closure=2, local_step=1, weight=3.0)
     await scene.apply(definition, scene.b, closure=3, local_step=1, weight=0.25)
-    hosted = scene.cluster.ps[0].services.accumulators.hosted[definition.name]
+    hosted = accumulators_of(scene.cluster.ps[0]).hosted[definition.name]
     waiting = []
     for client, required, number in ((chief, 4, 2), (scene.b, 1, 1)):
         waiting.append(asyncio.create_task(scene.take(definition, client, number, required)))
@@ -193,7 +194,7 @@ async def test_a_backup_holds_and_gives_the_same_bits(
     await scene.apply(definition, scene.a, local_step=1)
     await scene.check_same()
     await scene.follow()
-    hosted = scene.backup.services.accumulators.hosted[definition.name]
+    hosted = accumulators_of(scene.backup).hosted[definition.name]
     await until(lambda: hosted.rule.step == 2 or len(hosted.waiting) == 2)  # in either order
     for _ in range(5):
         await scene.apply(definition, scene.b, local_step=3, weight=2.0)
@@ -224,9 +225,9 @@ async def test_takes_that_nobody_waits_for_any_more_leave_the_backup_too(scene: 
     first.cancel()  # the one behind it is served
     await second
     await scene.check_same()
-    assert not scene.backup.services.accumulators.hosted["g"].waiting
+    assert not accumulators_of(scene.backup).hosted["g"].waiting
     scene.b.links[0].notify(ForgetTakes("g", 2))
-    hosted = scene.cluster.ps[0].services.accumulators.hosted["g"]
+    hosted = accumulators_of(scene.cluster.ps[0]).hosted["g"]
     await until(lambda: hosted.takers[OTHER, 1000].acked_below == 2)
     await scene.check_same()
 
@@ -235,10 +236,10 @@ async def test_takes_whose_connection_is_lost_wait_at_the_end_on_both(scene: Sce
     g = dense()
     await back_up(scene.cluster)
     first, second = await busy(scene, g)
-    for peer in list(scene.cluster.chief.links[0]._peers.values()):
+    for peer in peers_of(scene.cluster.chief.links[0]):
         peer.close()
     assert await second
-    await until(lambda: len(scene.cluster.ps[0].services.accumulators.hosted["g"].waiting) == 1)
+    await until(lambda: len(accumulators_of(scene.cluster.ps[0]).hosted["g"].waiting) == 1)
     await scene.check_same()
     for _ in range(4):
         await scene.apply(g, local_step=2)
@@ -267,7 +268,7 @@ async def test_a_large_sum_is_followed_in_pieces_and_entries_come_one_after_the_
     await back_up(scene.cluster)
     await scene.check_same()
     chief = scene.cluster.chief
-    hosted = scene.cluster.ps[0].services.accumulators.hosted["g"]
+    hosted = accumulators_of(scene.cluster.ps[0]).hosted["g"]
     first = asyncio.create_task(scene.take(g, chief, 1, required=3))
     await until(lambda: len(hosted.waiting) == 1)
     second = asyncio.create_task(scene.take(g, scene.b, 1, required=2))
@@ -307,7 +308,7 @@ async def test_a_fence_is_answered_when_all_is_done_that_follows_from_it(scene: 
     g = dense()
     await scene.ask(scene.cluster.chief, g)
     await back_up(scene.cluster)
-    hosted = scene.cluster.ps[0].services.accumulators.hosted["g"]
+    hosted = accumulators_of(scene.cluster.ps[0]).hosted["g"]
     waiting = []
     for client, required in ((scene.b, 2), (scene.cluster.chief, 1)):
         waiting.append(asyncio.create_task(scene.take(g, client, 1, required)))
@@ -330,7 +331,7 @@ async def test_an_addition_for_which_there_is_no_memory_is_left_to_the_backup(
         raise MemoryError
         yield
 
-    scene.cluster.ps[0].services.accumulators.hosted["g"].rule._add = no_memory
+    accumulators_of(scene.cluster.ps[0]).hosted["g"].rule._add = no_memory
     with pytest.raises(Exception, match="MemoryError"):
         await scene.apply(g)
     assert scene.cluster.ps[0].is_torn  # its process ends

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from backups import W, alone, back_up, create, promote, say, take_over
+from inside import backup_of, backups_of, handlers_of, host_of, settled
 from ps_cluster import CHIEF, PsCluster, assign, heard, pull, push
 from psync.errors import FencedError, PsyncError, UsageError
 from psync.net.peer import Handler, Reply
@@ -107,31 +108,31 @@ async def test_entries_are_taken_in_the_turn_in_which_they_come() -> None:
     async with PsCluster(2) as cluster:
         await create(cluster)
         await back_up(cluster)
-        host = cluster.ps[1]._host
-        taken = host._backups[0].taken
+        host = host_of(cluster.ps[1])
+        taken = backups_of(cluster.ps[1])[0].taken
         sender = AsIfFrom("/job:ps/task:0", 100, {})
         entry = ("/job:chief/task:0", 100, encode(Fence("/job:worker/task:0", 5)), 0)
         for number in range(taken + 1, taken + 4):
             message = LogEntries(0, 1, number, [entry])
             answer = host.handlers()[LogEntries].run(sender, message, [])  # type: ignore[arg-type]
             assert answer.message == LogTaken(number)  # type: ignore[union-attr]
-        await host._backups[0].settle()
+        await settled(cluster.ps[1])
 
 
 async def test_a_backup_that_could_not_do_what_the_other_one_did_never_serves() -> None:
     async with PsCluster(2) as cluster:
         w = await create(cluster)
         await back_up(cluster)
-        task = cluster.ps[1]._host._backups[0].task
+        task = backup_of(cluster.ps[1], 0)
         assert isinstance(task, PsTask)
 
         def no_memory(*_: object) -> Reply:
             raise MemoryError
 
-        task._endpoint.handlers[Push] = Handler(no_memory)
+        handlers_of(task)[Push] = Handler(no_memory)
         worker = cluster.client()
         await push(worker, (w,), (1.0,))
-        await cluster.ps[1]._host._backups[0].settle()
+        await settled(cluster.ps[1])
         pushing = asyncio.create_task(push(worker, (w,), (1.0,)))
         await back_up(cluster, lost=True)  # the one that is backed up says so as well
         assert not pushing.done()
@@ -148,7 +149,7 @@ async def test_an_order_that_is_heard_again_later_empties_no_backup() -> None:
         await back_up(cluster)
         await push(cluster.client(), (w,), (1.0,))
         sender = AsIfFrom("/job:ps/task:0", 101, {})
-        host = cluster.ps[1]._host
+        host = host_of(cluster.ps[1])
         handler = host.handlers()[BeginBackup]
         assert handler.run(sender, begun[0], [memoryview(b"?")]) == Reply(Done())  # type: ignore[arg-type]
         await take_over(cluster)

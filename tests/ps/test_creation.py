@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import store_of
 from ps_cluster import PsCluster, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import GradientError, PartitionError, RemoteProtocolError
@@ -62,7 +63,7 @@ class TestCreation:
             copied = CreateShards(self.message([3]).shards, [(0, 1)])
             with pytest.raises(GradientError, match="do not have the shards' sizes"):
                 await ask(cluster.chief, copied, [body])
-            assert not cluster.ps[0].services.store.keys()
+            assert not store_of(cluster.ps[0]).keys()
             wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
             with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
                 await ask(cluster.chief, wrong, [body])
@@ -72,7 +73,7 @@ class TestCreation:
             spec = cluster.declare("v", np.ones(LARGE, np.float32))
             creating = asyncio.create_task(cluster.creation.ensure())
             key = (spec.variable_id, 0)
-            store = cluster.ps[0].services.store
+            store = store_of(cluster.ps[0])
             await until(lambda: key in store.keys())
             assert store.busy(key)
             creating.cancel()

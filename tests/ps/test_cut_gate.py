@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import endpoint_of, ledger_of, peers_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client.ps_client import PsClient
 from psync.errors import CutLost, FencedError, UsageError
@@ -61,7 +62,7 @@ async def test_an_update_that_began_before_has_all_its_parts_let_through() -> No
         worker, other = cluster.client(WORKER), cluster.client(OTHER)
         release = hold(cluster.ps[1], _shard_as_variable(v, 1))  # its part there is under way
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0].services.ledger.others())
+        await until(lambda: ledger_of(cluster.ps[0]).others())
         shut = asyncio.ensure_future(say_all(cluster.chief, Gate(1)))
         await settle()
         late = asyncio.ensure_future(push(other, [v], [1]))
@@ -96,7 +97,7 @@ async def test_a_part_that_has_not_come_yet_is_waited_for() -> None:
         worker = cluster.client(WORKER)
         await say(cluster.chief, Gate(1), 1)  # ps 1 is shut before, ps 0 after its part came
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0].services.ledger.others())
+        await until(lambda: ledger_of(cluster.ps[0]).others())
         ((ps, *part),) = (await say(cluster.chief, Gate(1), 0)).others
         assert ps == 1
         assert not update.done()
@@ -113,7 +114,7 @@ async def test_a_part_whose_client_is_replaced_or_that_was_refused_is_not_waited
         with pytest.raises(UsageError):
             await assign(worker, v, np.zeros(2), "mul", ordinal=1)
         await say_all(cluster.chief, Gate(1))
-        me = (WORKER, worker.links[1]._endpoint.incarnation)
+        me = (WORKER, endpoint_of(worker.links[1]).incarnation)
         await say(cluster.chief, Admit(1, [(*me, 2)]), 1)  # refused
         missing = asyncio.ensure_future(say(cluster.chief, Admit(1, [(*me, 3)]), 1))
         await settle()
@@ -128,10 +129,10 @@ async def test_a_repetition_is_answered_while_the_gate_is_shut() -> None:
         worker = cluster.client(WORKER)
         release = hold(cluster.ps[0], v)
         update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: cluster.ps[0].services.ledger.statistics().answers)
+        await until(lambda: ledger_of(cluster.ps[0]).statistics().answers)
         shut = asyncio.ensure_future(say(cluster.chief, Gate(1)))
         await settle()
-        (peer,) = worker.links[0]._peers.values()
+        (peer,) = peers_of(worker.links[0])
         peer.abort()  # the client sends it again
         await settle()
         release()
@@ -156,7 +157,7 @@ async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> No
         waiting = asyncio.ensure_future(push(worker, [v], [1]))
         await settle()
         assert not waiting.done()
-        for peer in cluster.chief.links[0]._peers.values():
+        for peer in peers_of(cluster.chief.links[0]):
             peer.abort()
         await waiting
 
@@ -182,7 +183,7 @@ async def test_the_gate_opens_when_the_task_ends_or_a_newer_coordinator_comes() 
         newer = cluster.client("/job:chief/task:0", 200)
         await cluster.attach(newer, 200)
         await asyncio.gather(waiting, return_exceptions=True)  # it ends where it began
-        assert not cluster.ps[0].services.gate.is_shut
+        assert "gate" not in "".join(cluster.ps[0].describe())
 
 
 async def test_a_gate_that_was_opened_is_not_shut_by_what_comes_late() -> None:

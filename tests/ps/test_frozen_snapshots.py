@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from image_tools import call, freeze, read, read_all, write
+from inside import endpoint_of, store_of, work_of
 from ps_cluster import PsCluster, assign, hold, pull, push, until
 from psync.errors import (
     CheckpointCorrupt,
@@ -88,7 +89,7 @@ class TestFreeze:
             v = await cluster.create("v", np.zeros(3, np.float32))
             release = hold(cluster.ps[0], v)
             freezing = asyncio.create_task(freeze(cluster))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             release()
             state, _ = await freezing
             assert state.versions == {v.shards[0].key: 1}
@@ -96,7 +97,7 @@ class TestFreeze:
     async def test_rows_that_are_constant_in_part(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros((5000, 64), np.float32))
-            store = cluster.ps[0].services.store
+            store = store_of(cluster.ps[0])
             key, rows = v.shards[0].key, np.array([3, 4999])
             for _ in store.scatter(key, "assign", rows, np.ones((2, 64), np.float32)):
                 pass
@@ -135,9 +136,9 @@ class TestFreeze:
             v = await cluster.create("v", np.zeros(LARGE, np.float32))
             await assign(cluster.chief, v, np.ones(LARGE, np.float32))
             await freeze(cluster)
-            block = cluster.ps[0].services.store.shards()[v.shards[0].key].values.block(1)
+            block = store_of(cluster.ps[0]).shards()[v.shards[0].key].values.block(1)
             assert block.held()
-            cluster.chief.links[0]._peers["control"].abort()
+            (await cluster.chief.links[0].peer("control")).abort()
             await until(lambda: not held(cluster)["held"])
             assert not block.held()
             with pytest.raises(CutLost):
@@ -148,15 +149,15 @@ class TestFreeze:
             v = await cluster.create("v", np.zeros(3, np.float32))
             release = hold(cluster.ps[0], v)
             freezing = asyncio.create_task(freeze(cluster))
-            await until(lambda: cluster.ps[0]._work.waiting)
-            peers = cluster.ps[0]._endpoint.peers
+            await until(lambda: work_of(cluster.ps[0]).waiting)
+            peers = endpoint_of(cluster.ps[0]).peers
             (peer,) = [peer for peer in peers if peer.lane == "control"]
-            cluster.chief.links[0]._peers["control"].abort()
+            (await cluster.chief.links[0].peer("control")).abort()
             freezing.cancel()  # so that nobody asks again
             await until(lambda: peer.is_closed)
             release()
             await asyncio.gather(freezing, return_exceptions=True)
-            await cluster.ps[0]._work.drain()
+            await work_of(cluster.ps[0]).drain()
             assert held(cluster)["held"] == 0
 
 
@@ -195,9 +196,7 @@ class TestWriting:
         async with PsCluster() as cluster:
             await cluster.create("v", np.ones(LARGE, np.float32))
             state, _ = await freeze(cluster)
-            service = cluster.ps[0]._images._frozen
-            assert service._cut is not None
-            reading = service._cut.frozen.letting_go(0)
+            reading = cluster.ps[0]._images._frozen._cut.frozen.letting_go(0)
             next(reading)
             await call(cluster.chief, DropFrozen(1))
             with pytest.raises(CheckpointError, match="not held any more"):

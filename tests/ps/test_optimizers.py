@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import store_of, work_of
 from ps_cluster import PsCluster, hold, pull, until
 from psync.errors import GradientError, UnknownVariableError, UsageError
 from psync.numerics.update_rule import SGD
@@ -42,9 +43,9 @@ async def test_a_negative_step_is_no_step() -> None:
     async with PsCluster() as cluster:
         await send(cluster, SetOptimizer(1, MOMENTUM, -1, None))  # leaves it as it is
         with pytest.raises(UsageError, match="is not defined"):
-            cluster.ps[0].services.store.set_optimizer_step(2, 1)
+            store_of(cluster.ps[0]).set_optimizer_step(2, 1)
         with pytest.raises(UsageError, match="expected a step from 0, got -2"):
-            cluster.ps[0].services.store.set_optimizer_step(1, -2)
+            store_of(cluster.ps[0]).set_optimizer_step(1, -2)
 
 
 async def test_half_precision_has_slots_of_single_precision() -> None:
@@ -62,7 +63,7 @@ async def test_a_shard_that_is_being_updated_is_waited_for() -> None:
         release = hold(cluster.ps[0], v)
         message = SetSlots(1, MOMENTUM, [(v.variable_id, 0, "momentum")])
         sent = asyncio.ensure_future(send(cluster, message, np.ones(2, np.float32).tobytes()))
-        await until(lambda: cluster.ps[0]._work.waiting)
+        await until(lambda: work_of(cluster.ps[0]).waiting)
         release()
         await sent
         (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")

@@ -9,6 +9,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import chief_of, locks_of, store_of
 from memory_cluster import coordinating, event_of, note
 from psync.wire.recovery_messages import Gate, OpenGate
 
@@ -21,8 +22,8 @@ async def test_locks_are_told_with_their_holders_and_how_many_wait():
             v = psync.Variable(np.zeros(8, np.float32), name="v")
             w = psync.Variable(np.zeros(8, np.float32), name="w")
         await psync.pull((v, w))
-        locks = cluster.tasks["ps-0"].services.locks
-        key = cluster.tasks["ps-0"].services.store.keys()[0]
+        locks = locks_of(cluster.tasks["ps-0"])
+        key = store_of(cluster.tasks["ps-0"]).keys()[0]
         held = locks._table.claim([key], exclusive=True)  # as if a task held it
 
         async def assigns():
@@ -63,7 +64,7 @@ async def test_a_gate_that_is_shut_is_told_with_who_waits_at_it():
         with coordinator.strategy.scope():
             v = psync.Variable(np.zeros(8, np.float32), name="v")
         await v.read()
-        link = coordinator._coordinator.links.ps.links[0]
+        link = chief_of(coordinator).links.ps.links[0]
         await link.call(lambda _: Gate(1))
 
         async def assigns():

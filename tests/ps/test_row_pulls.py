@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inside import store_of, work_of
 from ps_cluster import WORKER, PsCluster, assign, hold, pull, until
 from psync.errors import GradientError, PsyncError, RemoteError, RemoteProtocolError, UsageError
 from psync.net.peer import Received
@@ -73,10 +73,8 @@ async def test_what_does_not_fit_is_refused(
 
 @aio
 async def test_no_more_is_gathered_than_the_limit_allows() -> None:
-    async with PsCluster() as cluster:
+    async with PsCluster(limits=Limits(gathered_bytes=24)) as cluster:
         await cluster.create("v", VALUE)
-        rows = cluster.ps[0].services.rows
-        rows._limits = dataclasses.replace(Limits(), gathered_bytes=24)
         assert parts_of(await ask(cluster, PullRows([ALL], -1, "")))  # nothing is gathered
         message = PullRows([(0, 0, 3, 0, 0, 0)], -1, "")
         with pytest.raises(UsageError, match="36 bytes of rows asked for at once, at most 24"):
@@ -90,7 +88,7 @@ async def test_rows_of_a_busy_shard_are_waited_for() -> None:
         release = hold(cluster.ps[0], v)
         parts = [(0, 0, 1, 0, 0, 0), (0, 0, 2, 0, 2, 1)]
         asking = asyncio.ensure_future(ask(cluster, PullRows(parts, -1, ""), [7]))
-        await until(lambda: cluster.ps[0]._work.waiting)
+        await until(lambda: work_of(cluster.ps[0]).waiting)
         release()
         got = parts_of(await asking)
         assert got == [VALUE[7].tolist(), VALUE[:2].reshape(-1).tolist()]
@@ -107,7 +105,7 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
             nonlocal turns
             while True:
                 await asyncio.sleep(0)
-                turns += cluster.ps[0].services.store.busy(v.shards[0].key)
+                turns += store_of(cluster.ps[0]).busy(v.shards[0].key)
 
         counting = asyncio.ensure_future(count())
         reading = cluster.chief.read_rows(v, np.arange(1 << 10)[::-1])
@@ -124,7 +122,7 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
 async def test_what_is_answered_does_not_change_while_it_is_on_its_way() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", VALUE)
-        views = cluster.ps[0].services.store.read_range(v.shards[0].key, 1, 3)
+        views = store_of(cluster.ps[0]).read_range(v.shards[0].key, 1, 3)
         before = b"".join(views)
         rows, ones = np.array([1, 2]), np.ones((2, 3), np.float32)
         await cluster.chief.scatter(v, rows, ones, op="add", closure=-1, ordinal=0)
@@ -163,4 +161,4 @@ def test_any_request_is_answered_or_refused_by_an_error_of_ours(
 
 
 def is_busy(task: PsTask) -> bool:
-    return any(map(task.services.store.busy, task.services.store.keys()))
+    return any(map(store_of(task).busy, store_of(task).keys()))

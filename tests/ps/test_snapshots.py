@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from image_tools import call, fill, freeze, prepare, read, read_all, take, write
+from inside import accumulators_of, ledger_of, store_of, sync_of, work_of
 from ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.errors import (
     CheckpointCorrupt,
@@ -85,6 +86,11 @@ def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.asyncio
+def sender_of(cluster: PsCluster, task: str) -> Any:
+    """What the ledger of ps 0 knows of a client."""
+    return ledger_of(cluster.ps[0])._senders[task]
+
+
 class TestWho:
     @pytest.mark.parametrize(
         "message",
@@ -139,7 +145,7 @@ class TestGoingBack:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(5, np.float32))
             (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
-            sender = cluster.ps[0].services.ledger._senders[CHIEF]
+            sender = sender_of(cluster, CHIEF)
             state, _ = await freeze(cluster)
             (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
             assert unpack_answer(kept.answers[-1][2]) == first
@@ -147,7 +153,7 @@ class TestGoingBack:
                 cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
             )
             await take(cluster)
-            restored = cluster.ps[0].services.ledger._senders[CHIEF]
+            restored = sender_of(cluster, CHIEF)
             assert restored is not sender
             assert restored.incarnation == sender.incarnation
             assert [m.answer for m in restored.messages.values()][-1] == first
@@ -155,7 +161,7 @@ class TestGoingBack:
     async def test_final_closures_stay_final(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(5, np.float32))
-            cluster.chief.links[0]._peers["control"].notify(FinalBelow(7))
+            cluster.chief.links[0].notify(FinalBelow(7))
             await adam(cluster, v, 1.0, closure=8)
             state, _ = await freeze(cluster)
             await prepare(
@@ -204,7 +210,7 @@ class TestGoingBack:
 
     async def test_a_table_that_was_never_touched_needs_no_bytes(self) -> None:
         async with PsCluster() as cluster:
-            store = cluster.ps[0].services.store
+            store = store_of(cluster.ps[0])
             v = await cluster.create("v", np.zeros(2, np.float32))
             spec = dataclasses.replace(v.shards[0], variable_id=50, shape=(8_000_000, 64))
             store.create(spec, fill=0.25)
@@ -215,7 +221,7 @@ class TestGoingBack:
             await prepare(cluster, state)
             await fill(cluster, 0, bytes(8))
             await take(cluster)
-            assert cluster.ps[0].services.store.shards()[spec.key].values.num_made == 0
+            assert store_of(cluster.ps[0]).shards()[spec.key].values.num_made == 0
 
     async def test_repetitions_change_nothing(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
@@ -303,7 +309,7 @@ class TestGoingBack:
             await fill(cluster, 0, bytes(12))
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(cluster.client(WORKER, 1000), (v,), (1.0,)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             await take(cluster, fences=[(WORKER, 1001)])
             release()
             await pushing  # whoever sent it is fenced, and its answer is of no use
@@ -315,7 +321,7 @@ class TestGoingBack:
             v = await cluster.create("v", np.zeros(3, np.float32))
             accumulator = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
             await call(cluster.chief, accumulator)
-            cluster.ps[0].services.accumulators.hosted["g"].rule.set_global_step(3)
+            accumulators_of(cluster.ps[0]).hosted["g"].rule.set_global_step(3)
             state, _ = await freeze(cluster)
             late = dataclasses.replace(accumulator, name="late")
             await call(cluster.chief, late)
@@ -435,7 +441,7 @@ class TestSynchronousSteps:
                 asyncio.create_task(cluster.replica(index, 1000).push((w,), (1.0,)))
                 for index in range(2)
             ]
-            await until(lambda: cluster.ps[0].services.sync.steps() and cluster.ps[1]._work.waiting)
+            await until(lambda: sync_of(cluster.ps[0]).steps() and work_of(cluster.ps[1]).waiting)
             late = cluster.client("/job:ps/task:0", 100)  # says what was in flight
             await call(late, AskStatistics(), ps=1)
             await self.go_back(cluster, images, tmp_path)
@@ -444,7 +450,7 @@ class TestSynchronousSteps:
                 assert isinstance(answer, FencedError)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1).all()
-            assert cluster.ps[1].services.sync.steps() == []
+            assert sync_of(cluster.ps[1]).steps() == []
             with pytest.raises(FencedError, match="incarnation 100 of /job:ps/task:0 has been"):
                 await call(late, CloseStep(GROUP, cluster.config, 0, []), ps=1)
             with pytest.raises(UsageError, match="task:0 is not a coordinator"):
@@ -457,7 +463,7 @@ class TestSynchronousSteps:
                 assert answer.outcome == "accepted"
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE).all()
-            assert cluster.ps[1].services.sync.steps() == [(GROUP, 1)]
+            assert sync_of(cluster.ps[1]).steps() == [(GROUP, 1)]
 
     async def test_going_back_twice(self, tmp_path: Path) -> None:
         async with SyncCluster(2) as cluster:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from backups import W, back_up, create, promote, say, take_over
+from inside import is_deposed
 from ps_cluster import CHIEF, PsCluster, assign, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
-from psync.ps.life import Life
 from psync.ps.succession import RANGE
 from psync.ps_task import PsTask
 from psync.wire.codec import Message
@@ -91,7 +91,7 @@ async def test_one_that_was_replaced_is_not_told_and_of_no_life() -> None:
         worker = cluster.client()
         await promote(cluster)
         adding = asyncio.create_task(assign(worker, w, W, "add"))
-        await until(lambda: cluster.ps[0].life is Life.DEPOSED)
+        await until(lambda: is_deposed(cluster.ps[0]))
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
         newer = cluster.client(CHIEF, NEXT)
@@ -134,7 +134,7 @@ async def test_a_backup_that_cannot_be_reached_under_a_newer_coordinator_replace
         await attach(newer, 1, NEXT)  # its process refuses all that comes from before
         with pytest.raises(Exception, match="its backup does not follow"):
             await say(cluster, 0, BackUp(2, "/job:ps/task:1", "ps1:1", False))
-        assert cluster.ps[0].life is not Life.DEPOSED
+        assert not is_deposed(cluster.ps[0])
         (value,) = await pull(cluster.chief, w)
         assert value.tobytes() == W.tobytes()
 

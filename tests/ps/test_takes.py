@@ -50,7 +50,7 @@ async def scene() -> Scene:
     return Scene()
 
 
-async def test_a_take_that_is_asked_for_again_keeps_its_place_and_its_value(scene: Scene) -> None:
+def test_a_take_that_is_asked_for_again_keeps_its_place_and_its_value(scene: Scene) -> None:
     scene.enter(A)
     scene.enter(B)
     scene.enter(A)
@@ -63,7 +63,7 @@ async def test_a_take_that_is_asked_for_again_keeps_its_place_and_its_value(scen
     assert scene.answer(A, 1) == first != scene.answer(B, 1)
 
 
-async def test_takes_that_end_together_leave_nothing_to_each_other(scene: Scene) -> None:
+def test_takes_that_end_together_leave_nothing_to_each_other(scene: Scene) -> None:
     scene.enter(A, 1, 2)
     scene.enter(A, 2)
     scene.enter(B, 1)
@@ -73,7 +73,7 @@ async def test_takes_that_end_together_leave_nothing_to_each_other(scene: Scene)
     assert scene.answer(B, 1)
 
 
-async def test_the_end_of_a_take_that_has_its_value_changes_nothing(scene: Scene) -> None:
+def test_the_end_of_a_take_that_has_its_value_changes_nothing(scene: Scene) -> None:
     scene.enter(A)
     scene.give(1)
     scene.takes.end({"g": scene.held}, A, EndTakes([("g", 1)]))
@@ -85,7 +85,7 @@ async def test_the_end_of_a_take_that_has_its_value_changes_nothing(scene: Scene
         scene.enter(A)
 
 
-async def test_a_take_of_nothing_leaves_no_trace(scene: Scene) -> None:
+def test_a_take_of_nothing_leaves_no_trace(scene: Scene) -> None:
     with pytest.raises(ConfigurationError, match="above 0"):
         scene.enter(A, 1, 0)
     assert not scene.held.takers
@@ -102,7 +102,7 @@ async def test_what_follows_from_a_fence_may_be_waited_for_if_it_is_large(scene:
     assert scene.answer(B, 1)
 
 
-async def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_nobody(
+def test_a_value_for_which_there_is_no_memory_ends_the_task_and_answers_nobody(
     scene: Scene,
 ) -> None:
     def no_memory() -> Any:

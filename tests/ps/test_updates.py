@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import endpoint_of, ledger_of, points_of, store_of, work_of
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -29,7 +30,7 @@ from psync.ps.committer import Committer, Entry
 from psync.specs import VariableSpec
 from psync.store.commit_log import CommitLog
 from psync.store.ledger import Fresh
-from psync.testing.sabotage import Failpoints, failpoints_of
+from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed
@@ -70,7 +71,7 @@ class TestIdentity:
             v = await cluster.create("v", np.zeros(size, np.float32))
             client = cluster.client(host="w")
             failpoint = "ps.push.applied" if op == "push" else "ps.assign.applied"
-            failpoints_of(cluster.ps[0]._platform).arm(failpoint, lambda: cluster.network.cut("w"))
+            points_of(cluster.ps[0]).arm(failpoint, lambda: cluster.network.cut("w"))
             if op == "push":
                 (answer,) = await push(client, (v,), (2.0,), closure=1)
                 assert (answer.outcome, answer.step) == ("accepted", 1)
@@ -84,7 +85,7 @@ class TestIdentity:
     async def test_a_retry_waits_while_the_first_is_being_applied(self, size: int) -> None:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
             v = await cluster.create("v", np.zeros(size, np.float32))
-            ledger = cluster.ps[0].services.ledger
+            ledger = ledger_of(cluster.ps[0])
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
             await until(lambda: ledger.statistics().fresh)
@@ -100,12 +101,12 @@ class TestIdentity:
             ps = cluster.ps[0]
             release = hold(ps, v)
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
-            await until(lambda: ps.services.ledger.statistics().fresh)
+            await until(lambda: ledger_of(ps).statistics().fresh)
             log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
-            committer = Committer(ps.task, 100, ps.services.store, log)
+            committer = Committer(ps.task, 100, store_of(ps), log)
             ps.services.begin_log(committer)
             cluster.network.cut("w")
-            await until(lambda: ps.services.ledger.statistics().in_progress)
+            await until(lambda: ledger_of(ps).statistics().in_progress)
             assert committer.waiting == 1
             release()
             assert outcomes(await pushing) == ["accepted"]
@@ -148,8 +149,8 @@ class TestIdentity:
             sender = cluster.client(WORKER)
             release = hold(task, v)
             pushing = asyncio.create_task(push(sender, (v,), (2.0,), closure=5))
-            await until(lambda: task._work.waiting)
-            (peer,) = [peer for peer in task._endpoint.peers if peer.task == WORKER]
+            await until(lambda: work_of(task).waiting)
+            (peer,) = [peer for peer in endpoint_of(task).peers if peer.task == WORKER]
             await sender.close()
             await until(lambda: peer.is_closed)
             release()
@@ -176,7 +177,7 @@ class TestIdentity:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
             v = await cluster.create("v", np.zeros(size, np.float32))
             first, second = cluster.client(WORKER), cluster.client(OTHER)
-            ledger = cluster.ps[0].services.ledger
+            ledger = ledger_of(cluster.ps[0])
             release = hold(cluster.ps[0], v)
             pushing = asyncio.create_task(push(first, (v,), (2.0,), closure=5))
             await until(lambda: ledger.statistics().fresh)
@@ -193,14 +194,14 @@ class TestIdentity:
             v = await cluster.create("v", np.zeros(3, np.float32))
             task = cluster.ps[0]
             call = ((WORKER, 5000), 1, 1, 5, 0, hash(((v.variable_id, 0),)))
-            judged = task.services.ledger.begin(*call)
+            judged = ledger_of(task).begin(*call)
             assert isinstance(judged, Fresh)
             again = asyncio.create_task(push(cluster.client(OTHER), (v,), (2.0,), closure=5))
-            await until(lambda: task._work.waiting)
-            task._work.wake()  # something else has ended
-            await until(lambda: task._work.waiting)
-            task.services.ledger.fail(judged.ticket)
-            task._work.wake()
+            await until(lambda: work_of(task).waiting)
+            work_of(task).wake()  # something else has ended
+            await until(lambda: work_of(task).waiting)
+            ledger_of(task).fail(judged.ticket)
+            work_of(task).wake()
             assert outcomes(await again) == ["accepted"]
             assert await self.value(cluster, v) == -1
 
@@ -261,7 +262,7 @@ class TestAverages:
             release = hold(cluster.ps[0], s if busy == "average" else v)
             client = cluster.client()
             averaging = asyncio.create_task(ask(client, average_of(s, v)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             assert not averaging.done()
             release()
             assert await averaging == Pushed("accepted", 0)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psync.closures.closure import Closure
+from psync.closures.closure import Closure, Replica
 from psync.errors import LocalProtocolError
 from psync.replicas.closure_messages import (
     INLINE_BYTES,
     ReplicaCall,
     ScheduledCall,
+    ScheduledClosures,
     arguments_reply,
     function_reply,
     run_closures,
     run_replica,
+    starting,
 )
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import EMPTY, pack, pack_arguments
@@ -58,7 +60,9 @@ def test_small_arguments_travel_with_the_closure():
 
 def test_a_replica_travels_like_a_closure_and_says_which_it_is():
     call = ReplicaCall(TABLE.register(step), pack_arguments("step", (5,), {}), 1, 3)
-    message, segments = run_replica(Closure(7, call))
+    replica = Replica(7, call, name="step")
+    message, segments = starting([replica])
+    assert (message, segments) == run_replica(replica)
     assert message.closure == (7, TABLE.register(step).key, 1, [])
     assert (message.replica_id, message.num_replicas) == (1, 3)
     assert unpacked(segments, [], 1) == ((5,), {})
@@ -109,3 +113,26 @@ def test_a_function_travels_with_its_name_and_arrays():
     reply = function_reply(function)
     assert "lambda" in reply.message.name
     assert [len(segment) for segment in reply.segments][1:] == [table.nbytes]
+
+
+def test_a_closure_that_is_adopted_has_a_value_to_be_and_lets_go_of_its_call_when_it_is_final():
+    cancelled: list[int] = []
+    closures = ScheduledClosures(cancelled.append)
+    closure = closure_of(3)
+    value = closures.adopt(closure)
+    assert closures == {3: closure}
+    value.cancel()
+    assert cancelled == [3]
+    closures.settle(closure, ValueError("no"))
+    assert closures == {}
+    assert closure.payload is None
+    with pytest.raises(ValueError, match="no"):
+        value.result()
+
+
+def test_nobody_need_hold_the_value_of_a_closure_that_fails():
+    closures = ScheduledClosures(lambda closure_id: None)
+    closure = closure_of(3)
+    closures.adopt(closure)
+    closures.settle(closure, ValueError("no"))
+    assert not closures

@@ -60,6 +60,11 @@ def answer(value: object) -> Received:
     return Received(Merged(None), [memoryview(part) for part in pack(value).segments])
 
 
+def closure_of(member: Any) -> Any:
+    """The closure that its replica runs."""
+    return member._closure
+
+
 async def test_a_replica_sends_function_and_value_and_gets_what_was_made():
     coordinator = Coordinator(answer({"sum": np.ones(2)}), answer(None))
     member = member_of(coordinator)
@@ -107,7 +112,7 @@ async def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
         await member.collective("merge_call", reduce, asyncio.Lock())
     with pytest.raises(CaptureError, match="too large"):
         await member.collective("merge_call", reduce, np.zeros(100_000))
-    member._closure.close()
+    closure_of(member).close()
     with pytest.raises(UsageError, match="all_reduce SUM after the step has returned"):
         await member.collective("all_reduce SUM", reduce, None)
     assert not coordinator.asked
@@ -121,7 +126,7 @@ async def test_the_coordinator_is_told_that_a_step_gives_up_but_not_that_it_is_s
     await coordinator.waits.wait()
     (call,) = asyncio.all_tasks() - {task, asyncio.current_task()}
     if stopped:
-        member._closure.cancel()
+        closure_of(member).cancel()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -144,7 +149,7 @@ async def test_an_error_that_nobody_waits_for_any_more_is_seen():
     member = member_of(coordinator)
     task = asyncio.create_task(member.collective("merge_call", reduce, None))
     await coordinator.waits.wait()
-    member._closure.cancel()
+    closure_of(member).cancel()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

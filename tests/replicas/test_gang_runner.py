@@ -453,7 +453,7 @@ async def test_what_was_answered_is_not_kept():
 
         run = asyncio.create_task(coordinator.strategy.run(fn))
         await event_of("half").wait()
-        (state,) = coordinator.strategy.gangs._runs
+        (state,) = coordinator.strategy.gangs.runs
         assert sum(len(arrived) for arrived in state.arrivals) <= 1
         assert not state.replies
         event_of("go on").set()
@@ -663,7 +663,7 @@ async def test_a_ps_that_is_lost_in_the_turn_in_which_all_have_come_ends_the_run
 
     def and_lost(self, *args):
         answer = reached(self, *args)
-        if self._runs[0].merges and next(losses, 0):
+        if self.runs[0].merges and next(losses, 0):
             self.fail(ParameterServerLost("/job:ps/task:0", "is gone"))
         return answer
 

@@ -39,7 +39,9 @@ def make_step(value: Any) -> Callable[[], Any]:
 
 
 def load(function: Any) -> Callable[..., Any]:
-    return load_function(function.data, [bytearray(buffer) for buffer in function.buffers])
+    return load_function(
+        function.payload.data, [bytearray(buffer) for buffer in function.payload.buffers]
+    )
 
 
 class Trainer:
@@ -70,7 +72,7 @@ def test_captured_arrays_travel_beside_the_pickle_and_are_frozen(table: Function
     array = np.zeros(INLINE_BYTES)
     function = table.register(make_step(array))
     array[:] = 1
-    assert len(function.buffers) == 1
+    assert len(function.payload.buffers) == 1
     captured = load(function)()
     assert not captured.any()
     assert captured.flags.writeable
@@ -335,7 +337,7 @@ def test_a_step_that_cannot_be_loaded_says_why(table: FunctionTable) -> None:
     finally:
         del sys.modules["only_on_the_coordinator"]
     with pytest.raises(CaptureError) as caught:
-        load_function(function.data, function.buffers, name=function.name)
+        load_function(function.payload.data, function.payload.buffers, name=function.name)
     assert str(caught.value) == (
         'step "step" cannot be loaded on this worker: ModuleNotFoundError: No module named '
         "'only_on_the_coordinator'\n"

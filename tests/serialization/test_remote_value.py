@@ -31,7 +31,7 @@ def received(obj: object) -> Payload:
     return Payload(packed.data, tuple(memoryview(bytearray(b)) for b in packed.buffers))
 
 
-async def test_it_says_what_it_is_and_where_it_stands():
+def test_it_says_what_it_is_and_where_it_stands():
     owner = Owner()
     value = value_of(owner)
     assert repr(value) == "<RemoteValue of closure 7 (train), not ready>"
@@ -89,7 +89,7 @@ async def test_a_cancelled_closure_is_aborted():
         await waiting
 
 
-async def test_cancel_asks_the_coordinator_until_it_has_ended():
+def test_cancel_asks_the_coordinator_until_it_has_ended():
     owner = Owner()
     value = value_of(owner)
     value.cancel()
@@ -99,7 +99,7 @@ async def test_cancel_asks_the_coordinator_until_it_has_ended():
     assert owner.cancelled == [7]
 
 
-async def test_a_result_before_its_time_is_an_error():
+def test_a_result_before_its_time_is_an_error():
     with pytest.raises(UsageError, match=r"closure 7 \(train\) has not ended"):
         value_of().result()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inside import store_of, work_of
 from ps_cluster import CONFIG, WORKER, PsCluster, hold, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, GradientError, PsyncError, RemoteError, UsageError
@@ -90,7 +91,7 @@ class TestIdentity:
             v = await cluster.create("v", VALUE)
             release = hold(cluster.ps[0], v)
             sending = asyncio.ensure_future(send(cluster.client(WORKER), push([1]), body([4])))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             release()
             assert (await sending).outcome == "accepted"
             assert (await value_of(cluster, v))[4].tolist() == (VALUE[4] - 0.5).tolist()
@@ -132,7 +133,7 @@ async def test_a_wrong_update_changes_nothing_at_all(
         i = await cluster.create("i", np.ones((4, 3), np.int32))
         with pytest.raises((GradientError, UsageError), match=expected):
             await send(cluster.client(WORKER), message, *segments)
-        store = cluster.ps[0].services.store
+        store = store_of(cluster.ps[0])
         assert [store.version(spec.shards[0].key) for spec in (v, i)] == [0, 0]
         np.testing.assert_array_equal(await value_of(cluster, v), VALUE)
 
@@ -169,7 +170,7 @@ def test_anything_from_the_wire_is_taken_whole_or_refused_whole(
             client = cluster.client(WORKER)
             sent = send(client, message, *map(memoryview, segments))
             (answer,) = await asyncio.gather(sent, return_exceptions=True)
-            store = cluster.ps[0].services.store
+            store = store_of(cluster.ps[0])
             versions = [store.version(spec.shards[0].key) for spec in variables]
             if isinstance(answer, BaseException):
                 assert isinstance(answer, PsyncError)

@@ -44,7 +44,7 @@ def run(work: Work) -> int:
 
 
 def value_of(store: ShardStore, slot: str = "") -> np.ndarray:
-    shard = store._shards[KEY]
+    shard = store.shards()[KEY]
     views = store.read_slot(KEY, OPTIMIZER, slot) if slot else store.read(KEY)
     dtype = shard.slots[OPTIMIZER, slot].dtype if slot else shard.values.dtype
     return np.frombuffer(b"".join(views), dtype).reshape(shard.spec.shape)
@@ -53,7 +53,7 @@ def value_of(store: ShardStore, slot: str = "") -> np.ndarray:
 def gathered(store: ShardStore, rows: np.ndarray) -> np.ndarray:
     out = np.empty(len(rows) * store.row_bytes(KEY), np.uint8)
     run(store.read_rows(KEY, rows, out))
-    shard = store._shards[KEY]
+    shard = store.shards()[KEY]
     return out.view(shard.values.dtype).reshape(len(rows), *shard.spec.shape[1:])
 
 
@@ -83,7 +83,7 @@ class TestOptimizers:
         stores = [ShardStore(TASK), ShardStore(TASK)]
         for store in stores:
             store.create(spec)
-        typed = stores[0]._shards[KEY].values.dtype
+        typed = stores[0].shards()[KEY].values.dtype
         value = rng.normal(size=(20, 3)).astype(typed)
         rows = rows_of(0, 3, 19)
         for store in stores:
@@ -133,7 +133,7 @@ class TestMeans:
     def mean(self, dtype: str = "float32", **how: Any) -> np.ndarray:
         store = made((6, 2), dtype)
         store.define_optimizer(OPTIMIZER, SGD(1.0).to_config())
-        typed = store._shards[KEY].values.dtype
+        typed = store.shards()[KEY].values.dtype
         gradients = [
             RowValues(rows_of(1, 3), np.array([[2, 2], [4, 4]], typed)),
             RowValues(rows_of(3, 5), np.array([[2, 2], [4, 4]], typed)),

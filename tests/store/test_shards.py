@@ -42,11 +42,10 @@ def table() -> ShardTable:
 class TestTable:
     def test_a_shard_that_is_worked_on_is_not_read(self, table: ShardTable) -> None:
         work = started(table.shards()[KEY], lambda i: None, lambda: None)
-        for call in (table.read, table._idle):
-            with pytest.raises(
-                BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
-            ):
-                call(KEY)
+        with pytest.raises(
+            BusyError, match=r'"w/part_0" on /job:ps/task:1: an update is under way'
+        ):
+            table.read(KEY)
         work.close()
         assert table.read(KEY)
 
@@ -70,9 +69,9 @@ class TestTable:
 
     def test_slots_are_made_when_they_are_read(self, table: ShardTable) -> None:
         table.define_optimizer(3, Adam().to_config())
-        assert not table._idle(KEY).slots
+        assert not table.shards()[KEY].slots
         assert len(table.read_slot(KEY, 3, "m")) == NUM_BLOCKS
-        assert sorted(table._idle(KEY).slots) == [(3, "m"), (3, "v")]
+        assert sorted(table.shards()[KEY].slots) == [(3, "m"), (3, "v")]
 
     def test_an_optimizer_is_defined_once(self, table: ShardTable) -> None:
         for _ in range(2):
@@ -111,7 +110,7 @@ class TestOptimizers:
         table.define_optimizer(1, self.CONFIG)
         table.set_learning_rate(1, Constant(0.25).to_config())
         table.define_optimizer(1, self.CONFIG)  # what other users know
-        assert table._optimizer(1).rule.learning_rate(0) == 0.25
+        assert table.optimizers()[1].rule.learning_rate(0) == 0.25
 
     def test_a_slot_is_loaded_block_by_block(self, table: ShardTable) -> None:
         table.define_optimizer(1, self.CONFIG)
@@ -128,11 +127,11 @@ class TestOptimizers:
     def test_a_sum_of_gradients_begins_anew(self, table: ShardTable) -> None:
         config = SGD(0.5).with_options(RuleOptions(gradient_accumulation_steps=2)).to_config()
         table.define_optimizer(1, config)
-        table._shards[KEY].pushes[1] = 1
+        table.shards()[KEY].pushes[1] = 1
         ones = np.ones(NUM_BLOCKS * BLOCK_ELEMENTS, np.float32)
         for _ in table.load_slot(KEY, 1, ACCUMULATOR, ones):
             pass
-        assert not table._shards[KEY].pushes
+        assert not table.shards()[KEY].pushes
         views = table.read_slot(KEY, 1, ACCUMULATOR)
         assert not any(np.frombuffer(view, np.uint8).any() for view in views)
 

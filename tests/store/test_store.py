@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inside import pool_of
 from psync.errors import (
     BusyError,
     ConfigurationError,
@@ -485,7 +486,7 @@ class TestWork:
         def no_memory(nbytes: int) -> np.ndarray:
             raise MemoryError
 
-        monkeypatch.setattr(large._pool, "take", no_memory)
+        monkeypatch.setattr(pool_of(large), "take", no_memory)
         with pytest.raises(MemoryError):
             next(work)
         with pytest.raises(BusyError):

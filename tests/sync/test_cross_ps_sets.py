@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import points_of
 from ps_cluster import RATE, heard, pull
 from psync.errors import (
     GradientError,
@@ -23,7 +24,6 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
-from psync.testing.sabotage import failpoints_of
 from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
@@ -203,7 +203,7 @@ class TestWholePushes:
             for step in range(2):
                 task = cluster.ps[1 if place == "ps.step.applied" else 0]
                 if step:
-                    points = failpoints_of(task._platform)
+                    points = points_of(task)
                     points.arm(place, lambda: cluster.network.cut("ps1:1"))
                 answers = await asyncio.gather(*(r.push((w,), (1.0,), step) for r in replicas))
                 assert [answer.token for answer in answers] == [step + 1] * 2

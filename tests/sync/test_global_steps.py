@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from backups import alone, back_up, take_over
+from inside import depose, sync_of
 from ps_cluster import CONFIG, PsCluster, hold, pull
 from psync.client.ps_client import PsClient
 from psync.errors import FencedError, UsageError
@@ -82,7 +83,7 @@ async def test_a_backup_knows_for_which_steps_it_was_raised(when: str) -> None:
         await raise_for(closer, step, 3)
         if when == "before the copy":
             # Of a group that the ps knows, else nothing is said of it.
-            cluster.ps[0].services.sync.define(GROUP, CONFIGURED)
+            sync_of(cluster.ps[0]).define(GROUP, CONFIGURED)
             await back_up(cluster)
         await take_over(cluster)
         again = cluster.client(CLOSER, 100)
@@ -97,7 +98,7 @@ async def test_one_that_has_been_replaced_raises_nothing() -> None:
     async with PsCluster(2) as cluster:
         step, closer = await created(cluster), cluster.client(CLOSER, 100)
         await back_up(cluster)
-        cluster.ps[0]._depose()
+        depose(cluster.ps[0])
         await asyncio.sleep(0)
         with pytest.raises(FencedError):
             await raise_for(closer, step, 0)

@@ -40,7 +40,7 @@ def test_nobody_waits_for_a_push_once_its_replica_says_so() -> None:
     steps.push(0, 0, acked_below=1)
     steps.push(0, 0, acked_below=2)  # the first was cancelled, and ps 0 has not heard of it
     assert answers(steps.closed(GROUP, 0)) == [(0, "stale", 1)]
-    assert list(steps._group(GROUP)._pushes[replica(0)]) == [2]
+    assert steps.remembered(replica(0)) == [2]
 
 
 def test_answers_are_forgotten_when_they_have_arrived() -> None:
@@ -48,7 +48,7 @@ def test_answers_are_forgotten_when_they_have_arrived() -> None:
     for step in range(3):
         steps.push(0, step)
         steps.closed(GROUP, step)
-    assert len(steps._group(GROUP)._pushes[replica(0)]) == 1
+    assert len(steps.remembered(replica(0))) == 1
 
 
 def test_another_run_of_a_counted_closure_is_a_duplicate_and_takes_a_token() -> None:
@@ -80,9 +80,9 @@ def test_a_final_closure_counts_no_more() -> None:
     steps.closed(GROUP, 0)
     steps.final_below(6)
     steps.final_below(3)
-    assert not steps._group(GROUP)._calls
+    assert steps.calls() == []
     assert steps.push(1, 1, closure=4) == []
-    assert steps._group(GROUP).num_counted == 0
+    assert steps.counted() == 0
     assert closes(steps.push(0, 1, closure=7)) == [(1, [0], False)]
     assert answers(steps.closed(GROUP, 1)) == [(1, "duplicate", 2)]
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from backups import say
+from inside import depose, platform_of, points_of, pool_of, sync_of, work_of
 from ps_cluster import CHIEF, hold, until
+from psync.client.ps_link import PsLink
 from psync.errors import (
     ClosedError,
     ConfigurationError,
@@ -23,7 +25,6 @@ from psync.ps_task import PsTask
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Values
 from psync.sync.ps_peers import AllPs
-from psync.testing.sabotage import failpoints_of
 from psync.wire.messages import AskStatistics, Statistics
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
@@ -39,7 +40,7 @@ async def all_ps_of(cluster: SyncCluster, coordinator: int = 100) -> AsyncIterat
     task = cluster.ps[0]
     addresses = [link.address for link in cluster.chief.links]
     attach = AttachPs(coordinator, 0, addresses, 15.0)
-    all_ps = AllPs(task._platform, attach, task.services.sync, task._pool)
+    all_ps = AllPs(platform_of(task), attach, sync_of(task), pool_of(task))
     try:
         yield all_ps
     finally:
@@ -64,6 +65,11 @@ async def closed(all_ps: AllPs, message: CloseStep) -> Values:
     return await ended
 
 
+def link_of(all_ps: AllPs) -> PsLink:
+    """How ps 0 reaches ps 1."""
+    return all_ps._links().links[1]
+
+
 async def test_all_others_are_asked_at_once() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         calls = all_ps.ask_others(AskStatistics())
@@ -77,7 +83,7 @@ async def test_all_others_are_asked_at_once() -> None:
 async def test_a_step_is_applied_everywhere() -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))
-        assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
@@ -85,15 +91,15 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 ) -> None:
     async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
         await closed(all_ps, close_step(cluster, 0))  # now there is a connection
-        connection = (await all_ps._links().links[1].peer("control")).connection
+        connection = (await link_of(all_ps).peer("control")).connection
         sent = [connection.bytes_sent]
-        apply = all_ps._sync.applier._apply
+        apply = sync_of(cluster.ps[0]).applier._apply
 
         def noting(*args: Any) -> Awaitable[None] | None:
             sent.append(connection.bytes_sent)
             return apply(*args)
 
-        monkeypatch.setattr(all_ps._sync.applier, "_apply", noting)
+        monkeypatch.setattr(sync_of(cluster.ps[0]).applier, "_apply", noting)
         await closed(all_ps, close_step(cluster, 1))
         assert sent[1] > sent[0]
 
@@ -101,10 +107,10 @@ async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
 @pytest.mark.parametrize("broken", [0, 1, 2])
 async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: int) -> None:
     async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        failpoints_of(cluster.ps[broken]._platform).fail("ps.step.applied")
+        points_of(cluster.ps[broken]).fail("ps.step.applied")
         with pytest.raises(PsyncError, match=r"ps\.step\.applied"):
             await closed(all_ps, close_step(cluster, 0))
-        assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
 @pytest.mark.parametrize("step_ps", [0, 1])
@@ -133,9 +139,7 @@ async def test_a_global_step_of_one_dimension_will_do() -> None:
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
-        failpoints_of(cluster.ps[1]._platform).arm(
-            "ps.assign.applied", lambda: cluster.network.cut("ps1:1")
-        )
+        points_of(cluster.ps[1]).arm("ps.assign.applied", lambda: cluster.network.cut("ps1:1"))
         await all_ps.raise_global_step(config, GROUP, 0)
         assert await cluster.global_step() == 1
 
@@ -145,7 +149,7 @@ async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
         config = SyncConfig.from_config(cluster.config)
         release = hold(cluster.ps[0], cluster.step)
         raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))
-        await until(lambda: cluster.ps[0]._work.waiting)
+        await until(lambda: work_of(cluster.ps[0]).waiting)
         release()
         await raising
         assert await cluster.global_step() == 1
@@ -198,7 +202,7 @@ async def test_where_a_ps_is_served_may_be_heard_before_it_says_that_it_was_repl
     async with SyncCluster(2, step_ps=1) as cluster, all_ps_of(cluster) as all_ps:
         config = SyncConfig.from_config(cluster.config)
         all_ps.expect_moves()
-        link = all_ps._links().links[1]
+        link = link_of(all_ps)
 
         async def replaced(*_: object, **__: object) -> None:
             monkeypatch.undo()
@@ -220,7 +224,7 @@ async def test_who_looks_for_a_ps_that_is_served_nowhere_ends_with_the_links() -
             cluster.network.refuse("ps1:1")
             cluster.network.cut("ps1:1")
             raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 1))
-            await until(lambda: all_ps._links().links[1]._attempts)
+            await until(lambda: link_of(all_ps)._attempts)
         with pytest.raises(ClosedError):
             async with asyncio.timeout(5):
                 await raising
@@ -232,7 +236,7 @@ async def test_what_one_refuses_that_was_replaced_is_said_to_its_backup() -> Non
         promoted = await say(cluster, 0, Promote(1, 9, 100, []))
         assert isinstance(promoted, Promoted)
         all_ps.expect_moves()
-        cluster.ps[1]._depose()
+        depose(cluster.ps[1])
         closing = asyncio.create_task(closed(all_ps, close_step(cluster, 0)))
         config = SyncConfig.from_config(cluster.config)
         raising = asyncio.create_task(all_ps.raise_global_step(config, GROUP, 0))

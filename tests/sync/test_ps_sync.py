@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import endpoint_of, store_of, sync_of, work_of
 from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, is_busy, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import (
@@ -68,7 +69,7 @@ def closing(
 ) -> CloseStep:
     named = []
     for client, push, *weight in pushes:
-        endpoint = client.links[0]._endpoint
+        endpoint = endpoint_of(client.links[0])
         named.append((endpoint.task, endpoint.incarnation, push, weight[0] if weight else 1.0))
     return CloseStep(GROUP, cluster.config, step, named)
 
@@ -156,7 +157,7 @@ class TestStaging:
             nothing = StagePush(GROUP, two.cluster.config, 1, -1, 1, [two.w.shards[0].key])
             with pytest.raises(GradientError, match="0 arrays for 1 shards"):
                 await ask(two.a, nothing)
-            assert two.cluster.ps[0].services.sync.statistics()["peak_bytes"] == 0
+            assert sync_of(two.cluster.ps[0]).statistics()["peak_bytes"] == 0
 
     async def test_gradients_of_integers_are_refused(self) -> None:
         async with Two() as two:
@@ -169,7 +170,7 @@ class TestStaging:
             await ask(two.cluster.chief, Fence(WORKER, 5000))
             with pytest.raises(FencedError):
                 await stage(two.cluster, two.a, {two.w: 1.0}, push=2)
-            assert two.cluster.ps[0].services.sync.statistics()["parts"] == 1
+            assert sync_of(two.cluster.ps[0]).statistics()["parts"] == 1
 
     async def test_a_part_that_travels_while_its_worker_is_replaced_is_dropped(self) -> None:
         async with Two(chunk=(1 << 16, 1 << 16)) as two:
@@ -290,12 +291,12 @@ class TestClosing:
             await two.cluster.attach(chief, 200)
             with pytest.raises(FencedError):
                 await two.close(1)
-            assert two.cluster.ps[0].services.sync.steps() == []
+            assert sync_of(two.cluster.ps[0]).steps() == []
 
     async def test_who_reads_holds_what_was_there_before_the_step(self) -> None:
         async with Two() as two:
             v = await two.cluster.create("v", np.zeros(LARGE, np.float32))
-            store = two.cluster.ps[0].services.store
+            store = store_of(two.cluster.ps[0])
             held = [store.read(variable.shards[0].key) for variable in (two.w, v)]
             await stage(two.cluster, two.a, {two.w: 1.0, v: 1.0})
             await two.close(0, (two.a, 1))
@@ -311,7 +312,7 @@ class TestClosing:
             ending = asyncio.create_task(two.close(0, (two.a, 1)))
             await until(is_busy(two.cluster.ps[0], v))
             assert (await two.value() == 1).all()  # another variable is read meanwhile
-            assert two.cluster.ps[0].services.store.busy(v.shards[0].key)
+            assert store_of(two.cluster.ps[0]).busy(v.shards[0].key)
             await ending
             assert (await two.value(v) == -RATE).all()
 
@@ -320,8 +321,8 @@ class TestClosing:
             release = hold(two.cluster.ps[0], two.w)
             await stage(two.cluster, two.a, {two.w: 1.0})
             ending = asyncio.create_task(two.close(0, (two.a, 1)))
-            await until(lambda: two.cluster.ps[0]._work.waiting)
-            assert two.cluster.ps[0].services.sync.steps() == []
+            await until(lambda: work_of(two.cluster.ps[0]).waiting)
+            assert sync_of(two.cluster.ps[0]).steps() == []
             release()
             await ending
             assert (await two.value() == 1 - RATE).all()
@@ -334,7 +335,7 @@ class TestClosing:
             await until(is_busy(two.cluster.ps[0], v))
             ending.cancel()
             assert (await two.value(v) == -RATE).all()
-            await until(lambda: two.cluster.ps[0].services.sync.steps() == [(GROUP, 1)])
+            await until(lambda: sync_of(two.cluster.ps[0]).steps() == [(GROUP, 1)])
             with pytest.raises(asyncio.CancelledError):
                 await ending
 
@@ -415,7 +416,7 @@ class TestSteps:
         async with Two() as two:
             release = hold(two.cluster.ps[0], two.w)
             asking = asyncio.create_task(steps_of(two.a, two.w))
-            await until(lambda: two.cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(two.cluster.ps[0]).waiting)
             await two.close(0)
             release()
             assert await asking == []
@@ -428,7 +429,7 @@ class TestSteps:
             chief = two.cluster.client(CHIEF, 200)
             await two.cluster.attach(chief, 200)
             assert two.cluster.staged_bytes() == [0]
-            assert two.cluster.ps[0].services.sync.steps() == []
+            assert sync_of(two.cluster.ps[0]).steps() == []
             with pytest.raises(UnknownVariableError):
                 await stage(two.cluster, two.a, {two.w: 1.0}, push=3, local_step=1)
 
@@ -461,7 +462,7 @@ class TestAverages:
             average = await self.start(two, np.zeros(3, np.float32))
             release = hold(two.cluster.ps[0], average)
             ending = asyncio.create_task(two.close(0))
-            await until(lambda: two.cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(two.cluster.ps[0]).waiting)
             release()
             await ending
             assert (await two.value(average) == 0.25).all()

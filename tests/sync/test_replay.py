@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import closer_of, sync_of
 from ps_cluster import pull
 from psync.net.peer import Reply
 from psync.ps.backup_host import AsIfFrom
@@ -33,8 +34,8 @@ class Reader:
 
     def __init__(self, cluster: SyncCluster, *, of_ps_0: bool = True) -> None:
         self.cluster = cluster
-        self.sync = cluster.ps[0].services.sync
-        closer = cluster.ps[0].services.closer
+        self.sync = sync_of(cluster.ps[0])
+        closer = closer_of(cluster.ps[0])
         assert closer is not None
         shares = closer.shares if of_ps_0 else None
         self.follower = SyncFollower("/job:ps/task:0", self.sync, shares)

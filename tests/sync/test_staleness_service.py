@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from inside import clocks_of
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
@@ -217,10 +218,10 @@ async def test_a_new_coordinator_finds_no_clocks_and_nobody_waiting(scene):
 async def test_the_end_of_training_releases_everybody_for_ever(scene):
     await scene.report(0, 1)
     first = await scene.waiting(scene.a)
-    scene.cluster.ps[0].services.clocks.end()
+    clocks_of(scene.cluster.ps[0]).end()
     await first
     await scene.tick(scene.a)
-    scene.cluster.ps[0].services.clocks._bounds.clear()
+    clocks_of(scene.cluster.ps[0])._bounds.clear()
     await scene.tick(scene.a)  # nor does anybody wait because of a bound that is new
 
 

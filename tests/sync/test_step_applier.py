@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from inside import store_of, sync_of
 from ps_cluster import until
 from psync.errors import FencedError
 from psync.ps.committer import Committer, Entry
@@ -28,10 +29,10 @@ async def with_backup() -> AsyncIterator[tuple[SyncCluster, Committer]]:
     async with SyncCluster() as cluster:
         ps = cluster.ps[0]
         log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
-        committer = Committer(ps.task, 100, ps.services.store, log)
+        committer = Committer(ps.task, 100, store_of(ps), log)
         committer.begin_copy()
         log.pair()
-        ps.services.sync.commit_with(committer)
+        sync_of(ps).commit_with(committer)
         yield cluster, committer
         committer.end()
 
@@ -39,15 +40,15 @@ async def with_backup() -> AsyncIterator[tuple[SyncCluster, Committer]]:
 async def test_without_a_backup_a_small_step_is_applied_at_once() -> None:
     async with SyncCluster() as cluster:
         told: list[int] = []
-        applier = cluster.ps[0].services.sync.applier
+        applier = sync_of(cluster.ps[0]).applier
         assert applier.close(closing(cluster), (), lambda: told.append(1)) is None
-        assert (told, cluster.ps[0].services.sync.steps()) == ([1], [(GROUP, 1)])
+        assert (told, sync_of(cluster.ps[0]).steps()) == ([1], [(GROUP, 1)])
 
 
 async def test_with_a_backup_nobody_hears_of_a_step_before_the_backup_has_it() -> None:
     async with with_backup() as (cluster, committer):
         told: list[int] = []
-        sync = cluster.ps[0].services.sync
+        sync = sync_of(cluster.ps[0])
         under_way = sync.applier.close(closing(cluster), (), lambda: told.append(1))
         assert under_way is not None
         await until(lambda: len(committer.log.to_ship(9, 1 << 20)))
@@ -60,7 +61,7 @@ async def test_with_a_backup_nobody_hears_of_a_step_before_the_backup_has_it() -
 
 async def test_a_repetition_waits_for_the_same_end() -> None:
     async with with_backup() as (cluster, committer):
-        applier = cluster.ps[0].services.sync.applier
+        applier = sync_of(cluster.ps[0]).applier
         first = applier.close(closing(cluster))
         again = applier.close(closing(cluster))
         assert first is not None
@@ -77,7 +78,7 @@ async def test_a_repetition_waits_for_the_same_end() -> None:
 async def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
     async with with_backup() as (cluster, committer):
         told: list[int] = []
-        sync = cluster.ps[0].services.sync
+        sync = sync_of(cluster.ps[0])
         under_way = sync.applier.close(closing(cluster), (), lambda: told.append(1))
         assert under_way is not None
         committer.depose()
@@ -89,7 +90,7 @@ async def test_whoever_was_replaced_closes_no_step_and_tells_nobody() -> None:
 async def test_a_repetition_hears_as_well_that_whoever_was_replaced_closed_nothing() -> None:
     """Else ps 0 would take the step for closed, of which the one that serves has not heard."""
     async with with_backup() as (cluster, committer):
-        applier = cluster.ps[0].services.sync.applier
+        applier = sync_of(cluster.ps[0]).applier
         first = applier.close(closing(cluster))
         again = applier.close(closing(cluster))
         assert first is not None

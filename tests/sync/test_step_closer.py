@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import closer_of, points_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, hold, pull, until
 from psync.errors import (
     ConfigurationError,
@@ -22,7 +23,7 @@ from psync.errors import (
 from psync.specs import VariableSpec
 from psync.sync.group_phases import Phase
 from psync.testing import settle
-from psync.testing.sabotage import Failpoints, failpoints_of
+from psync.testing.sabotage import Failpoints
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
 from psync.wire.sync_messages import (
     AskStep,
@@ -55,6 +56,11 @@ async def stage_only(replica: SyncReplica, variable: VariableSpec, ps: int) -> N
     message = StagePush(GROUP, replica.config, 1, -1, 1, [shard.key])
     body = np.full(shard.shape, 9.0, shard.dtype)
     await ask(replica.client, message, [to_bytes_view(body)], ps)
+
+
+def reads_the_step(closer: Any) -> bool:
+    """Whether it asks another ps for the global step, with which a group begins."""
+    return closer.phases[GROUP] is Phase.READING
 
 
 class TestSteps:
@@ -148,7 +154,7 @@ class TestSteps:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(1)
             assert await cluster.replica().push((w,), (1.0,)) == accepted(1, 1)
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             assert closer._all_ps._client is None
 
@@ -196,20 +202,20 @@ class TestFirstStep:
             cluster.configure(1)
             release = hold(cluster.ps[0], cluster.step)
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             release()
             assert await pushing == accepted(4, 1)
 
     async def test_who_gives_up_while_the_global_step_is_read_takes_nobody_along(self) -> None:
         async with SyncCluster(2, step_ps=1, first=3) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(3)
             ]
-            await until(lambda: closer.phases[GROUP] is Phase.READING)
+            await until(lambda: reads_the_step(closer))
             for _ in range(10):
                 await asyncio.sleep(0)
             pushes[0].cancel()
@@ -221,11 +227,11 @@ class TestFirstStep:
     async def test_a_new_coordinator_while_the_global_step_is_read(self) -> None:
         async with SyncCluster(2, step_ps=1) as cluster:
             w = await cluster.create("w", np.ones(3, np.float32))  # on ps 0
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             cluster.network.partition("ps1:1")
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: closer.phases[GROUP] is Phase.READING)
+            await until(lambda: reads_the_step(closer))
             attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
             with pytest.raises(FencedError, match="newer coordinator"):
                 await pushing
@@ -338,7 +344,7 @@ class TestWaiting:
             assert await cluster.replica(1).push((w,), (3.0,)) == accepted(1)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE * 2).all()
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             assert len(closer._waits) == 0
 
@@ -474,7 +480,7 @@ class TestMembership:
             replica = cluster.replica(0)
             waiting = asyncio.create_task(replica.push((w,), (1.0,)))
             assert await waits(waiting)
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             closer.end("the chief has left")
             for push in (waiting, cluster.replica(1).push((w,), (1.0,))):
@@ -483,7 +489,7 @@ class TestMembership:
 
     async def test_what_ps_0_fences_the_others_fence(self) -> None:
         async with SyncCluster(3) as cluster:
-            closer = cluster.ps[0].services.closer
+            closer = closer_of(cluster.ps[0])
             assert closer is not None
             closer.fence("/job:worker/task:0", 5000)
             await settle()
@@ -502,7 +508,7 @@ class TestLosses:
             replicas = [cluster.replica(index) for index in range(2)]
             waiting = asyncio.create_task(replicas[0].push((w,), (1.0,)))
             assert await waits(waiting)
-            points = failpoints_of(cluster.ps[0]._platform)
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [waiting, asyncio.create_task(replicas[1].push((w,), (1.0,)))]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
@@ -517,7 +523,7 @@ class TestLosses:
     async def test_another_ps_that_is_cut_off_for_a_while_is_waited_for(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = failpoints_of(cluster.ps[0]._platform)
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -533,7 +539,7 @@ class TestLosses:
     async def test_a_ps_that_cannot_apply_a_step_ends_the_group(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            failpoints_of(cluster.ps[1]._platform).fail("ps.step.applied")
+            points_of(cluster.ps[1]).fail("ps.step.applied")
             pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, PsyncError)
@@ -545,7 +551,7 @@ class TestLosses:
     async def test_a_new_coordinator_while_a_step_is_closed(self) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            points = failpoints_of(cluster.ps[0]._platform)
+            points = points_of(cluster.ps[0])
             points.arm("ps0.step.decided", lambda: cluster.network.partition("ps1:1"))
             pushes = [
                 asyncio.create_task(cluster.replica(index).push((w,), (1.0,))) for index in range(2)
@@ -560,8 +566,8 @@ class TestLosses:
             await attaching
             assert cluster.ps[0].statistics()["sync"] == {}
             for task in cluster.ps:
-                assert task.services.sync.steps() == []
-                assert task.services.sync.statistics()["parts"] == 0
+                assert sync_of(task).steps() == []
+                assert sync_of(task).statistics()["parts"] == 0
 
     async def test_a_step_of_an_earlier_coordinator_reaches_no_ps_that_serves_a_newer(
         self,
@@ -576,7 +582,7 @@ class TestLosses:
             pushes = [cluster.replica(index).push((u,), (1.0,)) for index in range(2)]
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
-            assert cluster.ps[1].services.sync.steps() == []
+            assert sync_of(cluster.ps[1]).steps() == []
 
     async def test_ps_0_ends_while_replicas_wait(self) -> None:
         async with SyncCluster() as cluster:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import points_of, store_of, sync_of, work_of
 from norm_training import Training
 from ps_cluster import CHIEF, heard, hold, pull, until
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
@@ -19,7 +20,7 @@ from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import VariableSpec
 from psync.testing import settle
-from psync.testing.sabotage import Failpoints, failpoints_of
+from psync.testing.sabotage import Failpoints
 from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
 from sync_cluster import GROUP, SyncCluster
 
@@ -211,7 +212,7 @@ class TestRounds:
             seen: list[Any] = []
 
             def look() -> None:
-                steps = [task.services.store.optimizer_step(GROUP) for task in cluster.ps]
+                steps = [store_of(task).optimizer_step(GROUP) for task in cluster.ps]
                 seen.append((cluster.versions(w), steps))
 
             points.arm("ps0.step.measured", look)
@@ -226,7 +227,7 @@ class TestRounds:
             cluster.configure(2, **whole(SGD(1.0).with_options(RuleOptions(clipnorm=1.0))))
             turns, measured = 0, asyncio.Event()
             asked = heard(cluster.ps[1], MeasureStep)
-            failpoints_of(cluster.ps[0]._platform).arm("ps0.step.measured", measured.set)
+            points_of(cluster.ps[0]).arm("ps0.step.measured", measured.set)
             pushes = asyncio.gather(
                 *(cluster.replica(i).push((v, u), (1.0 + 2 * i, 0.0)) for i in range(2))
             )
@@ -246,7 +247,7 @@ class TestRounds:
             task = cluster.ps[w.shards[0].ps]
             release = hold(task, w)
             pushing = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: task._work.waiting)
+            await until(lambda: work_of(task).waiting)
             release()
             await pushing
             (got,) = await pull(cluster.chief, w)
@@ -257,12 +258,12 @@ class TestRounds:
             w = await cluster.create("w", np.ones(3, np.float32))
             cluster.configure(2, **whole(SGD(RATE).with_options(EACH)))
             waiting = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: cluster.ps[0].services.sync.statistics()["staged"])
+            await until(lambda: sync_of(cluster.ps[0]).statistics()["staged"])
             message = CloseStep(
                 GROUP, None, 0, [("/job:worker/task:0", 1000, 1, 1.0)], scales=[(99, 1.0)]
             )
             with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
-                cluster.ps[0].services.sync.applier.close(message)
+                sync_of(cluster.ps[0]).applier.close(message)
             waiting.cancel()
 
 
@@ -326,8 +327,8 @@ class TestLosses:
             cluster.network.heal("ps1:1")
             await attaching
             for task in cluster.ps:
-                assert task.services.sync.steps() == []
-                assert task.services.sync.statistics()["parts"] == 0
+                assert sync_of(task).steps() == []
+                assert sync_of(task).statistics()["parts"] == 0
 
     @pytest.mark.parametrize("at", ["ps.step.measured", "ps0.step.measured"])
     async def test_a_step_that_cannot_be_measured_ends_the_group_and_changes_nothing(
@@ -355,7 +356,7 @@ class TestLosses:
             asked = heard(cluster.ps[1], MeasureStep)
             await cluster.replica().push((w,), (5.0,))
             (message,) = asked
-            assert cluster.ps[1].services.sync.applier.measure(message) == []
+            assert sync_of(cluster.ps[1]).applier.measure(message) == []
             assert cluster.versions(w) == [1, 1]
 
 

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from inside import closer_of, steps_from, sync_of
 from ps_cluster import heard, pull
 from psync.errors import RemoteProtocolError
 from psync.specs import VariableSpec
@@ -22,7 +23,7 @@ CLOSED = ClosedStep(Close(GROUP, 0, (), partial=False), [], None, None)
 
 
 def rounds_of(cluster: SyncCluster) -> StepRounds:
-    closer = cluster.ps[0].services.closer
+    closer = closer_of(cluster.ps[0])
     assert closer is not None
     return closer._rounds
 
@@ -41,12 +42,12 @@ async def takes_over(
 ) -> int:
     replica = ("/job:worker/task:0", 1000)
     pushes = [(step, Contribution(replica, 9, 0, 7, 1, b"", step, 1.0)) for step in left]
-    return await go_on(GROUP, last, pushes, cluster.ps[0].services.sync, rounds_of(cluster))
+    return await go_on(GROUP, last, pushes, sync_of(cluster.ps[0]), rounds_of(cluster))
 
 
 async def test_a_group_without_a_closed_step_goes_on_where_its_first_push_counts() -> None:
     async with SyncCluster(2) as cluster:
-        cluster.ps[0].services.sync.define(GROUP, cluster.config)
+        sync_of(cluster.ps[0]).define(GROUP, cluster.config)
         assert await takes_over(cluster, None, 5, 5, 6) == 5
 
 
@@ -68,18 +69,18 @@ async def test_where_the_last_step_was_applied_everywhere_nothing_changes() -> N
 
 async def test_what_no_other_ps_has_heard_of_is_closed_there_and_the_global_step_raised() -> None:
     async with SyncCluster(2) as cluster:
-        cluster.ps[0].services.sync.define(GROUP, cluster.config)
-        cluster.ps[0].services.sync.closed_before(GROUP, 0)  # as the log has it
+        sync_of(cluster.ps[0]).define(GROUP, cluster.config)
+        sync_of(cluster.ps[0]).closed_before(GROUP, 0)  # as the log has it
         assert await takes_over(cluster, LastStep(0, CLOSED)) == 1
-        assert [task.services.sync.steps() for task in cluster.ps] == [[(GROUP, 1)]] * 2
+        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 2
         assert await cluster.global_step() == 1
 
 
 async def test_it_says_why_a_step_cannot_be_closed() -> None:
     async with SyncCluster(2) as cluster:
-        cluster.ps[1].services.sync.define(GROUP, cluster.config)
-        cluster.ps[1].services.sync._groups[GROUP].closing = 7
-        cluster.ps[0].services.sync.define(GROUP, cluster.config)
+        sync_of(cluster.ps[1]).define(GROUP, cluster.config)
+        steps_from(cluster.ps[1], GROUP, closing=7)
+        sync_of(cluster.ps[0]).define(GROUP, cluster.config)
         with pytest.raises(RemoteProtocolError, match="step 7 is being applied"):
             await takes_over(cluster, LastStep(0, CLOSED))
 
@@ -88,12 +89,12 @@ async def test_nothing_is_counted_where_the_last_step_cannot_be_closed() -> None
     async with SyncCluster(2) as cluster:
         v = await cluster.create("v", np.zeros(2, np.float32))
         cluster.configure(2)
-        cluster.ps[1].services.sync.define(GROUP, cluster.config)
-        cluster.ps[1].services.sync._groups[GROUP].closing = 7
+        sync_of(cluster.ps[1]).define(GROUP, cluster.config)
+        steps_from(cluster.ps[1], GROUP, closing=7)
         told = heard(cluster.ps[1], CloseStep)
-        closer = cluster.ps[0].services.closer
+        closer = closer_of(cluster.ps[0])
         assert closer is not None
-        cluster.ps[0].services.sync.define(GROUP, cluster.config)
+        sync_of(cluster.ps[0]).define(GROUP, cluster.config)
         followed: FollowedSteps[ClosedStep] = FollowedSteps()
         followed.close(GROUP, 0, (), CLOSED)
         for number in (1, 2):

@@ -187,7 +187,7 @@ def test_sums_of_rows_are_those_of_whole_gradients_bit_for_bit(dtype: str) -> No
     """Where all pushes have the same rows: the same terms, in the same order."""
     rng = np.random.default_rng(5)
     stores = table_of(dtype=dtype), table_of(dtype=dtype)
-    typed = stores[0]._shards[TABLE].values.dtype
+    typed = stores[0].shards()[TABLE].values.dtype
     rows = [0, 2, 5]
     parts: tuple[list[Part], list[Part]] = ([], [])
     for _ in range(5):

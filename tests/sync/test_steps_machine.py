@@ -220,8 +220,9 @@ class SyncMachine(RuleBasedStateMachine):
     def tokens_are_conserved(self) -> None:
         if not hasattr(self, "steps"):
             return
-        tokens = self.steps._groups[GROUP].tokens.statistics()
-        assert tokens.published == tokens.taken + tokens.void + tokens.left
+        (group,) = self.steps.statistics().values()
+        tokens = group["tokens"]
+        assert tokens["published"] == tokens["taken"] + tokens["void"] + tokens["left"]
 
     @invariant()
     def every_push_is_counted_once(self) -> None:
@@ -232,7 +233,8 @@ class SyncMachine(RuleBasedStateMachine):
         assert len(set(closed + closing)) == len(closed + closing)
         assert set(closed + closing) <= self.counted
         open_pushes = len(self.counted) - len(closed + closing)
-        assert open_pushes == self.steps._groups[GROUP].num_counted
+        (group,) = self.steps.statistics().values()
+        assert open_pushes == group["counted"]
 
     @invariant()
     def the_global_step_is_the_number_of_applied_updates(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import sync_of
 from ps_cluster import hold
 from psync.errors import TrainingEnded
 from psync.net.peer import Reply
@@ -33,7 +34,7 @@ def answer(number: int = 1) -> Answer:
 async def waits(step_ps: int = 0) -> AsyncIterator[tuple[SyncCluster, TokenWaits, list[PushKey]]]:
     left: list[PushKey] = []
     async with SyncCluster(2, step_ps=step_ps) as cluster:
-        sync = cluster.ps[0].services.sync
+        sync = sync_of(cluster.ps[0])
         sync.define(GROUP, cluster.config)
         yield cluster, TokenWaits(sync, left.append), left
 
@@ -103,5 +104,5 @@ async def test_values_go_with_the_tokens_of_a_new_step_only() -> None:
         assert waiter.outcome == Reply(CONTRIBUTED, ())
         assert waiting.wanted_shares(GROUP) == ()
         waiting.add(KEY, wanted)
-        cluster.ps[0].services.sync.define(GROUP + 1, cluster.config)
+        sync_of(cluster.ps[0]).define(GROUP + 1, cluster.config)
         assert waiting.wanted_shares(GROUP) == ()  # each pull says how far all groups are

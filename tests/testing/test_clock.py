@@ -312,7 +312,8 @@ def test_a_runner_can_run_several_times_on_one_clock() -> None:
         runner.run(asyncio.sleep(3.0))
         runner.run(asyncio.sleep(4.0))
         assert runner.get_loop().time() == 7.0
-    assert runner._state.name == "CLOSED"
+    with pytest.raises(RuntimeError, match="Runner is closed"):
+        runner.get_loop()
 
 
 def test_an_error_of_the_main_coroutine_comes_out() -> None:

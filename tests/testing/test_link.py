@@ -253,10 +253,11 @@ def test_whatever_happens_each_side_gets_a_prefix_of_what_the_other_wrote(seed: 
 
         def write(side: Recorder) -> None:
             data = bytearray(draw.randbytes(draw.choice([1, 100, 30_000])))
-            before = side.transport._out.written_bytes
+            out = side.transport._out
+            before = out.written_bytes
             with contextlib.suppress(RuntimeError):  # after write_eof()
                 side.transport.write(data)
-            if side.transport._out.written_bytes > before:
+            if out.written_bytes > before:
                 sent[side] += data
 
         harmless = [

@@ -489,7 +489,7 @@ async def test_connecting_through_a_partition_can_be_cancelled() -> None:
     listener.close()
 
 
-async def test_healing_what_was_not_partitioned_is_an_error() -> None:
+def test_healing_what_was_not_partitioned_is_an_error() -> None:
     with pytest.raises(UsageError, match="no partition between ps0 and worker0"):
         MemoryNetwork().heal("ps0", "worker0")
     with pytest.raises(UsageError, match="no partition between ps0 and everybody"):

@@ -45,6 +45,7 @@ async def _hashes(numbers: list[int], *, hash_seed: int) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_seed_has_the_same_history_in_a_fresh_process_with_another_hash_seed() -> None:
     numbers = [2, 8]
     first = asyncio.run(_hashes(numbers, hash_seed=1))
@@ -52,10 +53,12 @@ def test_a_seed_has_the_same_history_in_a_fresh_process_with_another_hash_seed()
     assert len(set(first)) == len(numbers)
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_seed_are_compared_turn_by_turn() -> None:
     assert asyncio.run(difference(Job(8))) == ""
 
 
+@pytest.mark.slow
 def test_a_history_depends_on_the_seed_and_on_nothing_that_ran_before() -> None:
     plan = drawn(8)
     first = simulate(plan)
@@ -87,6 +90,7 @@ def test_no_run_imports_anything_in_a_fresh_process() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_a_history_does_not_depend_on_where_the_source_lies(tmp_path: Path) -> None:
     """Else what fails in one checkout passes in another one."""
     elsewhere = tmp_path / "a directory of another length"
@@ -108,6 +112,7 @@ def test_a_plan_is_plain_data(shape: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.slow
 def test_a_canary_fails_and_is_printed_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--seed", str(CANARY - 1), "--seeds", "2", "--twins", "0", "--jobs", "1"]
     assert main(options) == 0
@@ -214,6 +219,7 @@ def test_another_oracle_is_another_failure() -> None:
     assert len(shrunk(plan, run)[0].faults) == 6
 
 
+@pytest.mark.slow
 def test_what_is_left_is_written_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +296,7 @@ def test_an_error_that_nobody_awaits_is_a_violation(monkeypatch: pytest.MonkeyPa
     assert "Task exception was never retrieved: _fail ZeroDivisionError()" in report.violation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [11, 21])
 def test_nothing_is_printed_of_what_the_dead_have_left(
     seed: int, capfd: pytest.CaptureFixture[str]
@@ -399,6 +406,7 @@ def test_there_are_the_nine_safeguards_and_further_mutants() -> None:
     assert Group.is_complete.fget is not None  # nothing is left of a mutant
 
 
+@pytest.mark.slow
 def test_a_mutant_is_found() -> None:
     found = asyncio.run(hunt("join_leaves_steps", 1, 60, 1))
     assert found.oracle

@@ -68,6 +68,7 @@ async def test_arguments_above_16_kib_are_fetched_when_their_turn_comes(sent):
         assert sent["FetchArguments"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("ends", ["with values", "cancelled"])
 async def test_nothing_is_kept_of_closures_that_have_ended(ends: str):

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from inside import pool_of, store_of, work_of
 from ps_cluster import (
     CHIEF,
     CONFIG,
@@ -22,8 +23,8 @@ from ps_cluster import (
     until,
 )
 from psync.chief.creation import Creation
-from psync.chief.enquiry import ENQUIRER
 from psync.client.ps_client import PsClient
+from psync.cluster_roles import ENQUIRER
 from psync.errors import (
     ConfigurationError,
     ConnectFailed,
@@ -212,10 +213,10 @@ class TestNobodySeesHalfAnUpdate:
             w = await cluster.create("w", np.zeros(2, np.float32))
             release_v = hold(task, v)
             reading = asyncio.create_task(pull(cluster.chief, v, w))
-            await until(lambda: task._work.waiting)
+            await until(lambda: work_of(task).waiting)
             release_w = hold(task, w)
             release_v()
-            await until(lambda: task._work.waiting)
+            await until(lambda: work_of(task).waiting)
             release_v = hold(task, v)  # the next update of it, before w is idle
             release_w()
             assert [value.tolist() for value in await reading] == [[0, 0], [0, 0]]
@@ -227,11 +228,11 @@ class TestNobodySeesHalfAnUpdate:
             w = await cluster.create("w", np.zeros(2, np.float32))
             release = hold(cluster.ps[0], w)
             first = asyncio.create_task(push(cluster.chief, (v, w), (2.0, 2.0)))
-            await until(lambda: cluster.ps[0]._work.waiting)
+            await until(lambda: work_of(cluster.ps[0]).waiting)
             assert (await pull(cluster.chief, v))[0].tolist() == [-1, -1]
             second = asyncio.create_task(push(cluster.chief, (w,), (2.0,)))
             reading = asyncio.create_task(pull(cluster.chief, w))
-            await until(lambda: len(cluster.ps[0]._work.waiting) == 3)
+            await until(lambda: len(work_of(cluster.ps[0]).waiting) == 3)
             assert not reading.done()
             release()
             await asyncio.gather(first, second)
@@ -243,8 +244,8 @@ class TestNobodySeesHalfAnUpdate:
             v = await cluster.create("v", np.zeros(2, np.float32))
             release = hold(cluster.ps[0], v)
             reading = asyncio.create_task(pull(cluster.client(), v))
-            await until(lambda: cluster.ps[0]._work.waiting)
-            (turn,) = cluster.ps[0]._work.waiting
+            await until(lambda: work_of(cluster.ps[0]).waiting)
+            (turn,) = work_of(cluster.ps[0]).waiting
             reading.cancel()
             await until(turn.done)
             release()
@@ -273,7 +274,7 @@ class TestBadInput:
             n = await cluster.create("n", np.zeros(3, np.int32))
             client = cluster.client()
             await pull(client, v)
-            peer = client.links[0]._peers["control"]
+            peer = await client.links[0].peer("control")
             floats = to_bytes_view(np.zeros(3, np.float32))
             members = [(v.variable_id, 0)]
 
@@ -328,7 +329,7 @@ class TestBadInput:
                 with pytest.raises(error) as caught:
                     await ask(client, message, segments)
                 assert text.lower() in str(caught.value).lower()
-            assert client.links[0]._peers["control"] is peer
+            assert await client.links[0].peer("control") is peer
             assert peer.is_open
             assert not (await pull(client, v))[0].any()
             assert (await counters(cluster))["ledger"]["answers"] == 0
@@ -339,7 +340,7 @@ class TestBadInput:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
             taken: list[int] = []
-            pool = cluster.ps[0]._pool
+            pool = pool_of(cluster.ps[0])
             take = pool.take
             monkeypatch.setattr(pool, "take", lambda n: (taken.append(n), take(n))[1])
             body = to_bytes_view(np.zeros(4 * MiB, np.uint8))
@@ -531,6 +532,6 @@ async def test_closing_finishes_what_has_begun() -> None:
         pushing = asyncio.create_task(push(cluster.chief, (v,), (2.0,)))
         await until(is_busy(task, v))
         await task.close()
-        assert task.services.store.version((v.variable_id, 0)) == 2  # created, updated
+        assert store_of(task).version((v.variable_id, 0)) == 2  # created, updated
         pushing.cancel()
         await asyncio.gather(pushing, return_exceptions=True)

@@ -193,7 +193,7 @@ class TestMistakes:
             await checkpoint.restore(path)
         np.testing.assert_array_equal(state.losses, [1.5, np.inf, np.nan])
 
-    async def test_two_things_of_one_name_are_refused(self) -> None:
+    def test_two_things_of_one_name_are_refused(self) -> None:
         with strategy_of().scope():
             one, other = (psync.Variable(np.zeros(2), name=name) for name in "vw")
         sgd, state = psync.optimizers.SGD(), psync.SavedState()
@@ -227,7 +227,7 @@ class TestMistakes:
             with pytest.raises(psync.CaptureError, match="saved by the program"):
                 coordinator.schedule(step)
 
-    async def test_values_of_saved_states_have_names(self) -> None:
+    def test_values_of_saved_states_have_names(self) -> None:
         with pytest.raises(AttributeError, match="no value 'epoch'"):
             _ = psync.SavedState().epoch
         assert repr(psync.SavedState(epoch=3)) == "SavedState(epoch=3)"

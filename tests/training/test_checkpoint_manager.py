@@ -187,7 +187,9 @@ class TestRecovery:
                 await manager.save()
                 assert source_of(strategy) is not None
 
-    async def test_what_is_being_gone_back_to_is_not_removed(self, tmp_path: Path) -> None:
+    async def test_what_is_being_gone_back_to_is_not_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         async with training() as (strategy, _):
             with strategy.scope():
                 w = psync.Variable(np.zeros(1), name="w")
@@ -202,9 +204,9 @@ class TestRecovery:
                 assert source()[0].file.parent == first
                 return saved
 
-            checkpoint._saved = recovery_begins  # type: ignore[method-assign]
-            second = await manager.save()
+            with monkeypatch.context() as patched:
+                patched.setattr(checkpoint, "_saved", recovery_begins)
+                second = await manager.save()
             assert manager.checkpoints == [first, second]
-            checkpoint._saved = written  # type: ignore[method-assign]
             third = await manager.save()
             assert manager.checkpoints == [third]

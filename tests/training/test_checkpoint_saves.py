@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import psync
+from inside import peers_of
 from local_training import in_step, training
+from memory_cluster import session_cluster
 from psync.checkpoints.files import Reader
 from psync.checkpoints.stored_snapshots import stored_images
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
@@ -25,7 +27,6 @@ from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training.checkpoint import TRIES
 from psync.training.saved_arrays import in_thread
-from session_cluster import session_cluster
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 
@@ -208,7 +209,8 @@ class TestFailure:
             with strategy.scope():
                 w = psync.Variable(np.ones(4), name="w")
             sgd = psync.optimizers.SGD(1.0)
-            manager = psync.CheckpointManager(psync.Checkpoint(w=w, optimizer=sgd), run)
+            checkpoint = psync.Checkpoint(w=w, optimizer=sgd)
+            manager = psync.CheckpointManager(checkpoint, run)
             for _ in range(3):
                 await sgd.apply_gradients([(np.ones(4), w)])
             first = await manager.save()
@@ -232,7 +234,7 @@ class TestFailure:
             with pytest.raises(CheckpointError, match=where):
                 _ = manager.checkpoints
             with pytest.raises(CheckpointNotFound, match=str(first)):
-                await manager._checkpoint.restore(first)
+                await checkpoint.restore(first)
 
     async def test_says_of_which_path_where_the_name_is_too_long(self, tmp_path: Path) -> None:
         path = tmp_path / ("x" * 300)
@@ -263,7 +265,7 @@ class TestFailure:
                 if always:
                     failpoints.arm("checkpoint.ps.write", cut_off)
                 for link in coordinator.links.ps.links:
-                    for peer in list(link._peers.values()):
+                    for peer in peers_of(link):
                         peer.abort()
 
             failpoints.arm("checkpoint.ps.write", cut_off)
@@ -342,7 +344,7 @@ async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
 
 async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> None:
     async with session_cluster(2, 1) as cluster:
-        strategy = cluster.strategy("worker", variable_partitioner=psync.FixedShardsPartitioner(2))
+        strategy = cluster.strategy(job="worker", partitioner=psync.FixedShardsPartitioner(2))
         with strategy.scope():
             w = psync.Variable(np.ones((4, 2), np.float32), name="w")
         sgd = psync.optimizers.SGD(1.0, momentum=0.5)

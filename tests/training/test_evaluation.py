@@ -40,7 +40,7 @@ async def test_coroutines_are_refused() -> None:
 
 def test_few_examples_make_few_shards() -> None:
     shards = shards_of((X[:3], Y[:3]), 10, 2)
-    assert [len(shard._arrays[0]) for shard in shards] == [1, 1, 1]
+    assert [[len(x) for (x, _) in shard] for shard in shards] == [[1], [1], [1]]
     assert [len(x) for (x,) in ArrayShard((X[:5],), 2)] == [2, 2, 1]
 
 

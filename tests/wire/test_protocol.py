@@ -205,11 +205,11 @@ def test_a_body_can_be_given_up() -> None:
     converse(client, new_server(None))
     data = joined(encode_frame(Kind.REPLY, 1, b"", [b"A" * 10]))
     pour(client, data[:-5])
-    assert client.receiving
+    assert client.decoder.receiving
     client.redirect(tokens[0])
     assert len(pour(client, data[-5:])) == 1
     assert memory == b"A" * 5 + bytes(5)
-    assert not client.receiving
+    assert not client.decoder.receiving
 
 
 @pytest.mark.parametrize("in_one_read", [False, True])

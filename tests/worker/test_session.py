@@ -9,18 +9,17 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import iterators_of, points_of, session_of
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.errors import RemoteError
-from psync.testing.sabotage import FailpointError, failpoints_of
+from psync.testing.sabotage import FailpointError
 from psync.worker.session import Session
-from psync.worker_task import WorkerTask
 
 
-def session_of(cluster: memory_cluster.MemoryCluster, name: str = "worker-0") -> Session:
-    task = cluster.tasks[name]
-    assert isinstance(task, WorkerTask)
-    assert task._session is not None
-    return task._session
+def session_at(cluster: memory_cluster.MemoryCluster, name: str = "worker-0") -> Session:
+    session = session_of(cluster.tasks[name])
+    assert session is not None
+    return session
 
 
 async def test_closures_of_one_worker_run_one_at_a_time():
@@ -144,7 +143,7 @@ async def test_results_of_many_sizes_arrive_whole_and_in_place():
 
 async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again(caplog):
     async with coordinating(num_workers=1) as (cluster, coordinator):
-        results = session_of(cluster)._results
+        results = session_at(cluster)._results
         add = results.add
 
         def breaks(closure_id, end):
@@ -160,7 +159,7 @@ async def test_an_error_within_psync_ends_the_session_and_the_closures_run_again
 async def test_failpoints_around_a_step_are_its_errors():
     async with coordinating(num_workers=1) as (cluster, coordinator):
         for name in ("worker.closure.start", "worker.closure.end"):
-            failpoints_of(cluster.tasks["worker-0"]._platform).fail(name)
+            points_of(cluster.tasks["worker-0"]).fail(name)
             coordinator.schedule(lambda: 1)
             with pytest.raises(FailpointError, match=name):
                 await coordinator.join()
@@ -218,8 +217,8 @@ async def test_the_session_is_over_with_its_coordinator_and_iterators_are_closed
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
             iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
             assert await coordinator.schedule(lambda it: next(it), args=(iterator,)) == 0
-            session = session_of(cluster)
-            (worker_iterator,) = session._iterators._iterators.values()
+            session = session_at(cluster)
+            (worker_iterator,) = iterators_of(cluster.tasks["worker-0"])
         await asyncio.wait((session._runner,))
         with pytest.raises(psync.errors.ClosedError):
             next(worker_iterator)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from psync.api.coordinator_options import add_worker, checked_options, remove_worker
+from psync.api.coordinator_options import WorkerChanges, checked_options
 from psync.api.data_shards import Visits
 from psync.api.datasets import PerWorkerDataset, WorkerIterators
 from psync.api.optimizers.registry import optimizers_here
@@ -23,7 +23,7 @@ from psync.errors import CaptureError, ClosedError, ConfigurationError, UsageErr
 from psync.net.environment import note_training_began, platform_of, script_is_shared
 from psync.net.process_state import PerProcess
 from psync.net.task_reports import add_description
-from psync.serialization.remote_value import RemoteValue
+from psync.serialization.remote_value import RemoteValue, fetch_all
 
 _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = PerProcess(
     weakref.WeakValueDictionary
@@ -31,7 +31,7 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
 
 
-class ClusterCoordinator:
+class ClusterCoordinator(WorkerChanges):
     """Schedules step functions onto the workers of a strategy's cluster.
 
     An async context manager: entering it connects to the cluster, leaving it cancels what is
@@ -139,7 +139,7 @@ class ClusterCoordinator:
         traceback: TracebackType | None,
     ) -> None:
         if exc is None and self._coordinator is not None:
-            self._coordinator.warn_of_leftovers()
+            self._coordinator.joins.warn_of_leftovers()
         await self.close()
 
     async def start(self) -> None:
@@ -164,34 +164,25 @@ class ClusterCoordinator:
                 "the coordinator of this strategy was closed, its variables are gone",
                 hint="make a new strategy",
             )
-        options = self._options
         platform = platform_of(
-            self.strategy.cluster_resolver, self._own_address(), insecure=options.insecure
+            self.strategy.cluster_resolver, self._own_address(), insecure=self._options.insecure
         )
+        optimizers = optimizers_here()
         coordinator = platform.parts.of(Coordinator)(
             platform,
             self.strategy.cluster,
             self.strategy.declared,
+            self._options,
             origin=self.strategy.origin,
-            program=optimizers_here().process,
+            program=optimizers.process,
             main_by_name=script_is_shared.get(),
-            ps_timeout_s=options.ps_timeout_s,
-            workers_wait=optimizers_here().workers_wait,
-            closure_timeout_s=options.closure_timeout_s,
-            watchdog_timeout_s=options.watchdog_timeout_s,
-            on_stall=options.on_stall,
-            max_losses=options.max_losses,
-            max_flaps=options.max_flaps,
+            own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
+            workers_wait=optimizers.workers_wait,
             replicate=self.strategy.ps_recovery == "replica",
-            attach=OwnOptimizers(
-                optimizers_here().of_the_program, optimizers_here().note_learning_rate
-            )
-            if options.attach
-            else None,
         )
         self._starting = True
         try:
-            await coordinator.start(options.min_workers, options.connect_timeout_s)
+            await coordinator.start()
         except BaseException:
             await coordinator.close()
             raise
@@ -267,62 +258,6 @@ class ClusterCoordinator:
             raise CaptureError(f"kwargs: expected a dict, got {type(kwargs).__name__}")
         return self._running("schedule").schedule(fn, tuple(args), dict(kwargs or {}))
 
-    async def add_worker(
-        self, address: str, *, index: int | None = None, timeout: float | None = 60.0
-    ) -> str:
-        """Take a worker into the cluster that was not there at the start; return its task name.
-
-        It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
-        more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
-        "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
-        when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
-        ``psync.run``. Datasets and variables keep the number of workers that they were made for:
-        it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
-        that one's copy of a variable that is synchronized on read.
-
-        Args:
-            address: Where it listens.
-            index: Its task index; None: the lowest that no worker of the cluster has.
-            timeout: Seconds to wait for it; it may still be starting. None: for ever.
-
-        Raises:
-            ConnectFailed: It is not there in time, and is forgotten.
-            ConfigurationError: The address is none, or another task's; or the index is.
-            ProtocolError: Another task answers there, such as a worker of another index.
-            AuthenticationError: It holds another secret.
-            ClosedError: The coordinator is not running.
-
-        Cancellation: It is forgotten.
-        """
-        coordinator = self._running("add_worker")
-        workers = coordinator.links.workers
-        try:
-            return await add_worker(workers, self.strategy.cluster, address, index, timeout)
-        finally:
-            coordinator.worker_given_up()  # it may have been the last hope
-
-    async def remove_worker(self, task: str, timeout: float | None = None) -> None:
-        """Ask a worker to leave, and wait until it has; its process exits with code 0.
-
-        It gives back what it has not begun and finishes the closure that it runs. One that cannot
-        be reached is forgotten at once. Its index may be given to another one. Nobody reads its
-        share of per-worker datasets any more.
-
-        Args:
-            task: As in ``/job:worker/task:3``.
-            timeout: Seconds to wait; None: as long as its closure takes.
-
-        Raises:
-            ConfigurationError: The cluster has no such worker.
-            DeadlineExceeded: It has not left in time; it will when its closure has ended.
-            ClosedError: The coordinator is not running.
-
-        Cancellation: It leaves all the same.
-        """
-        coordinator = self._running("remove_worker")
-        await remove_worker(coordinator.links.workers, task, timeout)
-        coordinator.worker_given_up()
-
     async def join(self, timeout: float | None = None) -> None:
         """Wait for everything that was scheduled before this call.
 
@@ -372,7 +307,7 @@ class ClusterCoordinator:
         Cancellation: Safe.
         """
         try:
-            return await _fetched(structure)
+            return await fetch_all(structure)
         except Exception as exc:
             if self._coordinator is not None:
                 await self._coordinator.collect_into(exc)
@@ -429,7 +364,7 @@ class ClusterCoordinator:
             ClosedError: The coordinator is not running.
         """
         self._running("distribute_once")
-        return Visits(self, shards, num_epochs, shuffle_seed, state)
+        return Visits(self.schedule, self.join, shards, num_epochs, shuffle_seed, state)
 
     def statistics(self) -> dict[str, Any]:
         """Return counters: closures queued, in flight, finished, put back; bytes on the wire."""
@@ -500,16 +435,3 @@ def coordinator_of(origin: str) -> Coordinator | None:
     """
     known = _of_origin().get(origin)
     return None if known is None else known._coordinator
-
-
-async def _fetched(structure: Any) -> Any:
-    """Return ``structure`` with each RemoteValue replaced by its value."""
-    if isinstance(structure, RemoteValue):
-        return await structure.fetch()
-    if isinstance(structure, dict):
-        return {key: await _fetched(item) for key, item in structure.items()}
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*[await _fetched(item) for item in structure])
-    if isinstance(structure, list | tuple):
-        return type(structure)([await _fetched(item) for item in structure])
-    return structure

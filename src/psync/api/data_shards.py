@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,18 +23,6 @@ from psync.serialization.remote_value import RemoteValue
 
 MAX_SHARDS = 1 << 20
 """In one epoch; their closures are queued all at once, at about 1 KiB each."""
-
-
-class Scheduler(Protocol):
-    """What visits need of a ClusterCoordinator."""
-
-    def schedule(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> RemoteValue:
-        """See ``ClusterCoordinator``."""
-
-    async def join(self, timeout: float | None = None) -> None:
-        """See ``ClusterCoordinator``."""
 
 
 class Visits:
@@ -58,14 +46,15 @@ class Visits:
 
     def __init__(
         self,
-        coordinator: Scheduler,
+        schedule: Callable[..., RemoteValue],
+        join: Callable[[], Awaitable[None]],
         shards: Sequence[Any],
         num_epochs: int,
         shuffle_seed: int | None,
         state: Mapping[str, Any] | None,
     ) -> None:
         self.shards = _checked(shards)
-        self._coordinator = coordinator
+        self._schedule, self._join = schedule, join  # of the coordinator
         self._digest = _digest(self.shards)
         self._num_epochs, self._shuffle_seed = num_epochs, shuffle_seed
         self._visitation = self._from(state)
@@ -122,7 +111,7 @@ class Visits:
         self._look()
         values = []
         for shard in self._visitation.pending():
-            value = self._coordinator.schedule(fn, (self.shards[shard], *args), kwargs)
+            value = self._schedule(fn, (self.shards[shard], *args), kwargs)
             self._visitation.hand_out(shard)
             self._running[shard] = value
             self._num_scheduled += 1
@@ -145,7 +134,7 @@ class Visits:
         """
         for _ in self:
             self.schedule(fn, args, kwargs)
-            await self._coordinator.join()
+            await self._join()
 
     @property
     def epoch(self) -> int:

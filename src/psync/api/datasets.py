@@ -403,7 +403,7 @@ class WorkerIterators:
 
     async def _positions(self, iterator: PerWorkerIterator) -> dict[int, int]:
         coordinator = self._running("positions")
-        answers = await coordinator.ask_workers(AskPosition(iterator.uid))
+        answers = await coordinator.workers.ask_all(AskPosition(iterator.uid))
         positions = {}
         workers = coordinator.links.workers.names()[: iterator.num_pipelines]
         for place, worker in enumerate(workers):
@@ -418,4 +418,4 @@ def _release(present: Callable[[], Coordinator | None], uid: str) -> None:
     # The garbage collector may call this, in any thread and in the middle of anything.
     coordinator = present()
     if coordinator is not None:
-        coordinator.call_soon(lambda: coordinator.broadcast(ReleaseIterators([uid])))
+        coordinator.call_soon(lambda: coordinator.workers.notify_all(ReleaseIterators([uid])))

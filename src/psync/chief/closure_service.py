@@ -1,13 +1,13 @@
 """Requests of workers about closures: results, closures given back, functions, arguments.
 
-``ClosureQueue`` decides what follows from a report; the owner, the coordinator, performs it.
+``ClosureQueue`` decides what follows from a report; the coordinator performs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
+from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.closure import Closure, State
 from psync.closures.queue import Action, ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
@@ -21,25 +21,6 @@ from psync.wire.codec import Message
 from psync.wire.worker_messages import ClosureResults, FetchArguments, FetchFunction, GivenBack
 
 
-class ClosureServiceOwner(Protocol):
-    """Who performs what follows."""
-
-    def is_current(self, peer: Peer) -> bool:
-        """Whether this is a connection of a worker that was not given up."""
-
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Do what the queue decided."""
-
-    def will_recover(self, error: ParameterServerLost) -> bool:
-        """A worker was told, by ps 0, that a ps is lost; return whether its closure runs again."""
-
-    def has_updated(self, closure_id: int, calls: int) -> None:
-        """A closure that has ended has made so many calls that update something."""
-
-    def results_came(self) -> None:
-        """A worker has reported, and what followed was performed."""
-
-
 class ClosureService:
     """Serves the workers of one coordinator.
 
@@ -48,7 +29,12 @@ class ClosureService:
         closures: All that are not final, by id.
         functions: That workers fetch.
         reports: Is told whose data has ended, and whose has not.
-        owner: The coordinator.
+        workers: Those that take part; what others say is not heard.
+        perform: Does what the queue decided.
+        will_recover: A worker was told, by ps 0, that a ps is lost; says whether its closure runs
+            again.
+        results_came: Called when a worker has reported, and what followed was performed, with the
+            id of each closure that has ended and the number of its calls that update something.
     """
 
     def __init__(
@@ -57,13 +43,20 @@ class ClosureService:
         closures: dict[int, Closure],
         functions: FunctionTable,
         reports: ScheduleReports,
-        owner: ClosureServiceOwner,
+        workers: AttachedWorkers,
+        *,
+        perform: Callable[[Sequence[Action]], None],
+        will_recover: Callable[[ParameterServerLost], bool],
+        results_came: Callable[[Sequence[tuple[int, int]]], None],
     ) -> None:
         self._queue = queue
         self._closures = closures
         self._functions = functions
         self._reports = reports
-        self._owner = owner
+        self._workers = workers
+        self._perform = perform
+        self._will_recover = will_recover
+        self._results_came = results_came
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -75,7 +68,7 @@ class ClosureService:
         }
 
     def _results(self, peer: Peer, message: ClosureResults, segments: list[memoryview]) -> None:
-        if not self._owner.is_current(peer):
+        if not self._workers.is_current(peer):
             return  # of a worker that was given up: its closures run elsewhere
         finished: list[tuple[int, Payload]] = []
         at = 0
@@ -89,9 +82,7 @@ class ClosureService:
             finished = []
             self._ended(peer.task, closure_id, outcome, error, payload if count else None)
         self._finished(peer.task, finished, message.mean_seconds)
-        for closure_id, calls in message.updates or ():
-            self._owner.has_updated(closure_id, calls)
-        self._owner.results_came()
+        self._results_came(message.updates or ())
 
     def _finished(
         self, worker: str, results: Sequence[tuple[int, Payload]], mean_seconds: float
@@ -107,7 +98,7 @@ class ClosureService:
             value = closure.payload.value()
             if value is not None and closure.state is State.FINISHED:
                 value.set_payload(payload)
-        self._owner.perform(actions)
+        self._perform(actions)
 
     def _ended(
         self,
@@ -118,7 +109,7 @@ class ClosureService:
         payload: Payload | None,
     ) -> None:
         if outcome == "cancelled":
-            self._owner.perform(self._queue.cancelled(worker, closure_id))
+            self._perform(self._queue.cancelled(worker, closure_id))
             return
         if error is None or outcome not in ("error", "end_of_data"):
             raise RemoteProtocolError(f"{worker}: closure {closure_id} ended as {outcome!r}")
@@ -127,13 +118,13 @@ class ClosureService:
         if outcome == "end_of_data":
             actions = self._queue.end_of_data(worker, closure_id, exc)
             self._reports.out_of_data(worker)
-            self._owner.perform(actions)
-        elif not (isinstance(exc, ParameterServerLost) and self._owner.will_recover(exc)):
-            self._owner.perform(self._queue.failed(worker, closure_id, exc))
+            self._perform(actions)
+        elif not (isinstance(exc, ParameterServerLost) and self._will_recover(exc)):
+            self._perform(self._queue.failed(worker, closure_id, exc))
 
     def _given_back(self, peer: Peer, message: GivenBack, _: list[memoryview]) -> None:
-        if self._owner.is_current(peer):
-            self._owner.perform(self._queue.given_back(peer.task, message.closures))
+        if self._workers.is_current(peer):
+            self._perform(self._queue.given_back(peer.task, message.closures))
 
     def _fetch_function(self, peer: Peer, message: FetchFunction, _: list[memoryview]) -> Reply:
         function = self._functions.lookup(message.key)

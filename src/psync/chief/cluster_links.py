@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from psync.chief.enquiry import ServedSearch, absent, enquire
 from psync.chief.worker_links import WorkerLinks, closed
@@ -30,35 +30,14 @@ from psync.errors import (
 )
 from psync.net.endpoint import Endpoint
 from psync.net.environment import note_incarnation
-from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.wire import ps_messages
-from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.ps_messages import AttachPs, FinalBelow
 from psync.wire.worker_messages import AttachWorker
 
 logger = logging.getLogger(__name__)
-
-
-class LinksOwner(Protocol):
-    """Who is told what happens in the cluster."""
-
-    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
-        """A worker is ready for closures."""
-
-    def worker_lost(self, worker: str, *, blame: bool) -> None:
-        """Put back what it held; ``blame``: what it held may be the cause."""
-
-    def ps_lost(self, error: ParameterServerLost) -> None:
-        """Variables are gone."""
-
-    def worker_given_up(self) -> None:
-        """A worker will not come again."""
-
-    def replaced(self, error: FencedError) -> None:
-        """A newer coordinator has taken the cluster over."""
 
 
 class ClusterLinks:
@@ -67,8 +46,6 @@ class ClusterLinks:
     Args:
         platform: Network, secret, randomness.
         cluster: The training cluster.
-        owner: Is told of workers and losses.
-        handlers: Who serves the workers' messages.
         origin: Token of the strategy.
         program: Token of this process.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
@@ -76,14 +53,17 @@ class ClusterLinks:
         keep: Whether ps tasks set aside what they hold, to be adopted. Then ps 0 is attached first:
             a synchronous step that is being closed gets to its end before others refuse it.
         may_move: Whether a ps may be served elsewhere than at its own address.
+
+    Attributes:
+        on_ps_lost: Called when variables are gone.
+        on_worker_given_up: Called when a worker will not come again.
+        on_replaced: Called when a newer coordinator has taken the cluster over.
     """
 
     def __init__(
         self,
         platform: Platform,
         cluster: ClusterSpec,
-        owner: LinksOwner,
-        handlers: dict[type[Message], Handler],
         *,
         origin: str,
         program: str,
@@ -94,7 +74,9 @@ class ClusterLinks:
     ) -> None:
         self._keep = keep
         self._ps_0_attached = asyncio.Event()
-        self._owner = owner
+        self.on_ps_lost: Callable[[ParameterServerLost], None] = lambda _: None
+        self.on_worker_given_up: Callable[[], None] = lambda: None
+        self.on_replaced: Callable[[FencedError], None] = lambda _: None
         self._origin = origin
         self._program = program
         self._ps_timeout_s = ps_timeout_s
@@ -106,23 +88,21 @@ class ClusterLinks:
         self._platform = platform
         self.incarnation = 0  # until ps 0 has granted one
         self.pool = BlockPool()
-        self._endpoint = Endpoint(
-            platform, task_name("chief", 0), self.incarnation, handlers, self.pool
-        )
+        self.endpoint = Endpoint(platform, task_name("chief", 0), self.incarnation, {}, self.pool)
         client = platform.parts.of(PsClient)
-        self.ps = client(self._endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
+        self.ps = client(self.endpoint, list(self._ps.values()), self.pool, ps_timeout_s)
         self.membership = Membership(workers, self._ps, ps_timeout_s=ps_timeout_s)
         self.workers = WorkerLinks(
-            self._endpoint, self.membership, self, workers, Flapping(max_flaps)
+            self.endpoint, self.membership, self, workers, Flapping(max_flaps)
         )
         self._search = ServedSearch(
-            self._endpoint, self._processes, self.ask_again, may_move=may_move
+            self.endpoint, self._processes, self.ask_again, may_move=may_move
         )
         self._supervisors: set[asyncio.Task[None]] = set()
         self._fences: set[asyncio.Task[None]] = set()  # not acknowledged yet
         self._changed = asyncio.Event()  # somebody joined
         self._failure: BaseException | None = None  # why the cluster cannot come up
-        self._up = False  # the cluster came up
+        self.is_up = False  # the cluster came up
         self._enquiring = asyncio.Lock()
         self._fenced_ps: set[int] = set()  # that serve us under the present incarnation
         self._is_closing = False
@@ -145,7 +125,7 @@ class ClusterLinks:
         if self._keep:
             await self._find_served(deadline, timeout_s)
         for index, link in enumerate(self.ps.links):
-            link.on_lost = self._owner.ps_lost
+            link.on_lost = self.on_ps_lost
             link.lost_after_s = math.inf  # one that was never here is late, not lost
             self.supervise(self._keep_ps(index))
         self.workers.start()
@@ -164,12 +144,12 @@ class ClusterLinks:
         except TimeoutError as exc:
             missing = ", ".join(f"{task} at {at}" for task, at in self.membership.missing())
             raise _did_not_come_up(timeout_s, missing or self._search.missing()) from exc
-        self._up = True
+        self.is_up = True
 
     def _is_ready(self, min_workers: int) -> bool:
         return (
             self.membership.ready(min_workers)
-            and self.workers.num_attached >= min_workers
+            and len(self.workers.attached) >= min_workers
             and len(self._fenced_ps) == len(self._ps)
             # A new incarnation begins with empty ps tasks: what is created now would be gone.
             and not self._enquiring.locked()
@@ -189,7 +169,7 @@ class ClusterLinks:
             try:
                 await self.ps.close()
             finally:
-                await self._endpoint.close()
+                await self.endpoint.close()
 
     def final_below(self, closure: int) -> None:
         """Tell ps tasks that closures with smaller ids are final: late updates of them are refused.
@@ -210,7 +190,7 @@ class ClusterLinks:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of the connections."""
-        return dict(self._endpoint.statistics())
+        return dict(self.endpoint.statistics())
 
     # Incarnations.
 
@@ -256,14 +236,14 @@ class ClusterLinks:
                 logger.warning("%s has seen a newer coordinator than ps 0 has granted", task)
                 ps_0, at = next(iter(self._processes.items()))
                 self._bear(await enquire(self._platform, ps_0, at, previous=refused, seen=seen))
-                for peer in self._endpoint.peers:
+                for peer in self.endpoint.peers:
                     peer.abort(ConnectionLost("this coordinator has a new incarnation"))
         finally:
             self._changed.set()
 
     def _bear(self, incarnation: int) -> None:
         note_incarnation(incarnation)
-        self.incarnation = self._endpoint.incarnation = incarnation
+        self.incarnation = self.endpoint.incarnation = incarnation
         self._fenced_ps.clear()
 
     # What an earlier coordinator has left, and where.
@@ -293,20 +273,20 @@ class ClusterLinks:
 
     async def _give_up_worker(self, name: str, reason: str) -> None:
         await self.workers.give_up(name, reason)
-        if not self._up and len(self.workers.addresses()) < self._min_workers:
+        if not self.is_up and len(self.workers.addresses()) < self._min_workers:
             raise ConnectFailed(
                 f"the cluster did not come up: {name} {reason}",
                 hint="what it wrote says why it ended",
             )
-        self._owner.worker_given_up()
+        self.on_worker_given_up()
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         self._supervisors.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error
             self._changed.set()
-            if self._up and isinstance(error, FencedError):
-                self._owner.replaced(error)
+            if self.is_up and isinstance(error, FencedError):
+                self.on_replaced(error)
             elif not isinstance(error, PsyncError):
                 logger.error("a supervisor of the coordinator failed", exc_info=error)
 
@@ -326,7 +306,7 @@ class ClusterLinks:
                     raise
                 continue
             except FencedError:
-                if self._up:
+                if self.is_up:
                     raise
                 await self.ask_again(mine, link.task, link.address)
                 continue
@@ -359,14 +339,9 @@ class ClusterLinks:
         self._ps[link.task] = link.address
         self._moves += 1
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """Makes all connections of the coordinator."""
-        return self._endpoint
-
     def _ps_attachment(self, index: int) -> AttachPs:
         # One that was started again while this program runs is of no life: see ``adoption``.
-        keep = self._keep or self._up
+        keep = self._keep or self.is_up
         addresses = list(self._ps.values())
         return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep, self._moves)
 
@@ -379,11 +354,6 @@ class ClusterLinks:
         task.add_done_callback(self._supervisor_ended)
         return task
 
-    @property
-    def is_up(self) -> bool:
-        """Whether the cluster has come up."""
-        return self._up
-
     def ps_addresses(self) -> list[str]:
         """Return where the ps tasks are."""
         return list(self._ps.values())
@@ -395,14 +365,9 @@ class ClusterLinks:
             list(self._ps.values()), self._ps_timeout_s,
         )  # fmt: skip
 
-    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
-        """A worker is ready for closures."""
-        self._owner.worker_joined(worker, control, bulk)
+    def worker_joined(self) -> None:
+        """A worker takes part: perhaps that is what is waited for."""
         self._changed.set()
-
-    def worker_lost(self, worker: str, *, blame: bool) -> None:
-        """Put back what it held."""
-        self._owner.worker_lost(worker, blame=blame)
 
     def perform(self, actions: Sequence[MembershipAction]) -> None:
         """Do what the membership decided."""

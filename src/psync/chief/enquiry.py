@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from psync.client.calls import all_of
 from psync.closures.membership import backoff
+from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import (
     AttachError,
     ConnectFailed,
@@ -40,12 +41,6 @@ from psync.wire.recovery_messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-CHIEF = "/job:chief/task:0"
-"""The name under which the chief speaks to the other tasks, whatever its task is called."""
-
-ENQUIRER = 2**62
-"""Incarnation of who asks for its own; above all that a clock of nanoseconds gives."""
 
 ANSWER_WITHIN_S = 1.0
 """A task that is there accepts a connection sooner."""

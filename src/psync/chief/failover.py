@@ -22,14 +22,13 @@ import itertools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
+from psync.chief.cluster_links import ClusterLinks
 from psync.chief.events import Events, FailoverEvent
-from psync.chief.rollback import PsRecovery, RecoveryOwner
-from psync.client.ps_client import PsClient
+from psync.chief.recovery_state import RecoveryState
+from psync.chief.rollback import PsRecovery
 from psync.client.ps_link import AWAY_FOR_S, REFUSED_FOR_S, PsLink, always
 from psync.errors import ParameterServerLost, PsyncError, RemoteProtocolError
-from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.wire.recovery_messages import BackUp, Promote, Promoted
 
@@ -42,47 +41,33 @@ CONNECT_S = 1.0
 """A process where nobody has listened for so long has ended, and the backups in it."""
 
 
-class ReplicaOwner(RecoveryOwner, Protocol):
-    """The coordinator."""
-
-    def ps_moved(self, link: PsLink) -> None:
-        """A ps has another address now: workers are to be told."""
-
-    def failover_began(self) -> None:
-        """Send nothing to workers."""
-
-    def end_sessions(self) -> None:
-        """Give up all workers that are there; they are attached again at once."""
-
-
 class ReplicaRecovery:
     """Keeps the backups of one coordinator's ps tasks, and promotes them.
 
     Args:
-        ps: Links to all ps tasks; there are at least two.
-        endpoint: Connects to the processes of backups.
-        owner: The coordinator.
+        state: Whether training runs.
+        links: To all tasks; there are at least two ps tasks.
         events: Where it is told.
         fallback: Recovers what has no backup.
     """
 
     def __init__(
         self,
-        ps: PsClient,
-        endpoint: Endpoint,
-        owner: ReplicaOwner,
+        state: RecoveryState,
+        links: ClusterLinks,
         events: Events,
         fallback: PsRecovery,
     ) -> None:
-        self._links = ps.links
-        self._endpoint = endpoint
-        self._owner = owner
+        self._state = state
+        self._cluster = links
+        self._links = links.ps.links
+        self._endpoint = links.endpoint
         self._events = events
         self._fallback = fallback
-        self._processes = [(link.task, link.address) for link in ps.links]
-        self._home = list(range(len(ps.links)))  # in whose process each ps is served
-        self._orders: list[BackUp | None] = [None] * len(ps.links)  # of complete backups
-        self._hosts: list[int | None] = [None] * len(ps.links)  # in whose processes they are
+        self._processes = [(link.task, link.address) for link in self._links]
+        self._home = list(range(len(self._links)))  # in whose process each ps is served
+        self._orders: list[BackUp | None] = [None] * len(self._links)  # of complete backups
+        self._hosts: list[int | None] = [None] * len(self._links)  # in whose processes they are
         self._epochs = itertools.count(1)
         self._peers: dict[int, Peer] = {}  # to processes
         self._keepers: list[asyncio.Task[None]] = []
@@ -90,11 +75,6 @@ class ReplicaRecovery:
         self._lost: dict[int, ParameterServerLost] = {}
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether a backup is being promoted."""
-        return self._task is not None
 
     @property
     def complete(self) -> bool:
@@ -222,7 +202,7 @@ class ReplicaRecovery:
         logger.warning("%s; its backup takes over", error.message)
         for link in self._links:
             link.hold()
-        self._owner.failover_began()
+        self._state.failover_began()
         self._task = asyncio.get_running_loop().create_task(self._recover())
         return True
 
@@ -245,10 +225,10 @@ class ReplicaRecovery:
                 error = self._lost[ps]
                 for link in self._links:
                     link.release()
-                self._owner.recovery_failed(error)
+                self._state.failed(error)
             return
         self._task = None
-        self._owner.end_sessions()  # only now, so that all workers are told where ps tasks are
+        self._state.end_sessions()  # only now, so that all workers are told where ps tasks are
         for link in self._links:
             link.release()
         event = FailoverEvent(
@@ -259,7 +239,7 @@ class ReplicaRecovery:
             "%s served by backups after %.2f s; nothing is undone", ", ".join(event.lost),
             event.seconds,
         )  # fmt: skip
-        self._owner.recovery_ended()
+        self._state.recovered()
         self._events.emit(event)
 
     async def _promote(self, ps: int) -> None:
@@ -278,8 +258,8 @@ class ReplicaRecovery:
         self._note(ps, None, None)
         link.revive()
         link.address = address
-        self._owner.ps_moved(link)
-        await self._owner.attach_ps(link)
+        self._cluster.ps_moved(link)
+        await self._cluster.attach_ps(link)
 
     async def _without(self, dead: int) -> None:
         """Whose backup was in the process that died does not wait for it any more.
@@ -298,13 +278,14 @@ class ReplicaRecovery:
     async def _tell_ps0(self) -> None:
         """Let ps 0 know where all ps tasks are served: it closes the steps of all."""
         try:
-            await self._owner.attach_ps(self._links[0])
+            await self._cluster.attach_ps(self._links[0])
         except ParameterServerLost:
             logger.info("%s is lost, too", self._links[0].task)  # and noted: see ``takes_over``
 
     async def _ask_to_serve(self, ps: int, host: int) -> str:
         """Return where the backup of a ps serves; asked again as often as the answer is lost."""
-        message = Promote(ps, next(self._epochs), self._endpoint.incarnation, self._owner.fences())
+        fences = self._cluster.membership.fences()
+        message = Promote(ps, next(self._epochs), self._endpoint.incarnation, fences)
         patience_s = self._links[ps].lost_after_s
         way = PsLink(self._endpoint, host, self._processes[host][1], patience_s)
         way.refused_for_s = CONNECT_S
@@ -346,7 +327,7 @@ class ReplicaRecovery:
                 if self._home[ps] != ps:
                     link.revive()
                 link.address, self._home[ps] = address, ps
-                self._owner.ps_moved(link)
+                self._cluster.ps_moved(link)
 
     async def close(self) -> None:
         """Keep and promote nothing more. Cancellation: safe."""

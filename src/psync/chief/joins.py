@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from psync.closures.closure import Closure, State
 from psync.closures.queue import ClosureQueue
-from psync.errors import DeadlineExceeded
+from psync.errors import ClosedError, DeadlineExceeded
 from psync.serialization.failures import text_of
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,11 @@ class Joins:
         self._waits_for = waits_for
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()  # when a worker last reported
-        self._joins: dict[asyncio.Future[None], _Join] = {}
+        self.waiting: dict[asyncio.Future[None], _Join] = {}
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
     def __len__(self) -> int:
-        return len(self._joins)
+        return len(self.waiting)
 
     def add(self, cutoff: int) -> asyncio.Future[None]:
         """Return a future that ends when all closures with ids below ``cutoff`` are final.
@@ -60,17 +61,17 @@ class Joins:
         Whoever waits for it gives it back with ``discard``.
         """
         future: asyncio.Future[None] = self._loop.create_future()
-        self._joins[future] = _Join(cutoff, future)
+        self.waiting[future] = _Join(cutoff, future)
         return future
 
     def discard(self, future: asyncio.Future[None]) -> None:
         """Nobody waits any more."""
-        self._joins.pop(future, None)
+        self.waiting.pop(future, None)
         if future.done():
             future.exception()  # seen, also where whoever waited was cancelled just now
 
     async def wait(
-        self, future: asyncio.Future[None], deadline: float | None, timeout_s: float | None
+        self, future: asyncio.Future[Any], deadline: float | None, timeout_s: float | None
     ) -> None:
         """Wait for the future, or for what comes before and after it; say on whom, if it is long.
 
@@ -97,6 +98,55 @@ class Joins:
             if not future.done() and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
                 logger.warning("join waits: %s", self._waits_for())
 
+    async def below(
+        self, cutoff: int, deadline: float | None = None, timeout_s: float | None = None
+    ) -> asyncio.Future[None]:
+        """Wait until all closures with ids below ``cutoff`` are final.
+
+        Returns:
+            Done; has the error that a join raises.
+
+        Raises:
+            DeadlineExceeded: As for ``wait``, which explains the other arguments.
+
+        Cancellation: Safe; the next one that waits has the error.
+        """
+        future = self.add(cutoff)
+        self.settle()
+        try:
+            await self.wait(future, deadline, timeout_s)
+        finally:
+            self.discard(future)
+        return future
+
+    async def run(
+        self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
+    ) -> None:
+        """Do something that a join waits for, too; see ``wait``. Cancellation: of both."""
+        task = self._loop.create_task(work)
+        try:
+            await self.wait(task, deadline, timeout_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+        task.result()
+
+    async def collect_into(self, error: Exception, cutoff: int) -> None:
+        """Collect the error that a join would raise, where ``error`` is raised instead.
+
+        If that is another one it becomes the cause of ``error``, or a note.
+
+        Cancellation: Safe; a join still raises it.
+        """
+        collected = (await self.below(cutoff)).exception()
+        if collected is None or collected is error or isinstance(collected, ClosedError):
+            return
+        if error.__cause__ is None:
+            error.__cause__ = collected
+        else:
+            error.add_note(f"also failed: {type(collected).__name__}: {text_of(collected)}")
+
     def note_final(self, closures: Sequence[Closure]) -> None:
         """Look for closures whose data had ended."""
         for closure in closures:
@@ -107,18 +157,18 @@ class Joins:
 
     def settle(self) -> None:
         """End the joins that are over."""
-        ready = [join for join in self._joins.values() if self._queue.is_settled(join.cutoff)]
+        ready = [join for join in self.waiting.values() if self._queue.is_settled(join.cutoff)]
         if not ready:
             return
         if self._queue.has_failed:
             error = self._collect()
-            for join in list(self._joins.values()):
+            for join in list(self.waiting.values()):
                 self._end(join, error)
             return
         exhausted = self._exhausted_at
         if exhausted is not None and any(join.cutoff > exhausted for join in ready):
             error = self._collect()
-            for join in self._joins.values():
+            for join in self.waiting.values():
                 if join.cutoff > exhausted:
                     join.end_of_data = error
         for join in ready:
@@ -126,8 +176,17 @@ class Joins:
 
     def fail(self, error: BaseException) -> None:
         """End all joins with an error."""
-        for join in list(self._joins.values()):
+        for join in list(self.waiting.values()):
             self._end(join, error)
+
+    def warn_of_leftovers(self) -> None:
+        """Say what closing now throws away: who forgets ``join`` would take it for done."""
+        counts = self._queue.statistics()
+        if left := counts.waiting + counts.queued + counts.in_flight:
+            logger.warning("closing cancels what is not done (%d), and join was not awaited", left)
+        if self._queue.ready_to_raise and (collected := self._queue.collect_error()):
+            name, text = type(collected[0]).__name__, text_of(collected[0])
+            logger.warning("closing without join, which would have raised %s: %s", name, text)
 
     def _collect(self) -> BaseException | None:
         self._exhausted_at = None
@@ -145,7 +204,7 @@ class Joins:
         return first
 
     def _end(self, join: _Join, error: BaseException | None) -> None:
-        del self._joins[join.future]
+        del self.waiting[join.future]
         if join.future.done():  # whoever waited was cancelled
             return
         if error is None:

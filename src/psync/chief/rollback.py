@@ -22,14 +22,17 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from psync.checkpoints.files import disk_errors
+from psync.checkpoints.stored_snapshots import StoredImage
 from psync.checkpoints.writer import streamed_by_environ
+from psync.chief.cluster_links import ClusterLinks
+from psync.chief.creation import Creation
 from psync.chief.events import Events, RollbackEvent
+from psync.chief.recovery_state import RecoveryState
 from psync.client.calls import all_of
-from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink, always
+from psync.closures.queue import ClosureQueue
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -55,70 +58,38 @@ MAX_ATTEMPTS = 50
 """In a row: ps tasks that die again and again while they are being recovered."""
 
 
-class StoredImage(Protocol):
-    """The image of one ps in a checkpoint."""
-
-    @property
-    def state(self) -> bytes:
-        """Of the image."""
-
-    @property
-    def file(self) -> Path:
-        """Where its items are."""
-
-    @property
-    def places(self) -> Sequence[tuple[int, int, int, int]]:
-        """(item, first byte, bytes, crc32) of each item that is there."""
-
-
 Source = Callable[[], Sequence[StoredImage] | None]
 """Returns the images of the newest checkpoint, one for each ps; None: there is none. Blocks."""
-
-
-class RecoveryOwner(Protocol):
-    """The coordinator."""
-
-    def recovery_began(self) -> None:
-        """Send nothing to workers, and give up all that are there."""
-
-    def fences(self) -> list[tuple[str, int]]:
-        """Return (task, lowest incarnation that may still be served) of each worker."""
-
-    async def attach_ps(self, link: PsLink) -> None:
-        """Attach a ps that may have been started again; urgently."""
-
-    @property
-    def incarnation(self) -> int:
-        """Of the coordinator."""
-
-    def created(self) -> set[tuple[tuple[int, int], str]]:
-        """Return (key, name of the variable) of all shards that were created."""
-
-    def is_open(self, closure: int) -> bool:
-        """Whether a closure has not ended yet."""
-
-    def recovery_ended(self) -> None:
-        """Go on."""
-
-    def recovery_failed(self, error: ParameterServerLost) -> None:
-        """End everything."""
 
 
 class PsRecovery:
     """Recovers the ps tasks of one coordinator.
 
     Args:
-        ps: Links to all ps tasks.
-        owner: The coordinator.
+        state: Whether training runs.
+        links: To all tasks.
+        queue: Knows which closures have ended.
+        creation: Knows what was created.
         events: Where a rollback is told.
         wait_s: Seconds within which a ps that was lost has to be there again.
     """
 
-    def __init__(self, ps: PsClient, owner: RecoveryOwner, events: Events, wait_s: float) -> None:
+    def __init__(
+        self,
+        state: RecoveryState,
+        links: ClusterLinks,
+        queue: ClosureQueue,
+        creation: Creation,
+        events: Events,
+        wait_s: float,
+    ) -> None:
         self.source: Source | None = None  # set by whoever keeps checkpoints
         self.ended = EndedClosures()
-        self._ps = ps
-        self._owner = owner
+        self._state = state
+        self._links = links
+        self._ps = links.ps
+        self._queue = queue
+        self._creation = creation
         self._events = events
         self._wait_s = wait_s
         self._task: asyncio.Task[None] | None = None
@@ -132,7 +103,7 @@ class PsRecovery:
 
     def saved(self, images: Sequence[ImageState]) -> None:
         """There is a new checkpoint: what it has cannot be undone any more."""
-        self.ended.saved(CutCalls(images), self._owner.is_open)
+        self.ended.saved(CutCalls(images), self._queue.is_open)
 
     def describe(self) -> list[str]:
         """Say what a lost ps would mean, if nothing could be done; for reports."""
@@ -148,7 +119,7 @@ class PsRecovery:
             logger.warning("%s; all ps tasks go back to the newest checkpoint", error.message)
             for link in self._ps.links:
                 link.hold()
-            self._owner.recovery_began()
+            self._state.rollback_began()
             self._task = asyncio.get_running_loop().create_task(self._recover())
         return True
 
@@ -180,7 +151,7 @@ class PsRecovery:
             logger.error("recovery of %s failed: %s", lost, exc)
             self._task = None
             self._let_go(error)
-            self._owner.recovery_failed(error)
+            self._state.failed(error)
             return
         self._task = None
         self._lost.clear()
@@ -189,7 +160,7 @@ class PsRecovery:
             ", ".join(event.lost), event.seconds, event.from_step, event.to_step, event.timeline,
             len(event.closures),
         )  # fmt: skip
-        self._owner.recovery_ended()
+        self._state.recovered()
 
     def _let_go(self, error: ParameterServerLost) -> None:
         """No ps is recovered any more: whoever waited for that fails."""
@@ -214,7 +185,7 @@ class PsRecovery:
         images = await asyncio.to_thread(self.source)
         if images is None:
             raise CheckpointError("there is no checkpoint yet")
-        own = self._owner.incarnation
+        own = self._links.incarnation
         read = self._checked(images)
         states = [state.for_coordinator(own) for state in read]
         packed = [
@@ -231,7 +202,7 @@ class PsRecovery:
         await all_of([self._prepare(*each) for each in zip(links, images, packed, strict=True)])
         timeline = self._ps.timeline + 1
         self._ps.begin_timeline(timeline)  # first: what is answered by some of them is sent again
-        take = TakeImage(self._loads, timeline, self._owner.fences())
+        take = TakeImage(self._loads, timeline, self._links.membership.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
         to_step = max(state.iterations for state in states)
         event = RollbackEvent(
@@ -262,7 +233,7 @@ class PsRecovery:
             link.lost_after_s = math.inf  # a launcher is starting it
         try:
             async with asyncio.timeout(self._wait_s):
-                await all_of([self._owner.attach_ps(link) for link in links])
+                await all_of([self._links.attach_ps(link) for link in links])
         except TimeoutError as exc:
             away = ", ".join(f"{link.task} at {link.address}" for link in links if not link.is_open)
             raise CheckpointError(
@@ -282,7 +253,7 @@ class PsRecovery:
             )
         states = [ImageState.from_bytes(image.state, str(image.file)) for image in images]
         kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
-        if missing := self._owner.created() - kept:
+        if missing := self._creation.created - kept:
             raise CheckpointError(
                 f"{len(missing)} shards were created after the newest checkpoint was saved, or by "
                 "another program than this one",

@@ -1,8 +1,8 @@
-"""The sender of schedule reports to ps 0.
+"""What ps tasks are told of the schedule: reports to ps 0, and which closures are final.
 
-``ScheduleReports`` decides, this sends: one report at a time, and of the states that follow one
-another meanwhile the last. Nothing is sent before the program has declared something at which
-workers wait for each other, since ps 0 would have no use for it.
+``ScheduleReports`` decides what ps 0 hears, this sends: one report at a time, and of the states
+that follow one another meanwhile the last. Nothing is sent before the program has declared
+something at which workers wait for each other, since ps 0 would have no use for it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import logging
 from collections.abc import Callable
 
 from psync.client.ps_link import PsLink
+from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports, ScheduleState
 from psync.cluster import parse_task_name
 from psync.errors import ClosedError, FencedError, ParameterServerLost, PsyncError
 from psync.wire.sync_messages import ReportSchedule
 
 logger = logging.getLogger(__name__)
+
+
+FINAL_EVERY = 1024
+"""ps tasks are told that closures are final whenever this many more are."""
 
 
 class ScheduleReporter:
@@ -84,6 +89,41 @@ class ScheduleReporter:
             [(closure, _index(worker)) for closure, worker in state.in_flight],
         )
         await self._link.call(lambda _: message)
+
+
+class FinalClosures:
+    """Tells ps tasks which closures are final: late updates of these are refused.
+
+    Args:
+        queue: Knows it.
+        tell: Tells all ps tasks that closures with smaller ids are final.
+
+    Attributes:
+        refused: Whether ps tasks refuse all that was scheduled before an error.
+    """
+
+    def __init__(self, queue: ClosureQueue, tell: Callable[[int], None]) -> None:
+        self._queue = queue
+        self._tell = tell
+        self._told = 0
+        self.refused = False
+
+    def look(self, at_least: int = FINAL_EVERY) -> None:
+        """Tell them if so many more closures are final than they know."""
+        if self._queue.low_water() - self._told >= at_least:
+            self._told = self._queue.low_water()
+            self._tell(self._told)
+
+    def look_for_errors(self) -> None:
+        """Let steps be refused that compute on their loop and have not heard of an error yet."""
+        if self._queue.has_failed != self.refused:
+            self.refused = not self.refused
+            if self.refused:
+                self._tell(self._queue.next_id)
+
+    def tell_again(self) -> None:
+        """They know nothing of what they were told."""
+        self._tell(self._told)
 
 
 def _index(worker: str) -> int:

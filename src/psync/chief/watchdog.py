@@ -69,7 +69,7 @@ def count_of_ended(counts: QueueStatistics) -> int:
 
 
 def log_stall(
-    seconds: float, describe: Callable[[], Iterable[str]], on_stall: Callable[[str], object] | None
+    describe: Callable[[], Iterable[str]], on_stall: Callable[[str], object] | None, seconds: float
 ) -> None:
     """Write a report to the log, and hand it to the program if that wants it."""
     text = report_text(

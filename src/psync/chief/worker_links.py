@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.flapping import Flapping
 from psync.closures.membership import Action as MembershipAction
 from psync.closures.membership import Assign, Membership, TaskState, backoff
@@ -38,10 +39,7 @@ class WorkerLinksOwner(Protocol):
     """The cluster's links, as those to workers need them."""
 
     incarnation: int  # of the coordinator
-
-    @property
-    def is_up(self) -> bool:
-        """Whether the cluster has come up."""
+    is_up: bool  # whether the cluster has come up
 
     async def ask_again(self, refused: int, task: str, address: str) -> None:
         """A task has served a higher incarnation than ``refused``: get one above that."""
@@ -58,11 +56,8 @@ class WorkerLinksOwner(Protocol):
     def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
         """What a worker is told."""
 
-    def worker_joined(self, worker: str, control: Peer, bulk: Peer) -> None:
-        """A worker is ready for closures."""
-
-    def worker_lost(self, worker: str, *, blame: bool) -> None:
-        """Put back what it held."""
+    def worker_joined(self) -> None:
+        """A worker takes part."""
 
 
 class _Worker:
@@ -101,6 +96,12 @@ class WorkerLinks:
         owner: The cluster's links.
         workers: Address of every worker, by name.
         flapping: Decides who is set aside.
+
+    Attributes:
+        attached: Those that take part.
+        on_joined: Called with the name of one that is ready for closures.
+        on_lost: Called with the name of one that is not there any more, and whether what it held
+            may be the cause.
     """
 
     def __init__(
@@ -115,6 +116,9 @@ class WorkerLinks:
         self._membership = membership
         self._owner = owner
         self._flapping = flapping
+        self.attached = AttachedWorkers()
+        self.on_joined: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[str, bool], None] = lambda _, __: None
         self.given_up: dict[str, str] = {}  # by name, what became of those that will not return
         self._loop = asyncio.get_running_loop()
         self._places = {name: place for place, name in enumerate(workers)}  # also of those gone
@@ -126,11 +130,6 @@ class WorkerLinks:
         """Connect to all of them, from now on."""
         for worker in self._workers.values():
             worker.supervisor = self._owner.supervise(self._keep(worker))
-
-    @property
-    def num_attached(self) -> int:
-        """Workers that take part."""
-        return sum(worker.peers is not None for worker in self._workers.values())
 
     def names(self) -> list[str]:
         """Return the name of each worker there ever was, by what steps call its index."""
@@ -266,6 +265,7 @@ class WorkerLinks:
         if worker is None or worker.leaving:
             return False
         worker.leaving, worker.reason = True, message.reason
+        self.attached.leaves(worker.name)
         logger.info("%s is about to leave (%s)", worker.name, message.reason)
         return True
 
@@ -280,8 +280,7 @@ class WorkerLinks:
             self._end(worker)
 
     def _current(self, peer: Peer) -> _Worker | None:
-        worker = self._workers.get(peer.task)
-        return worker if worker is not None and peer in (worker.peers or ()) else None
+        return self._workers.get(peer.task) if self.attached.is_current(peer) else None
 
     # Supervision.
 
@@ -321,7 +320,9 @@ class WorkerLinks:
             worker.begin()
             worker.peers = lanes
             worker.on_gone.clear()
-            self._owner.worker_joined(worker.name, *lanes)
+            self.attached.joined(worker.name, *lanes)
+            self.on_joined(worker.name)
+            self._owner.worker_joined()
             if worker.on_joined is not None and not worker.on_joined.done():
                 worker.on_joined.set_result(None)
             await closed(*lanes)
@@ -355,7 +356,8 @@ class WorkerLinks:
             if counts:
                 self._count_loss(worker)
         worker.leaving = False
-        self._owner.worker_lost(worker.name, blame=blame)
+        self.attached.gone(worker.name)
+        self.on_lost(worker.name, blame)
         worker.on_gone.set()
 
     def _count_loss(self, worker: _Worker) -> None:

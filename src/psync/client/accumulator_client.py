@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from psync.client.outgoing import Outgoing
 from psync.client.ps_client import PART_BITS, PsClient
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
@@ -48,13 +49,7 @@ class _Known:
     """What this task knows of one accumulator."""
 
     defined: bool = False  # its ps has it
-    next_take: int = 1
-    outstanding: dict[int, None] = field(default_factory=dict)  # takes without answers, in order
-
-    @property
-    def acked_below(self) -> int:
-        """All smaller numbers have their answers, or nobody wants them any more."""
-        return next(iter(self.outstanding), self.next_take)
+    takes: Outgoing = field(default_factory=Outgoing)
 
 
 class AccumulatorClient:
@@ -135,18 +130,17 @@ class AccumulatorClient:
         """
         await self._define(place)
         link, name = self._ps.links[place.ps], place.definition.name
-        known = self._known[name]
-        number, known.next_take = known.next_take, known.next_take + 1
-        known.outstanding[number] = None
+        takes = self._known[name].takes
+        number = takes.draw()
         try:
             received = await link.call(
-                lambda peer: TakeGradient(name, number, known.acked_below, num_required),
+                lambda peer: TakeGradient(name, number, takes.acked_below, num_required),
                 bulk=True,  # the answer may be large
             )
         finally:
-            known.outstanding.pop(number)
+            takes.answered(number)
             # If this is lost, the next take says so.
-            link.notify(ForgetTakes(name, known.acked_below))
+            link.notify(ForgetTakes(name, takes.acked_below))
         _expect(received, GradientTaken, "a take")
         return received
 
@@ -171,15 +165,15 @@ class AccumulatorClient:
 
         async def send() -> GradientApplied:
             await self._define(place)
-            sequence = link.draw_sequence()
+            sequence = link.updates.draw()
             try:
                 received = await link.call(
-                    lambda peer: build(sequence, link.acked_below),
+                    lambda peer: build(sequence, link.updates.acked_below),
                     segments,
                     bulk=sum(map(len, segments)) > SMALL_BODY_BYTES,
                 )
             finally:
-                link.answered(sequence)
+                link.updates.answered(sequence)
             return _expect(received, GradientApplied, "a gradient")
 
         return await self._ps.shielded(send)

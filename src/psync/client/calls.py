@@ -116,7 +116,7 @@ class PsCalls:
 
         Cancellation: As ``shielded``.
         """
-        drawn = [(part.link.index, part.link.draw_sequence()) for part in parts]
+        drawn = [(part.link.index, part.link.updates.draw()) for part in parts]
 
         async def send() -> list[Pushed]:
             try:
@@ -134,7 +134,7 @@ class PsCalls:
                         return answers
             finally:
                 for part, (_, sequence) in zip(parts, drawn, strict=True):
-                    part.link.answered(sequence)
+                    part.link.updates.answered(sequence)
 
         return await self.shielded(send)
 

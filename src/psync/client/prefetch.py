@@ -106,7 +106,7 @@ class PulledAhead:
         plan = self._plan
         if plan is None or plan.whole.nbytes > SMALL_BODY_BYTES:
             return None
-        if any(link.has_updates for link in self._links):
+        if any(link.updates for link in self._links):
             return None
         return Wanted(plan, self._calls() + 2)  # the push, and its answer
 

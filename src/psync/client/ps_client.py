@@ -15,8 +15,9 @@ from typing import Any, cast
 import numpy as np
 
 from psync.client.calls import Answers, Spread, UpdatePart
+from psync.client.known_sets import knows_set
 from psync.client.plans import Given, Plan, Request, body_of, make_plan, size_of, targets_of
-from psync.client.ps_link import Question, knows_set
+from psync.client.ps_link import Question
 from psync.client.pulled_steps import PulledSteps
 from psync.client.rows import PsRows, check_exist
 from psync.errors import RemoteProtocolError
@@ -250,7 +251,7 @@ class PsClient(PsRows):
         ) -> Push:
             defines = None if optimizer in self._optimizers[request.ps] else config
             return Push(
-                sequence, self.links[request.ps].acked_below, closure,
+                sequence, self.links[request.ps].updates.acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request),
                 optimizer, defines, step, rows,
                 None if ratios is None else [ratios[variable] for variable, *_ in request.cuts],
@@ -301,7 +302,7 @@ class PsClient(PsRows):
             peer: Peer, request: Request, sequence: int, rows: list[int] | None, spread: Spread
         ) -> Assign:
             common = (
-                sequence, self.links[request.ps].acked_below, closure,
+                sequence, self.links[request.ps].updates.acked_below, closure,
                 ordinal << PART_BITS | request.part, request.set_id, members_for(peer, request), op,
                 rows, spread,
             )  # fmt: skip
@@ -377,8 +378,8 @@ class PsClient(PsRows):
             return UpdatePart(
                 link,
                 lambda peer, sequence, spread: AverageShards(
-                    sequence, link.acked_below, closure, ordinal << PART_BITS | request.part,
-                    shards, decay, spread,
+                    sequence, link.updates.acked_below, closure,
+                    ordinal << PART_BITS | request.part, shards, decay, spread,
                 ),
             )  # fmt: skip
 

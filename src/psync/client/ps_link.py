@@ -13,6 +13,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from psync.client.keepalive import keep_alive
+from psync.client.known_sets import note_known
+from psync.client.outgoing import Outgoing
 from psync.closures.membership import backoff
 from psync.errors import (
     ClosedError,
@@ -29,10 +32,6 @@ from psync.wire.handshake import LANES
 
 logger = logging.getLogger(__name__)
 
-PING_INTERVAL_S = 5.0
-PING_TIMEOUT_S = 10.0
-"""A ps runs no user code and answers within milliseconds; two silent periods: it is gone."""
-
 AWAY_FOR_S = 0.3
 """A ps with a backup that is gone for so long is lost: waiting longer costs more than a mistake. A
 launcher may hold the socket of a ps that has died: then nobody refuses."""
@@ -40,9 +39,6 @@ launcher may hold the socket of a ps that has died: then nobody refuses."""
 REFUSED_FOR_S = 2.0
 """A ps that was there, and at whose address nobody has listened for this long, is lost: not
 "refused" once, which something between us and the ps may have said."""
-
-SETS_PER_CONNECTION = 8192
-"""Fewer than a ps allows; forgotten sets stay known to a connection for its life."""
 
 MAX_LOSSES = 16
 """Connections that one request may outlive: more, and it is what breaks them."""
@@ -77,6 +73,7 @@ class PsLink:
         self.incarnation: int | None = None  # of the ps; None until the first connection
         self.lost: ParameterServerLost | None = None  # set once, for ever
         self.on_lost: Callable[[ParameterServerLost], None] | None = None
+        self.updates = Outgoing()  # pushes and assigns
         self._endpoint = endpoint
         self.refused_for_s = REFUSED_FOR_S
         self.away_for_s = math.inf  # without any connection, once there was one; then it is lost
@@ -85,8 +82,6 @@ class PsLink:
         self._peers: dict[str, Peer] = {}
         self._connecting = {lane: asyncio.Lock() for lane in LANES}
         self._attempts: dict[str, asyncio.Timeout] = {}  # to connect
-        self._next_sequence = 1
-        self._outstanding: dict[int, None] = {}  # in order
         self._keepalive: asyncio.Task[None] | None = None
         self._closed = False
         self._asking: set[asyncio.Task[None]] = set()
@@ -145,7 +140,8 @@ class PsLink:
             self._peers[lane] = peer
             self.num_calls += 1
             if self._keepalive is None:
-                self._keepalive = asyncio.get_running_loop().create_task(self._keep_alive())
+                pings = keep_alive(self.task, self._open_peers, lambda: self.peer("control"))
+                self._keepalive = asyncio.get_running_loop().create_task(pings)
             return peer
 
     async def _connect_here(self, lane: str) -> Peer:
@@ -259,9 +255,9 @@ class PsLink:
                 logger.info("%s: repeating a request: %s", self.task, exc.message)
             else:
                 if set_id is not None:
-                    _note_known(peer, set_id)
+                    note_known(peer, set_id)
                 for number in set_ids:
-                    _note_known(peer, number)
+                    note_known(peer, number)
                 return received
             finally:
                 self.num_calls += 1
@@ -315,14 +311,14 @@ class PsLink:
                 return
             if not isinstance(outcome, Exception):
                 for number in set_ids:
-                    _note_known(peer, number)
+                    note_known(peer, number)
             then(outcome)
 
         self.num_calls += 1
         try:
             question.end = peer.ask(build(peer), segments, answered, into)
             if at_once:
-                peer.flush()
+                peer.connection.flush()
         except PsyncError as exc:
             then(exc)
         return question
@@ -346,26 +342,6 @@ class PsLink:
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
         return task.cancel
-
-    def draw_sequence(self) -> int:
-        """Return the number of a new push or assign; give it back with ``answered``."""
-        sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-        self._outstanding[sequence] = None
-        return sequence
-
-    def answered(self, sequence: int) -> None:
-        """The answer to ``sequence`` is known, or nobody wants it any more."""
-        self._outstanding.pop(sequence, None)
-
-    @property
-    def acked_below(self) -> int:
-        """All smaller sequences have their answers."""
-        return next(iter(self._outstanding), self._next_sequence)
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether pushes or assigns are under way."""
-        return bool(self._outstanding)
 
     def notify(self, message: Message) -> None:
         """Send a notification if there is a connection."""
@@ -456,54 +432,10 @@ class PsLink:
             self.on_lost(error)  # which may revive it at once
         return error
 
-    async def _keep_alive(self) -> None:
-        """Find a ps that is stopped: its kernel still answers, its loop does not."""
-        loop = asyncio.get_running_loop()
-        silent_since: float | None = None
-        while self.lost is None:
-            await asyncio.sleep(PING_INTERVAL_S)
-            if not any(peer.is_open for peer in self._peers.values()):
-                silent_since = None
-                continue
-            began = loop.time()
-            try:
-                # Pings do not queue behind tensors: if need be the control lane is opened.
-                peer = await self.peer("control")
-                async with asyncio.timeout(PING_TIMEOUT_S):
-                    await peer.ping()
-                silent_since = None
-            except TimeoutError:
-                # Our own loop may have been blocked by a step, with the answer unread: only
-                # a second silence in a row counts.
-                if silent_since is None:
-                    silent_since = began
-                    continue
-                waited = loop.time() - silent_since
-                for open_peer in self._peers.values():
-                    open_peer.abort(
-                        ConnectionLost(f"{self.task} did not answer pings for {waited:.0f} s")
-                    )
-                silent_since = None
-            except PsyncError as exc:  # whoever needs the ps gets it, too
-                logger.info("%s: no ping: %s", self.task, exc.message)
-                silent_since = None
+    def _open_peers(self) -> list[Peer] | None:
+        return None if self.lost else [peer for peer in self._peers.values() if peer.is_open]
 
 
 def always(message: Message) -> Callable[[Peer], Message]:
     """Return what makes this message for any connection, see ``PsLink.call``."""
     return lambda peer: message
-
-
-def knows_set(peer: Peer, set_id: int) -> bool:
-    """Return whether the ps certainly knows a set on this connection."""
-    return set_id in peer.state.get("sets", ())
-
-
-def _note_known(peer: Peer, set_id: int) -> None:
-    """The ps knows a set: only its answer says so, as messages may overtake one another."""
-    known: set[int] = peer.state.setdefault("sets", set())
-    if set_id in known:
-        return
-    known.add(set_id)
-    if len(known) >= SETS_PER_CONNECTION:
-        peer.close()  # a new one knows none; what is under way is repeated there

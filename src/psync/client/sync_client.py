@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from psync.client.known_sets import knows_set
+from psync.client.outgoing import Outgoing
 from psync.client.plans import (
     BODY_PER_REQUEST,
     MEMBERS_PER_REQUEST,
@@ -31,7 +33,6 @@ from psync.client.plans import (
 )
 from psync.client.prefetch import PulledAhead, Wanted
 from psync.client.ps_client import PsClient, members_for
-from psync.client.ps_link import knows_set
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Peer, Received
 from psync.numerics.blocks import BlockPool
@@ -56,14 +57,8 @@ M = TypeVar("M", bound=Message)
 class _Group:
     """What this task knows of one group."""
 
-    next_push: int = 1
-    outstanding: dict[int, None] = field(default_factory=dict)  # pushes without answers, in order
+    pushes: Outgoing = field(default_factory=Outgoing)
     token: int | None = None  # the last one
-
-    @property
-    def acked_below(self) -> int:
-        """All smaller numbers have their answers, or nobody wants them any more."""
-        return next(iter(self.outstanding), self.next_push)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +139,7 @@ class SyncClient:
                     hint="spread the variables over more ps tasks",
                 )
         known = self._groups.setdefault(group, _Group())
-        number, known.next_push = known.next_push, known.next_push + 1
-        known.outstanding[number] = None
+        number = known.pushes.draw()
 
         along: Whole | None = None
         rows: list[int] | None = None
@@ -157,7 +151,7 @@ class SyncClient:
                 wanted.arrays = None  # of an answer that did not come in whole
             defines = None if group in self._deciding else config
             return Contribute(
-                group, defines, number, known.acked_below, closure, ordinal, plan.digest,
+                group, defines, number, known.pushes.acked_below, closure, ordinal, plan.digest,
                 local_step, weight, *_named(peer, along), *_named(peer, next_set), rows,
                 plan.spread,
             )  # fmt: skip
@@ -182,7 +176,7 @@ class SyncClient:
                 at_once=True,  # this task has nothing else to say before it is answered
             )
         finally:
-            known.outstanding.pop(number)
+            known.pushes.answered(number)
         self._deciding.add(group)
         answer = _expect(received, Contributed, "a push")
         known.token = answer.token

@@ -190,7 +190,7 @@ class Dispatcher:
         self._max_ahead = max_ahead
         self._max_ahead_bytes = max_ahead_bytes
 
-        self._queued = ClosureOrder()
+        self.queued = ClosureOrder()
         self._workers: dict[str, _Worker] = {}
         self._idle: deque[_Worker] = deque()  # hold nothing; idle for longest first
         self._roomy: dict[_Worker, None] = {}  # busy, and at least half of what is ahead is free
@@ -202,19 +202,7 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         """Closures that no worker holds and that wait for nothing but a worker."""
-        return len(self._queued)
-
-    def add(self, closure: Closure) -> None:
-        """Queue a closure whose id is above all that were added before."""
-        self._queued.add(closure)
-
-    def add_late(self, closure: Closure) -> None:
-        """Queue a closure at its place, before those with higher ids."""
-        self._queued.add_late(closure)
-
-    def discard(self, closure: Closure) -> None:
-        """Take a queued closure out."""
-        self._queued.discard(closure)
+        return len(self.queued)
 
     # --- workers ---
 
@@ -359,7 +347,7 @@ class Dispatcher:
         Returns:
             At most one Dispatch for a worker, then at most one GiveBack for a worker.
         """
-        queued, idle, num_workers = self._queued, self._idle, len(self._workers)
+        queued, idle, num_workers = self.queued, self._idle, len(self._workers)
         batches: dict[_Worker, list[Closure]] = {}
         while idle and queued:
             record = idle.popleft()
@@ -400,7 +388,7 @@ class Dispatcher:
         ahead: bool = False,
     ) -> None:
         """Move up to ``most`` closures from the head of the queue to a worker and ``batch``."""
-        queued, held, name = self._queued, record.held, record.name
+        queued, held, name = self.queued, record.held, record.name
         while most:
             closure = queued.first()
             if (ahead and closure.lost_on) or closure.inline_bytes > max_bytes:

@@ -153,7 +153,7 @@ class OpenClosures:
         """Add a new closure that waits for nothing but a worker."""
         move(closure, Event.QUEUE)
         self.add(closure)
-        self._dispatcher.add(closure)
+        self._dispatcher.queued.add(closure)
 
     def wait_or_queue(self, closure: Closure) -> None:
         """Add a new closure that may have to wait for inputs, or behind a barrier."""
@@ -167,7 +167,7 @@ class OpenClosures:
         """Queue, at their places, those that wait for nothing any more."""
         for closure in closures:
             move(closure, Event.QUEUE)
-            self._dispatcher.add_late(closure)
+            self._dispatcher.queued.add_late(closure)
 
     def come_back(self, closures: list[Closure], event: Event) -> int:
         """Queue again what no worker holds any more, or end it cancelled; return how many queued.
@@ -178,7 +178,7 @@ class OpenClosures:
         for closure in closures:
             if closure.state is State.HELD:
                 move(closure, event)
-                self._dispatcher.add_late(closure)
+                self._dispatcher.queued.add_late(closure)
         for closure in stopped:
             self.end(closure, event, self.errors.cancelled(closure))
         return len(closures) - len(stopped)
@@ -245,7 +245,7 @@ class OpenClosures:
     def _settle(self, closure: Closure, event: Event, error: BaseException) -> None:
         """Make a closure final that has no value."""
         if closure.state is State.QUEUED:
-            self._dispatcher.discard(closure)
+            self._dispatcher.queued.discard(closure)
         move(closure, event)
         closure.error = error
         closure.dependencies = ()

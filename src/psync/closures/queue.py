@@ -82,11 +82,11 @@ class ClosureQueue:
         max_ahead_bytes: int = MAX_AHEAD_BYTES,
         max_losses: int = MAX_LOSSES,
     ) -> None:
-        self._dispatcher = Dispatcher(
+        self.dispatcher = Dispatcher(
             target_ahead_s=target_ahead_s, max_ahead=max_ahead, max_ahead_bytes=max_ahead_bytes
         )
         self._max_losses = max_losses
-        self._open = OpenClosures(self._dispatcher)
+        self._open = OpenClosures(self.dispatcher)
         self._errors = self._open.errors
         self._pauses = 0
         self._num_put_back = 0
@@ -213,7 +213,7 @@ class ClosureQueue:
                 raise LocalProtocolError(f"{replica} comes after closure {self._open.last_id}")
             self._open.last_id = replica.id
             move(replica, Event.QUEUE)
-            sent.append(self._dispatcher.give(worker, replica))
+            sent.append(self.dispatcher.give(worker, replica))
             self._open.add(replica)
         return [*self._actions(dispatch=False), *sent]
 
@@ -225,7 +225,7 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If it is already here.
         """
-        self._dispatcher.join(worker)
+        self.dispatcher.join(worker)
         return self._actions()
 
     def worker_leaves(self, worker: str) -> list[Action]:
@@ -236,7 +236,7 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If no such worker is here.
         """
-        self._dispatcher.retire(worker)
+        self.dispatcher.retire(worker)
         return self._actions()
 
     def worker_lost(self, worker: str, *, blame: bool = True) -> list[Action]:
@@ -250,7 +250,7 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If no such worker is here.
         """
-        closures = self._dispatcher.leave(worker)
+        closures = self.dispatcher.leave(worker)
         for closure in closures:
             if closure.is_replica:  # none other is held beside it
                 return self._lost_replica(worker, closure)
@@ -279,7 +279,7 @@ class ClosureQueue:
             LocalProtocolError: If no such worker is here.
             RemoteProtocolError: If it does not hold one of them, or the mean is no duration.
         """
-        closures = self._dispatcher.take_finished(worker, ids, mean_s)
+        closures = self.dispatcher.take_finished(worker, ids, mean_s)
         if self._errors.ending is None:
             self._open.finish(closures)
         else:  # ps tasks may have refused its updates since the error, and some of them not
@@ -289,13 +289,13 @@ class ClosureQueue:
 
     def failed(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure raised ``error`` on a worker. Raises as ``finished`` does."""
-        (closure,) = self._dispatcher.take(worker, (closure_id,), "failed")
+        (closure,) = self.dispatcher.take(worker, (closure_id,), "failed")
         self._open.end(closure, Event.FAIL, error)
         return self._actions(worker)
 
     def end_of_data(self, worker: str, closure_id: int, error: BaseException) -> list[Action]:
         """A closure met the end of its worker's data, ``error``. Raises as ``finished`` does."""
-        (closure,) = self._dispatcher.take(worker, (closure_id,), "met the end of data in")
+        (closure,) = self.dispatcher.take(worker, (closure_id,), "met the end of data in")
         event = Event.FAIL if closure.is_replica else Event.END_OF_DATA
         self._open.end(closure, event, error)
         return self._actions(worker)
@@ -310,7 +310,7 @@ class ClosureQueue:
         held = self._open.get(closure_id)
         if held is not None and held.state is State.HELD:
             raise RemoteProtocolError(f"{worker} cancelled {held}, which it was not asked to")
-        (closure,) = self._dispatcher.take(worker, (closure_id,), "cancelled")
+        (closure,) = self.dispatcher.take(worker, (closure_id,), "cancelled")
         self._open.end(closure, Event.CANCEL, self._errors.cancelled(closure))
         return self._actions(worker)
 
@@ -327,7 +327,7 @@ class ClosureQueue:
             closure = self._open.get(closure_id)
             if closure is not None and closure.is_replica:
                 raise RemoteProtocolError(f"{worker} gave back {closure}, which it has to run")
-        closures = self._dispatcher.take_back(worker, ids)
+        closures = self.dispatcher.take_back(worker, ids)
         self._num_given_back += self._open.come_back(closures, Event.GIVE_BACK)
         return self._actions()
 
@@ -367,7 +367,7 @@ class ClosureQueue:
     @property
     def ready_to_raise(self) -> bool:
         """Whether there is an error that was not collected, and nothing runs any more."""
-        return bool(self._errors.pending) and not self._dispatcher.num_in_flight
+        return bool(self._errors.pending) and not self.dispatcher.num_in_flight
 
     def collect_error(self) -> tuple[BaseException, tuple[BaseException, ...]] | None:
         """Take what join is to raise, (first, further), or None. The queue is good again then.
@@ -378,9 +378,9 @@ class ClosureQueue:
         Raises:
             LocalProtocolError: If there is an error and closures are still in flight.
         """
-        if self._errors.pending and self._dispatcher.num_in_flight:
+        if self._errors.pending and self.dispatcher.num_in_flight:
             raise LocalProtocolError(
-                f"the error was collected while {self._dispatcher.num_in_flight} closures "
+                f"the error was collected while {self.dispatcher.num_in_flight} closures "
                 "were in flight"
             )
         return self._errors.collect()
@@ -390,23 +390,13 @@ class ClosureQueue:
         """Why everything is being cancelled, and what is scheduled too; None if it is not."""
         return self._errors.ending
 
-    @property
-    def num_queued(self) -> int:
-        """Closures that wait for nothing but a worker."""
-        return self._dispatcher.num_queued
-
-    @property
-    def num_in_flight(self) -> int:
-        """Closures that workers hold."""
-        return self._dispatcher.num_in_flight
-
     def in_flight(self) -> list[tuple[str, Closure]]:
         """Return (worker, closure) for all that workers hold, by worker in the order they run."""
-        return [(worker, c) for worker, closures in self._dispatcher.held() for c in closures]
+        return [(worker, c) for worker, closures in self.dispatcher.held() for c in closures]
 
     def statistics(self) -> QueueStatistics:
         """Return a snapshot."""
-        queued, in_flight = self._dispatcher.num_queued, self._dispatcher.num_in_flight
+        queued, in_flight = self.dispatcher.num_queued, self.dispatcher.num_in_flight
         return QueueStatistics(
             waiting=len(self._open) - queued - in_flight,
             queued=queued,
@@ -417,7 +407,7 @@ class ClosureQueue:
             cancelled=self._open.totals[State.CANCELLED],
             put_back=self._num_put_back,
             given_back=self._num_given_back,
-            workers=self._dispatcher.statistics(),
+            workers=self.dispatcher.statistics(),
         )
 
     def _lost_replica(self, worker: str, closure: Closure) -> list[Action]:
@@ -431,5 +421,5 @@ class ClosureQueue:
         """Return what is to be done now; ``reporter`` as in ``Dispatcher.decide``."""
         actions: list[Action] = [*self._open.news()]
         if dispatch and self._errors.ending is None and not self._pauses:
-            actions += self._dispatcher.decide(reporter)
+            actions += self.dispatcher.decide(reporter)
         return actions

@@ -125,8 +125,8 @@ class ScheduleReports:
 
     def look(self) -> bool:
         """Return whether ``decide`` may have news. To be called when the queue has changed."""
-        queue = self._queue
-        if self._exhausted and not queue.num_queued and not queue.num_in_flight:
+        dispatcher = self._queue.dispatcher
+        if self._exhausted and not dispatcher.num_queued and not dispatcher.num_in_flight:
             self._exhausted.clear()
             self._members_changed = True
         if self._members_changed or self._reported is None:
@@ -170,8 +170,8 @@ class ScheduleReports:
         return self._deadline
 
     def _is_queued(self) -> bool:
-        queue = self._queue
-        return queue.num_queued > 0 or queue.num_in_flight > len(self._joined)
+        dispatcher = self._queue.dispatcher
+        return dispatcher.num_queued > 0 or dispatcher.num_in_flight > len(self._joined)
 
     def _state(self) -> ScheduleState:
         here = self._here()

@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from psync.chief.creation import MESSAGE_SHARDS, Creation
 from psync.chief.declarations import Declaration
-from psync.chief.enquiry import CHIEF, ENQUIRER, enquire
+from psync.chief.enquiry import enquire
 from psync.client.ps_client import PsClient
 from psync.client.runtime import Runtime
+from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import (
     ConnectFailed,
     ConnectionLost,

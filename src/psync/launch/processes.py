@@ -172,7 +172,9 @@ class ProcessGroup:
         if process is not None and process.returncode is None:
             raise BusyError(f"cannot start {name}: it is running as process {process.pid}")
         popen = self._spawn(job, index, command, env or {}, output, pass_fds)
-        process = self._processes[job, index] = TaskProcess(job, name, popen, self)
+        process = self._processes[job, index] = TaskProcess(
+            job, name, popen, self.out, self.err, self.own
+        )
         return process
 
     def _spawn(

@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Coroutine
-from typing import IO, Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import IO, Any
 
 from psync.launch.process_loop import GRACE_S
 from psync.launch.task_output import LineForwarder, Sink
@@ -21,16 +21,6 @@ SWEEP_S = 1.0  # for what a task left behind; multiprocessing's resource tracker
 DRAIN_S = 1.0  # for output after the exit, should a stranger hold the pipe open
 POLL_S = 0.02
 READ_BYTES = 64 * 1024  # what a pipe of Linux holds
-
-
-class Owner(Protocol):
-    """The group of a process."""
-
-    out: Sink
-    err: Sink
-
-    def own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something that must be over before the group is."""
 
 
 def describe_exit(code: int) -> str:
@@ -46,23 +36,38 @@ def describe_exit(code: int) -> str:
 class TaskProcess:
     """One process of a task. Made by `ProcessGroup.start_task`.
 
-    Attributes:
+    Args:
         job: The job of its task.
         name: Name of its task, as in ``worker-0``.
+        popen: The process.
+        out: Where its output goes.
+        err: Where its errors go.
+        own: Runs what must be over before the group is.
+
+    Attributes:
+        job: As it was given, like ``name``.
         pid: Process id, also that of its session and process group.
     """
 
-    def __init__(self, job: str, name: str, popen: subprocess.Popen[bytes], group: Owner) -> None:
+    def __init__(
+        self,
+        job: str,
+        name: str,
+        popen: subprocess.Popen[bytes],
+        out: Sink,
+        err: Sink,
+        own: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
         self.job = job
         self.name = name
         self.pid = popen.pid
         self._popen = popen
-        self._group = group
+        self._own = own
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
         self._drained: asyncio.Future[None] = self._loop.create_future()  # both pipes at their end
         self._pipes: dict[IO[bytes], LineForwarder] = {}  # those that are open
-        for pipe, sink in ((popen.stdout, group.out), (popen.stderr, group.err)):
+        for pipe, sink in ((popen.stdout, out), (popen.stderr, err)):
             if pipe is not None:
                 self._pipes[pipe] = LineForwarder(f"[{name}] ", sink)
                 self._loop.add_reader(pipe, self._read, pipe)
@@ -131,7 +136,7 @@ class TaskProcess:
 
     def _on_exit(self, code: int) -> None:
         self._exited.set_result(code)
-        self._group.own(self._clean_up())
+        self._own(self._clean_up())
 
     async def _clean_up(self) -> None:
         """End what the process has left behind, then let go of its pipes."""

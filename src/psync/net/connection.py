@@ -20,7 +20,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from psync.errors import ConnectionLost, PsyncError
 from psync.wire import protocol as wire
@@ -42,34 +42,36 @@ UNIX_BUFFER_BYTES = 1 << 20
 """Unix sockets do not tune their buffers; TCP ones do unless they are set."""
 
 
-class ConnectionOwner(Protocol):
-    """Who a connection reports to."""
-
-    def opened(self) -> None:
-        """The handshake is over."""
-
-    def received(self, frame: Frame) -> None:
-        """A frame came in. What this raises ends the connection."""
-
-    def closed(self, error: Exception | None) -> None:
-        """The connection is gone: called once, also when it never opened. Must not raise."""
-
-
 class Connection(asyncio.BufferedProtocol):
     """One connection: feeds the wire protocol, writes what it and its owner say.
 
     Invariant: after any fault in the middle of a frame the connection is aborted, since
     nobody knows how much was read or written.
+
+    Args:
+        protocol: Cuts what is read into frames.
+        opened: Called when the handshake is over.
+        received: Called with each frame that came in. What it raises ends the connection.
+        closed: Called once when the connection is gone, with the reason, also when it never opened.
+            Must not raise.
     """
 
-    def __init__(self, protocol: wire.Protocol, owner: ConnectionOwner) -> None:
+    def __init__(
+        self,
+        protocol: wire.Protocol,
+        opened: Callable[[], None],
+        received: Callable[[Frame], None],
+        closed: Callable[[Exception | None], None],
+    ) -> None:
         self.wire = protocol
         self.peername = "?"  # address of the other side, for messages
         # Told where the peer is, as its socket says it, before anything is said; may close.
         self.on_made: Callable[[object], None] | None = None
         self.bytes_received = 0
         self.bytes_sent = 0
-        self._owner = owner
+        self._opened = opened
+        self._received = received
+        self._closed = closed
         self._loop = asyncio.get_running_loop()
         self._transport: Any = None  # asyncio.Transport; None until connected
         self._deadline: asyncio.TimerHandle  # of the handshake; from connection_made on
@@ -120,7 +122,7 @@ class Connection(asyncio.BufferedProtocol):
             if not self._open:
                 frame = self._go_on_shaking_hands()
             while frame is not None and not self._closing:
-                self._owner.received(frame)
+                self._received(frame)
                 frame = self.wire.next_frame()
         except Exception as exc:
             self.fail(exc)
@@ -146,14 +148,14 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the owner, once."""
         error = self._error or exc
-        if error is None and self.wire.receiving and not self._closing:
+        if error is None and self.wire.decoder.receiving and not self._closing:
             error = ConnectionLost("the peer closed the connection in the middle of a message")
         self._closing = True
         self._small.clear()
         self._waiting.clear()
         self._room.set()
         self._deadline.cancel()
-        self._owner.closed(error)
+        self._closed(error)
 
     # For the owner.
 
@@ -276,7 +278,7 @@ class Connection(asyncio.BufferedProtocol):
         elif self.wire.state is wire.State.OPEN:
             self._open = True
             self._deadline.cancel()
-            self._owner.opened()
+            self._opened()
             if not self._closing:
                 return self.wire.next_frame()
         return None

@@ -277,10 +277,11 @@ class Endpoint:
             await listener.wait_closed()
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of open connections, and the bytes sent and received over them."""
+        """Return how many connections are open, or are not yet, and the bytes over open ones."""
         connections = [peer.connection for peer in self.peers]
         return {
             "connections": len(connections),
+            "handshakes": len(self._peers) - len(connections),
             "bytes_sent": sum(connection.bytes_sent for connection in connections),
             "bytes_received": sum(connection.bytes_received for connection in connections),
         }

@@ -75,7 +75,7 @@ class Peer:
         server: type[RequestServer] = RequestServer,
     ) -> None:
         wire = Protocol(handshake, limits, self._sink, admit, refused)
-        self.connection = Connection(wire, self)
+        self.connection = Connection(wire, self.opened, self.received, self.closed)
         self.task = ""  # the peer's name; proven, and "" until the connection is open
         self.incarnation = 0  # the peer's
         self.lane = ""  # one of handshake.LANES
@@ -98,6 +98,10 @@ class Peer:
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed" if self.is_closed else "opening"
         return f"<Peer {self.task or '?'} {self.lane} {state}, {len(self._calls)} calls>"
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many of our requests are open, and what is known of theirs."""
+        return {"calls": len(self._calls), **self._server.statistics()}
 
     # Our requests.
 
@@ -183,10 +187,6 @@ class Peer:
         self.connection.send(buffers)
         return functools.partial(self._give_up, request_id, call, buffers)
 
-    def flush(self) -> None:
-        """Let what was said so far be on its way: this task has other things to do first."""
-        self.connection.flush()
-
     def notify(self, message: Message, segments: Sequence[Segment] = ()) -> None:
         """Send a message that has no reply; lost without a word if the connection is gone.
 
@@ -253,7 +253,7 @@ class Peer:
             exc.add_note(f"while sending {type(message).__name__} to {self.task}")
             raise
 
-    # connection.ConnectionOwner.
+    # What the connection reports.
 
     def opened(self) -> None:
         """The handshake is over."""

@@ -252,6 +252,10 @@ class RequestServer:
         if serving is not None:
             serving.give_up()
 
+    def statistics(self) -> dict[str, int]:
+        """Return how many requests are worked on, and the bytes of their bodies."""
+        return {"serving": len(self._serving), "unfinished_bytes": self._unfinished_bytes}
+
     def closed(self) -> None:
         """The connection is gone. What waits for its time is given up; handlers go on."""
         for serving in list(self._serving.values()):

@@ -2,7 +2,7 @@
 
 What a function returned on several replicas becomes one structure (``regroup``), in which a value
 that may differ stands as a ``PerReplica``. Passed to replicas again, each gets its own
-(``select``). Sums and means of them are ``reduce_values``, or ``reduce_distributed`` for a
+(``select``). Sums and means of them are ``reducing_values``, or ``reduce_distributed`` for a
 structure in which ordinary values stand beside those of replicas.
 
 The same object from all replicas stays that object, but numbers always become a ``PerReplica``:
@@ -180,8 +180,8 @@ def local_results(value: Any) -> tuple[Any, ...]:
 # --- reductions ----------------------------------------------------------------------------------
 
 
-def reduce_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None) -> Any:
-    """Return the sum or the mean of the values of replicas.
+def reducing_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None) -> Pieces[Any]:
+    """Return the sum or the mean of the values of replicas, in pieces, for event loops.
 
     Structures are reduced item by item. Terms are added in the order of replica ids, in the
     values' dtype: half precision in float32 and rounded once, bools as int64. The mean of integers
@@ -204,11 +204,6 @@ def reduce_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None) -
 
     Source: ``tf.distribute.Strategy.reduce``.
     """
-    return at_once(reducing_values(op, values, axis))
-
-
-def reducing_values(op: ReduceOp | str, values: Sequence[Any], axis: Any = None) -> Pieces[Any]:
-    """Do ``reduce_values`` in pieces, for event loops."""
     op, axes = as_reduce_op(op), as_axes(axis)
     values = _replicas(values, "reduce")
     return (yield from map_in_pieces(lambda *leaves: _reducing(op, leaves, axes), values))
@@ -224,10 +219,10 @@ def reduce_distributed(op: ReduceOp | str, value: Any, num_replicas: int, axis: 
         op: SUM or MEAN.
         value: Distributed or not, or a structure of such.
         num_replicas: How many have an ordinary value.
-        axis: As of ``reduce_values``.
+        axis: As of ``reducing_values``.
 
     Raises:
-        ReplicaValueError: As by ``reduce_values``, and for the sum of an ordinary value.
+        ReplicaValueError: As by ``reducing_values``, and for the sum of an ordinary value.
         GradientError: ``IndexedSlices`` of integers.
     """
     return at_once(reducing_distributed(op, value, num_replicas, axis))

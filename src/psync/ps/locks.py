@@ -60,7 +60,7 @@ class PsLocks:
         self.taken = self.expired = 0
         self._task = task
         self._store = store
-        self._table = LockTable()
+        self.table = LockTable()
         self._locks: dict[Holder, _Lock] = {}
         self._turns: dict[Claim, asyncio.Future[None]] = {}  # of those who wait
         self._peers: set[Peer] = set()  # whose end is heard of
@@ -97,17 +97,9 @@ class PsLocks:
 
     # For updates, and for who speaks under a lock.
 
-    def blocks(self, keys: Iterable[Key]) -> bool:
-        """Return whether an update of these shards must wait for its turn."""
-        return self._table.blocks(keys)
-
     def claim(self, keys: Iterable[Key]) -> Claim:
         """Queue for the turn of an update; give it back with ``end``, whatever happens."""
-        return self._table.claim(keys, exclusive=False)
-
-    def begin(self, keys: Iterable[Key]) -> Claim:
-        """Note an update that begins now and takes time; give it back with ``end``."""
-        return self._table.begin(keys)
+        return self.table.claim(keys, exclusive=False)
 
     async def turn(self, claim: Claim) -> None:
         """Wait until a claim is held.
@@ -129,7 +121,7 @@ class PsLocks:
         turn = self._turns.pop(claim, None)
         if turn is not None and not turn.done():
             turn.set_exception(LockLost(f"{self._task}: a lock was given up while it waited"))
-        for granted in self._table.end(claim):
+        for granted in self.table.end(claim):
             turn = self._turns.get(granted)
             if turn is not None and not turn.done():
                 turn.set_result(None)
@@ -166,7 +158,7 @@ class PsLocks:
         if peer not in self._peers:
             self._peers.add(peer)
             peer.on_closed.append(self._connection_lost)
-        lock = _Lock(peer, self._table.claim(keys, exclusive=True), message.lease_s)
+        lock = _Lock(peer, self.table.claim(keys, exclusive=True), message.lease_s)
         self._locks[holder] = lock
         if not lock.claim.held:
             return self._lock_later(holder, lock)

@@ -141,7 +141,7 @@ class PsUpdates:
         return self._judged(Update(client, message, known, NO_BYTES, self._store, self._ledger))
 
     def _judged(self, update: Update) -> Reply | Awaitable[Reply]:
-        if self._locks.blocks(update.needed) and not isinstance(update.message, AssignLocked):
+        if self._locks.table.blocks(update.needed) and not isinstance(update.message, AssignLocked):
             return self._when_unlocked(update)
         return self._judged_now(update)
 
@@ -176,7 +176,7 @@ class PsUpdates:
         message = update.message
         if isinstance(message, AssignLocked):
             self._locks.check(update.client, message, update.needed)
-        claim = self._locks.begin(update.needed)
+        claim = self._locks.table.begin(update.needed)
         self._gate.began()
 
         def ended() -> None:
@@ -233,7 +233,7 @@ class PsUpdates:
             self._gate.look_again()
             raise
         if not self._work.fits_now(update.store, update.needed, sum(update.costs)):
-            claim = self._locks.begin(update.needed)
+            claim = self._locks.table.begin(update.needed)
             self._gate.began()
             return self._work.to_the_end(self._apply_slowly(update, ticket, claim))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from psync.closures.closure import Closure
@@ -13,6 +13,7 @@ from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload
 from psync.serialization.remote_value import RemoteValue
 from psync.wire import worker_messages
+from psync.wire.codec import Message
 from psync.wire.worker_messages import Arguments, RunClosures, RunReplica
 
 INLINE_BYTES = 16 << 10
@@ -56,6 +57,36 @@ class ScheduledCall:
         return segments, counts
 
 
+class ScheduledClosures(dict[int, Closure]):
+    """The closures of one coordinator that are not final, by id, and the values to be.
+
+    Args:
+        cancel: Cancels the closure with an id.
+    """
+
+    def __init__(self, cancel: Callable[[int], None]) -> None:
+        super().__init__()
+        self._cancel = cancel
+
+    def adopt(self, closure: Closure) -> RemoteValue:
+        """Take a closure that is about to be queued; return its value to be."""
+        value = RemoteValue(closure, self._cancel)
+        closure.payload.value = weakref.ref(value)
+        self[closure.id] = closure
+        return value
+
+    def settle(self, closure: Closure, error: BaseException | None) -> None:
+        """Let go of a closure that is final; its value has come before, if it has one."""
+        self.pop(closure.id, None)
+        if not self:
+            self.clear()  # of its table, too, which is as large as it has ever been
+        if error is not None:
+            value = closure.payload.value()
+            if value is not None and not value.done():
+                value.set_error(error)
+        closure.payload = None
+
+
 def run_closures(closures: Sequence[Closure]) -> tuple[RunClosures, list[Any]]:
     """Return the message that starts closures, and its segments."""
     items: list[tuple[int, bytes, int, list[int]]] = []
@@ -93,6 +124,11 @@ def run_replica(closure: Closure) -> tuple[RunReplica, list[Any]]:
     call: ReplicaCall = closure.payload
     message, segments = run_closures([closure])
     return RunReplica(message.closures[0], call.replica_id, call.num_replicas), segments
+
+
+def starting(closures: Sequence[Closure]) -> tuple[Message, list[Any]]:
+    """Return the message that starts closures, or one replica of a gang, and its segments."""
+    return run_replica(closures[0]) if closures[0].is_replica else run_closures(closures)
 
 
 def arguments_reply(call: ScheduledCall) -> Reply:

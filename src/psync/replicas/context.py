@@ -29,7 +29,8 @@ from psync.numerics.replica_sums import ReduceOp, as_reduce_op
 from psync.numerics.replica_values import local_results, reducing_distributed, select
 from psync.replicas import collectives
 from psync.replicas.chunks import in_turns
-from psync.replicas.collectives import Collective, GangMember
+from psync.replicas.collectives import Collective
+from psync.replicas.gang_member import GangMember
 from psync.replicas.states import (
     CrossReplica,
     Enter,

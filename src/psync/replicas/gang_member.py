@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from psync.client.context import ClosureContext
+from psync.cluster_roles import CHIEF
 from psync.errors import RemoteProtocolError
 from psync.net.peer import Received
 from psync.replicas.collectives import Collective
@@ -16,11 +17,9 @@ from psync.wire.codec import Message
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import Merged, ReachCollective
 
-COORDINATOR = "/job:chief/task:0"
-
 
 class GangMember:
-    """A ``collectives.GangMember`` whose others are on other workers.
+    """One replica of a gang, as the step on its worker sees it.
 
     Args:
         replica_id: Which one it is.
@@ -49,11 +48,23 @@ class GangMember:
         self._main_by_name = main_by_name
 
     async def collective(self, what: str, function: Collective, value: Any) -> Any:
-        """Meet the others; see ``collectives.GangMember``.
+        """Wait until all replicas are here; return what ``function`` makes of all the values.
+
+        Args:
+            what: Names it in errors. All replicas must come to the same: the first one's function
+                is called.
+            function: See `Collective`.
+            value: This replica's.
 
         Raises:
+            UsageError: The replicas came to different ones, or not all of them come.
             CaptureError: The value cannot be sent to the coordinator.
             ConnectionLost: The coordinator is gone; so is the gang.
+            WorkerLost: The worker of another replica was lost.
+            ClosureCancelled: Another replica failed, or the gang was cancelled.
+            Exception: What the function raised; all replicas get it.
+
+        Cancellation: The gang is over: no replica may be left out.
         """
         self._closure.check_open(what)
         subject = f"what replica {self.replica_id} brings to {what}"
@@ -72,7 +83,7 @@ class GangMember:
             raise RemoteProtocolError(f"{what}: expected Merged, got {type(answer).__name__}")
         if answer.error is not None:
             raise rebuild_exception(
-                COORDINATOR, *answer.error, payload=result if received.segments else None
+                CHIEF, *answer.error, payload=result if received.segments else None
             )
         return unpack(result.data, result.buffers)
 

@@ -17,7 +17,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from psync.closures.closure import Closure, Replica
 from psync.closures.gang import (
@@ -40,13 +40,12 @@ from psync.errors import (
 )
 from psync.net.peer import Peer, Reply
 from psync.numerics.replica_values import local_results, regroup
-from psync.replicas.closure_messages import ReplicaCall
+from psync.replicas.closure_messages import ReplicaCall, ScheduledClosures
 from psync.replicas.context import forbid_in_merge
 from psync.replicas.gang_run import Arrival, GangRun, fail, merge
 from psync.serialization.failures import text_of
 from psync.serialization.functions import FunctionTable
 from psync.serialization.payloads import Payload, check_size, pack_arguments
-from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
 from psync.wire.worker_messages import ReachCollective
 
@@ -56,59 +55,52 @@ REPORT_EVERY_S = 10.0
 """A run that takes so long says on whom it waits."""
 
 
-class GangOwner(Protocol):
-    """The coordinator, as gangs need it."""
-
-    def workers(self) -> list[str]:
-        """The workers that are ready for closures, by index."""
-
-    def prepare(self) -> None:
-        """Create what is declared; the queue is paused meanwhile."""
-
-    def adopt(self, closure: Closure) -> RemoteValue:
-        """Take a closure among those that are not final; return its value to be."""
-
-    def perform(self, actions: Sequence[Action]) -> None:
-        """Do what the queue decided."""
-
-    def is_current(self, peer: Peer) -> bool:
-        """Whether this is a connection of a worker that was not given up."""
-
-    def waits_for(self) -> str:
-        """What runs where, and what else is waited for."""
-
-
 class GangRunner:
     """The gangs of one coordinator. True while there is one.
 
     Args:
         queue: In which they have their places.
         functions: Pickles what they run.
-        owner: The coordinator.
+        closures: Those of the coordinator that are not final; replicas are among them.
         limits: For what is sent.
         main_by_name: Whether classes of ``__main__`` travel by name.
+        ready: Returns the workers that are ready for closures, by index.
+        is_current: Whether a peer is a connection of a worker that was not given up.
+        prepare: Creates what is declared; the queue is paused meanwhile.
+        perform: Does what the queue decided.
+        waits_for: Says what runs where, and what else is waited for.
     """
 
     def __init__(
         self,
         queue: ClosureQueue,
         functions: FunctionTable,
-        owner: GangOwner,
+        closures: ScheduledClosures,
         limits: Limits,
         *,
         main_by_name: bool,
+        ready: Callable[[], list[str]],
+        is_current: Callable[[Peer], bool],
+        prepare: Callable[[], None],
+        perform: Callable[[Sequence[Action]], None],
+        waits_for: Callable[[], str],
     ) -> None:
         self._queue = queue
         self._functions = functions
-        self._owner = owner
+        self._closures = closures
         self._limits = limits
         self._main_by_name = main_by_name
-        self._runs: deque[GangRun] = deque()  # the first may run
+        self._ready = ready
+        self._is_current = is_current
+        self._prepare = prepare
+        self._perform_queued = perform
+        self._waits_for = waits_for
+        self.runs: deque[GangRun] = deque()  # the first may run
         self._looking = False
         self._closed = False
 
     def __bool__(self) -> bool:
-        return bool(self._runs)
+        return bool(self.runs)
 
     async def run(
         self,
@@ -125,9 +117,9 @@ class GangRunner:
         arguments = self._packed(function.name, args, kwargs)
         if self._queue.ending is not None:
             raise self._cancelled()
-        self._owner.prepare()
+        self._prepare()
         run = GangRun(strategy, function, arguments, self._queue.add_barrier())
-        self._runs.append(run)
+        self.runs.append(run)
         self.look(())
         try:
             await self._wait(run)
@@ -143,11 +135,11 @@ class GangRunner:
         while not run.ended.done():
             await asyncio.wait((run.ended,), timeout=REPORT_EVERY_S)
             if not run.ended.done():
-                logger.warning('run of "%s" waits: %s', run.function.name, self._owner.waits_for())
+                logger.warning('run of "%s" waits: %s', run.function.name, self._waits_for())
 
     def describe(self) -> list[str]:
         """Say what the first gang waits for."""
-        for run in self._runs:
+        for run in self.runs:
             if run.gang is None:
                 return [f'run of "{run.function.name}" waits for its turn']
             waiting = run.gang.describe()
@@ -162,11 +154,11 @@ class GangRunner:
             return
         self._looking = True
         try:
-            while self._runs and self._runs[0].gang is None:
-                run = self._runs[0]
+            while self.runs and self.runs[0].gang is None:
+                run = self.runs[0]
                 if self._queue.ending is not None:
                     self._end(run, self._cancelled())
-                elif self._queue.may_begin(run.barrier) and (workers := self._owner.workers()):
+                elif self._queue.may_begin(run.barrier) and (workers := self._ready()):
                     self._begin(run, workers)
                 else:
                     break
@@ -178,23 +170,23 @@ class GangRunner:
 
         The queue must know of it, so that nothing begins because they have ended.
         """
-        for run in self._runs:
+        for run in self.runs:
             if run.gang is None:  # the end of one of them would cancel those behind it
                 run.tell(error)
-        while self._runs and self._runs[-1].gang is None:
-            self._end(self._runs[-1], error)
-        if self._runs:
-            self._abandon(self._runs[0], error)
+        while self.runs and self.runs[-1].gang is None:
+            self._end(self.runs[-1], error)
+        if self.runs:
+            self._abandon(self.runs[0], error)
 
     async def close(self) -> None:
         """End all gangs; nothing of them is left. Cancellation: merge functions are cancelled."""
         self._closed = True
-        merges = [task for run in self._runs for task in run.merges.values()]
+        merges = [task for run in self.runs for task in run.merges.values()]
         for task in merges:
             task.cancel()
         if merges:
             await asyncio.wait(merges)
-        for run in list(self._runs):
+        for run in list(self.runs):
             error = run.gang.error if run.gang is not None else None
             self._end(run, error or ClosedError("the coordinator was closed"))
 
@@ -221,16 +213,16 @@ class GangRunner:
             name = f"{run.function.name}, replica {replica_id}"
             closure = Replica(self._queue.next_id + replica_id, call, name=name)
             run.closures.append(closure)
-            run.values.append(self._owner.adopt(closure))
+            run.values.append(self._closures.adopt(closure))
             run.arrivals.append({})
             run.num_arrived.append(0)
-        self._owner.perform(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
+        self._perform_queued(self._queue.begin_gang(list(zip(workers, run.closures, strict=True))))
 
     def _end(self, run: GangRun, error: BaseException | None) -> None:
         """Nothing of a gang is left; ``error`` is what its caller is told."""
-        self._runs.remove(run)
+        self.runs.remove(run)
         run.tell(error)
-        self._owner.perform(self._queue.open_barrier(run.barrier))
+        self._perform_queued(self._queue.open_barrier(run.barrier))
         self.look(())
 
     def _abandon(self, run: GangRun, error: Exception) -> None:
@@ -250,7 +242,7 @@ class GangRunner:
 
     def _replica_ended(self, closure: Closure) -> None:
         """A replica is final."""
-        run = self._runs[0]
+        run = self.runs[0]
         replica = run.replica_of(closure.id)
         assert run.gang is not None, f"{closure} is of no gang that has begun"
         assert replica is not None, f"{closure} is of another gang"
@@ -268,12 +260,12 @@ class GangRunner:
         self, peer: Peer, message: ReachCollective, segments: list[memoryview]
     ) -> Coroutine[Any, Any, Reply]:
         """A replica has come to a collective."""
-        run = self._runs[0] if self._runs else None
+        run = self.runs[0] if self.runs else None
         replica = run.replica_of(message.closure) if run is not None else None
         if run is None or run.gang is None or replica is None:
             raise UsageError(f"{message.what}: closure {message.closure} has ended")
         closure = run.closures[replica]
-        if not self._owner.is_current(peer) or closure.worker != peer.task or closure.is_final:
+        if not self._is_current(peer) or closure.worker != peer.task or closure.is_final:
             raise FencedError(f"{message.what}: {peer.task} does not run {closure}")
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         arrival = Arrival(Payload.from_segments(segments), answer)
@@ -318,14 +310,14 @@ class GangRunner:
                     task.cancel()
             elif isinstance(action, Stop):
                 for replica in action.replicas:
-                    self._owner.perform(self._queue.cancel(run.closures[replica].id))
+                    self._perform_queued(self._queue.cancel(run.closures[replica].id))
         changed = False
         for replica, closure in enumerate(run.closures):
             changed = changed or closure.in_collective is not gang.waits(replica)
             closure.in_collective = gang.waits(replica)
         if changed:
-            self._owner.perform(())  # ps 0 has to know who may still push
-        if gang.state is GangState.ENDED and self._runs and self._runs[0] is run:
+            self._perform_queued(())  # ps 0 has to know who may still push
+        if gang.state is GangState.ENDED and self.runs and self.runs[0] is run:
             self._end(run, gang.error)
 
     async def _merge(self, run: GangRun, number: int) -> None:

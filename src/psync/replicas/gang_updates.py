@@ -17,7 +17,7 @@ from psync.numerics.replica_sums import ReduceOp
 from psync.numerics.replica_values import reducing_values
 from psync.numerics.sums import sum_dtype
 from psync.replicas.chunks import in_turns
-from psync.replicas.collectives import GangMember
+from psync.replicas.gang_member import GangMember
 
 
 async def assign(member: GangMember, variable: Any, method: str, value: Any) -> None:

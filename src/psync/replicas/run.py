@@ -119,7 +119,7 @@ class ReplicaRuns:
         return made
 
     async def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
-        """Return the sum or mean of a value over its replicas; see ``reduce_values``.
+        """Return the sum or mean of a value over its replicas; see ``reducing_values``.
 
         Args:
             reduce_op: ``psync.ReduceOp.SUM`` or MEAN, or its name.

@@ -56,16 +56,6 @@ class Function:
     is_coroutine: bool  # runs on the worker's loop; else in a thread
     payload: Payload
 
-    @property
-    def data(self) -> Segment:
-        """The pickle."""
-        return self.payload.data
-
-    @property
-    def buffers(self) -> tuple[Segment, ...]:
-        """Memory of the arrays that it captured."""
-        return self.payload.buffers
-
 
 class FunctionTable:
     """The functions that one coordinator has sent or may be asked for.

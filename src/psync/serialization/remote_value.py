@@ -245,3 +245,16 @@ for _name, _sign in _BINARY.items():
         setattr(AwaitFirst, f"__{_prefix}{_name}__", _operator(_sign))
 for _name, _sign in _OTHERS.items():
     setattr(AwaitFirst, f"__{_name}__", _operator(_sign))
+
+
+async def fetch_all(structure: Any) -> Any:
+    """Return a nesting of dicts, lists and tuples with each RemoteValue replaced by its value."""
+    if isinstance(structure, RemoteValue):
+        return await structure.fetch()
+    if isinstance(structure, dict):
+        return {key: await fetch_all(item) for key, item in structure.items()}
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*[await fetch_all(item) for item in structure])
+    if isinstance(structure, list | tuple):
+        return type(structure)([await fetch_all(item) for item in structure])
+    return structure

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from psync.errors import GradientError, RemoteProtocolError, UsageError
 from psync.net.peer import Peer
@@ -47,13 +47,6 @@ class Along(NamedTuple):
 
     share: Share
     body: memoryview
-
-
-class Numbers(Protocol):
-    """Who numbers shares."""
-
-    def number_of(self, ps: int, members: Sequence[tuple[int, int]]) -> int:
-        """Return the number of these shards of another ps; RemoteProtocolError: there is none."""
 
 
 class ShareNumbers:
@@ -106,7 +99,7 @@ class WholeSet:
         "own", "shares", "size",
     )  # fmt: skip
 
-    def __init__(self, members: Sequence[Sequence[int]], numbers: Numbers) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], numbers: ShareNumbers) -> None:
         self.members = tuple((ps, variable, index) for ps, variable, index in members)
         self.own = ShardSet(())
         self._own_at = slice(0, 0)
@@ -209,7 +202,7 @@ def whole_set_of(
     peer: Peer,
     number: int,
     members: Sequence[Sequence[int]] | None,
-    numbers: Numbers,
+    numbers: ShareNumbers,
     task: str,
 ) -> WholeSet:
     """Return a set, which the connection may be defining, or defining anew, just now.

@@ -176,7 +176,7 @@ class GlobalSteps:
     def raise_at_once(self, message: RaiseStep) -> bool:
         """Raise a global step now; False: nothing was done, since that takes longer."""
         key = (message.variable, message.index)
-        if self.committer is not None or self._store.busy(key) or self._locks.blocks([key]):
+        if self.committer is not None or self._store.busy(key) or self._locks.table.blocks([key]):
             return False
         self._raise(key, message)
         return True

@@ -112,7 +112,7 @@ class StepApplier:
         if is_closed:
             return None if known.closing is None else self._closed_by_another(known, group, step)
         update = self._gather(message, known, along)
-        if self.committer is None and not self._locks.blocks(update.touched):
+        if self.committer is None and not self._locks.table.blocks(update.touched):
             return self._apply(update, known)
         known.closing = step
         if self.committer is None:
@@ -163,7 +163,7 @@ class StepApplier:
         update.begin()
         if not self._work.fits_now(self._store, update.touched, update.cost):
             known.closing = update.step
-            claim = self._locks.begin(update.touched)
+            claim = self._locks.table.begin(update.touched)
             return self._work.to_the_end(self._apply_slowly(update, known, claim))
         try:
             update.at_once()

@@ -88,14 +88,14 @@ class Protocol:
         self._handshake = handshake
         self.limits = limits
         self._admit = admit
-        self._decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
+        self.decoder = FrameDecoder(HANDSHAKE_LIMITS, sink)
         self._out: list[Buffer] = []
         self.peer_task = ""  # name of the peer's task; proven once the state is OPEN
         self.peer_incarnation = 0
         self.lane = ""  # one of handshake.LANES
         self.refused: Refused | None = None  # what this side answered to a peer it turned away
-        self.get_buffer = self._decoder.get_buffer  # memory for the next bytes from the peer
-        self.redirect = self._decoder.redirect  # throw away the rest of a body
+        self.get_buffer = self.decoder.get_buffer  # memory for the next bytes from the peer
+        self.redirect = self.decoder.redirect  # throw away the rest of a body
         if isinstance(handshake, ClientHandshake):
             self.state = State.AWAIT_CHALLENGE
             self.lane = handshake.hello.lane
@@ -120,7 +120,7 @@ class Protocol:
         if self.state is State.CLOSED:
             raise LocalProtocolError("bytes were received on a closed connection")
         try:
-            frame = self._decoder.buffer_updated(nbytes)
+            frame = self.decoder.buffer_updated(nbytes)
             if self.state is not State.OPEN:
                 self._shake_hands(frame)
                 return None
@@ -136,7 +136,7 @@ class Protocol:
             RemoteProtocolError: As ``received``.
         """
         try:
-            return self._decoder.next_frame()
+            return self.decoder.next_frame()
         except Exception:
             self._fault()
             raise
@@ -156,11 +156,6 @@ class Protocol:
         self._send(Kind.REFUSED, refused)
         self.state = State.CLOSED
 
-    @property
-    def receiving(self) -> bool:
-        """Whether a frame is incomplete."""
-        return self._decoder.receiving
-
     # Handshake.
 
     def _shake_hands(self, frame: Frame | None) -> None:
@@ -168,7 +163,7 @@ class Protocol:
             self._step(frame)
             if self.state in (State.OPEN, State.CLOSED):
                 return
-            frame = self._decoder.next_frame()
+            frame = self.decoder.next_frame()
 
     def _step(self, frame: Frame) -> None:
         kind = Kind(frame.kind)
@@ -194,7 +189,7 @@ class Protocol:
             return
         self.state = following
         if following is State.OPEN:
-            self._decoder.limits = self.limits
+            self.decoder.limits = self.limits
 
     def _server_step(self, handshake: ServerHandshake, message: Message) -> Refused | None:
         if isinstance(message, Hello):

@@ -303,6 +303,11 @@ async def test_without_var_list_the_trainable_variables_are_meant() -> None:
     assert optimizers.SGD(0.5).variables() == []
 
 
+def trained_by(optimizer: Any) -> list[Any]:
+    """Which variables it would update if it is told none."""
+    return optimizer._trainable_variables("minimize")
+
+
 async def test_an_optimizer_takes_the_trainable_variables_along_to_other_processes() -> None:
     sgd = optimizers.SGD(0.5)
     number = sgd.number
@@ -318,13 +323,13 @@ async def test_an_optimizer_takes_the_trainable_variables_along_to_other_process
     again = pickle.loads(few)
     assert again.number == number
     with in_closure_of(origin):
-        assert again._trainable_variables("minimize") == [v]
+        assert trained_by(again) == [v]
         assert pickle.loads(text) is again
-        assert again._trainable_variables("minimize") == [v, w]
+        assert trained_by(again) == [v, w]
         assert pickle.loads(few) is again
-        assert pickle.loads(pickle.dumps(again))._trainable_variables("minimize") == [v, w]
+        assert trained_by(pickle.loads(pickle.dumps(again))) == [v, w]
     with in_closure_of("another strategy"), pytest.raises(UsageError) as caught:
-        again._trainable_variables("minimize")
+        trained_by(again)
     assert str(caught.value) == (
         "minimize: no trainable variable is known here\n"
         "hint: declare variables before the step that captures this optimizer is first scheduled, "

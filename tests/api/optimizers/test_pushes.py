@@ -9,6 +9,7 @@ import psync
 from local_training import in_step, training
 from psync import Outcome, PushResult, optimizers
 from psync.api.optimizers.pushes import push_gradients, result_of
+from psync.numerics.rule_configs import rule_from_config
 from psync.wire.ps_messages import Pushed
 
 
@@ -58,7 +59,7 @@ async def test_the_step_that_a_push_has_made_is_known_to_the_next_one() -> None:
                 [np.ones(2, np.float32)],
                 optimizer=sgd.number,
                 config=sgd.get_config(),
-                rule=sgd._rule,
+                rule=rule_from_config(sgd.get_config()),
                 closure=-1,
                 ordinal=step,
             )

@@ -16,10 +16,9 @@ import local_training
 import memory_cluster
 import psync
 from local_training import training
-from memory_cluster import MemoryCluster, cluster_of, event_of
+from memory_cluster import MemoryCluster, cluster_of, event_of, session_cluster
 from psync.api.optimizers.staleness_bound import MAX_STALENESS
 from psync.errors import ConfigurationError, EndOfData
-from session_cluster import session_cluster
 
 PAUSES = (0.1, 1.0)  # seconds per round of the fast worker and of the slow one
 

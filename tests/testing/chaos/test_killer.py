@@ -72,6 +72,7 @@ def only(job: str, name: str) -> KillPlan:
     return KillPlan({job: 1.0}, {job: {name: 1.0}}, pause_s=0.02, stop_s=0.05)
 
 
+@pytest.mark.slow
 async def test_workers_are_killed_again_and_again_once_they_take_part(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with launched(tmp_path) as launcher:

@@ -12,6 +12,7 @@ import pytest
 
 import memory_cluster
 import psync
+from inside import store_of
 from memory_cluster import cluster_of
 from psync.errors import ConfigurationError
 from psync.specs import ShardSpec
@@ -98,7 +99,7 @@ def test_what_is_taken_up_from_an_earlier_store_is_written_down_with_its_slots(
 ) -> None:
     earlier = ShardStore("here")
     earlier.create(SPEC, fill=np.float32(3))
-    earlier.define_optimizer(1, psync.optimizers.Adam(0.1)._config)
+    earlier.define_optimizer(1, psync.optimizers.Adam(0.1).get_config())
     gradient = np.ones((2, 3), np.float32)
     for _ in earlier.apply(1, SPEC.key, gradient, earlier.begin_push(1, 0)):
         pass
@@ -178,8 +179,7 @@ async def test_a_training_is_replayed_bit_for_bit(
     async with cluster_of(num_ps, 2) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(partitioner)) as coordinator:
             found = await train(coordinator)
-        tasks = {name: task for name, task in cluster.tasks.items() if name[0] == "p"}
-        stores = {name: task.services.store for name, task in tasks.items()}
+        stores = {name: store_of(task) for name, task in cluster.tasks.items() if name[0] == "p"}
     assert all(isinstance(store, LoggedStore) for store in stores.values())
     for name, store in stores.items():
         (path,) = tmp_path.glob(f"{name}.*.applies")

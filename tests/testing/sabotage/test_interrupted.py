@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inside import handlers_of, points_of
 from ps_cluster import PsCluster, heard, pull, push, until
 from psync.client.sync_client import SyncClient
 from psync.errors import PsyncError
 from psync.net.peer import Handler
-from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts, failpoints_of
+from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
 from psync.wire.sync_messages import Contribute, StagePush
 from sync_cluster import SyncCluster, SyncReplica
 
@@ -57,7 +58,7 @@ async def test_without_staged_commit_ps_0_hears_of_a_push_before_its_parts_are_t
             staging.set()
             await asyncio.Event().wait()
 
-        handlers = cluster.ps[1]._endpoint.handlers
+        handlers = handlers_of(cluster.ps[1])
         handlers[StagePush] = Handler(never, handlers[StagePush].prepare)
         pushing = asyncio.create_task(replica.push((w,), (1.0,)))
         await staging.wait()
@@ -73,7 +74,7 @@ async def test_without_staged_commit_ps_0_hears_of_a_push_before_its_parts_are_t
 async def test_a_step_that_is_decided_can_fail_before_any_other_ps_knows() -> None:
     async with SyncCluster(2) as cluster:
         w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-        failpoints_of(cluster.ps[0]._platform).fail("ps0.step.decided")
+        points_of(cluster.ps[0]).fail("ps0.step.decided")
         pushes = [cluster.replica(index).push((w,), (1.0,)) for index in range(2)]
         for answer in await asyncio.gather(*pushes, return_exceptions=True):
             assert isinstance(answer, PsyncError)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from inside import points_of
 from ps_cluster import PsCluster, push
 from psync.net.platform import Platform
 from psync.ps_task import PsTask
 from psync.testing import MemoryNetwork
-from psync.testing.sabotage import Failpoints, SabotagedParts, failpoints_of
+from psync.testing.sabotage import Failpoints, SabotagedParts
 from psync.testing.sabotage.apply_log import read_log
 
 
@@ -19,8 +20,8 @@ async def test_a_place_that_is_armed_is_not_armed_in_a_backup_in_the_same_proces
     parts = SabotagedParts(Failpoints("ps.push.applied=error"))
     task = parts.of(PsTask)(Platform(MemoryNetwork(), parts=parts), 0, "ps0:1")
     backup = task._make_backup(1)
-    assert failpoints_of(task._platform).armed("ps.push.applied")
-    assert not failpoints_of(backup._platform).armed("ps.push.applied")
+    assert points_of(task).armed("ps.push.applied")
+    assert not points_of(backup).armed("ps.push.applied")
     await backup.close()
     await task.close()
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from psync.chief import consistent_cut, creation, rollback
 from psync.chief.cluster_links import ClusterLinks
-from psync.client.ps_link import PsLink
+from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.numerics import blocks
 from psync.ps import backup_accumulators, backup_host, backup_sender, committer, cooperative_work
@@ -71,7 +71,7 @@ SIZES: Mapping[str, Size] = {
     "answers in copies": Size(((backup_accumulators, "MAX_LISTED"),), (1,)),
     "images": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
     "acknowledged by a backup": Size(((ReplicaHost, "_log"),), LATE_S, _answered_late),
-    "acknowledged by clients": Size(((PsLink, "answered"),), LATE_S, _done_late),
+    "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((ClusterLinks, "final_below"),), LATE_S, _done_late),
 }
 """By name."""

@@ -1,0 +1,179 @@
+"""The inside of tasks: the one place in the tests that knows which parts a task is made of.
+
+A test that needs a part by itself, to hold it up or to give it something from below, asks here:
+when a task is arranged anew, this file changes and no test does. What a task says by itself, in
+``statistics()``, ``describe()`` and to its clients, is the better question where it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import psync
+from psync.client.ps_client import PsClient
+from psync.client.ps_link import PsLink
+from psync.coordinator import Coordinator
+from psync.net.endpoint import Endpoint
+from psync.net.peer import Handler, Peer
+from psync.net.platform import Platform
+from psync.numerics.blocks import BlockPool
+from psync.ps.accumulators import AccumulatorService
+from psync.ps.backup_host import ReplicaHost
+from psync.ps.cooperative_work import LongWork
+from psync.ps.life import Life
+from psync.ps.locks import PsLocks
+from psync.store.ledger import Ledger
+from psync.store.store import ShardStore
+from psync.sync.ps_sync import PsSync
+from psync.sync.staleness_service import ClockService
+from psync.testing.sabotage import Failpoints, failpoints_of
+from psync.wire.codec import Message
+
+# Of any task, and of a link to one.
+
+
+def endpoint_of(owner: Any) -> Endpoint:
+    return owner._endpoint
+
+
+def platform_of(task: Any) -> Platform:
+    return task._platform
+
+
+def points_of(task: Any) -> Failpoints:
+    """Its failpoints."""
+    return failpoints_of(platform_of(task))
+
+
+def handlers_of(task: Any) -> dict[type[Message], Handler]:
+    """Who serves which message; a test may put others in their places."""
+    return endpoint_of(task).handlers
+
+
+def peers_of(link: PsLink) -> list[Peer]:
+    """The connections of a link to a ps, one a lane."""
+    return list(link._peers.values())
+
+
+def pushes_of(client: PsClient) -> set[asyncio.Future[Any]]:
+    """What a client has begun and will end, whoever is cancelled."""
+    return client._pushes
+
+
+def pool_of(owner: Any) -> BlockPool:
+    return owner._pool
+
+
+# Of a ps task.
+
+
+def store_of(ps: Any) -> ShardStore:
+    return ps.services.store
+
+
+def ledger_of(ps: Any) -> Ledger:
+    return ps.services.ledger
+
+
+def work_of(ps: Any) -> LongWork:
+    """The updates that run, and those that wait for their turn."""
+    return ps._work
+
+
+def is_deposed(ps: Any) -> bool:
+    """Whether its backup serves in its place."""
+    return ps.life is Life.DEPOSED
+
+
+def depose(ps: Any) -> None:
+    """Let it find that its backup serves in its place."""
+    ps._depose()
+
+
+def locks_of(ps: Any) -> PsLocks:
+    return ps.services.locks
+
+
+def accumulators_of(ps: Any) -> AccumulatorService:
+    return ps.services.accumulators
+
+
+def sync_of(ps: Any) -> PsSync:
+    """Its part of synchronous steps."""
+    return ps.services.sync
+
+
+def groups_of(ps: Any) -> dict[int, Any]:
+    """The groups that it knows, and their steps that are under way."""
+    return sync_of(ps)._groups
+
+
+def steps_from(ps: Any, group: int, *, closing: int) -> None:
+    """Let a step of a group be under way there."""
+    groups_of(ps)[group].closing = closing
+
+
+def is_closing(ps: Any, group: int) -> bool:
+    """Whether a step of a group is under way there."""
+    groups = groups_of(ps)
+    return group in groups and groups[group].closing is not None
+
+
+def closer_of(ps: Any) -> Any:
+    """What closes synchronous steps; None but on ps 0."""
+    return ps.services.closer
+
+
+def addresses_told(ps: Any) -> list[str]:
+    """Where ps 0 takes the others to be; none without a coordinator."""
+    closer = closer_of(ps)
+    return [] if closer is None else closer._all_ps._addresses
+
+
+def clocks_of(ps: Any) -> ClockService:
+    """The clocks of bounded staleness."""
+    return ps.services.clocks
+
+
+def host_of(ps: Any) -> ReplicaHost:
+    """The backups of other ps tasks in its process."""
+    return ps._host
+
+
+def backups_of(ps: Any) -> dict[int, Any]:
+    """The same, by the index of the other ps."""
+    return host_of(ps)._backups
+
+
+def backup_of(ps: Any, index: int) -> Any:
+    """The task that is the backup of another ps, in the process of this one."""
+    return backups_of(ps)[index].task
+
+
+def follower_of(backup: Any) -> Any:
+    """What replays the log of steps on a backup; None once it serves."""
+    return backup.services.follower
+
+
+async def settled(ps: Any) -> None:
+    """Wait until backups have done all that their logs say."""
+    await asyncio.gather(*(each.settle() for each in backups_of(ps).values()))
+
+
+# Of the others.
+
+
+def session_of(worker: Any) -> Any:
+    """What a worker has for the coordinator that it serves; None without one."""
+    return worker._session
+
+
+def iterators_of(worker: Any) -> list[Any]:
+    """The iterators of datasets that it holds."""
+    return list(session_of(worker)._iterators._iterators.values())
+
+
+def chief_of(coordinator: psync.ClusterCoordinator) -> Coordinator:
+    """What a running ClusterCoordinator is made of."""
+    return coordinator._running("a test")
