@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -112,10 +114,11 @@ async def test_only_workers_enter_and_only_the_chief_declares() -> None:
 @pytest.mark.virtual_time
 async def test_a_chief_that_is_gone_before_its_declaration_is_dealt_with_is_lost() -> None:
     async with connected() as pair:
-        service = SessionService(
-            pair.server, pair.back.incarnation, ClockService(PS, lambda *_: None, frozenset),
-            lambda peer: None, lambda task, below: None, store_with, lambda: None,
+        services = SimpleNamespace(
+            coordinator=pair.back.incarnation, closer=None,
+            clocks=ClockService(PS, lambda *_: None, frozenset),
         )  # fmt: skip
+        service = SessionService(pair.server, lambda: cast(Any, services), lambda peer: None)
         answer = service.handlers()[Declared].run(pair.back, OPEN, [])
         pair.peer.abort()
         await pair.back.wait_closed()

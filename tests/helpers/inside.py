@@ -21,6 +21,7 @@ from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.backup_host import ReplicaHost
 from psync.ps.cooperative_work import LongWork
+from psync.ps.life import Life
 from psync.ps.locks import PsLocks
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
@@ -68,11 +69,11 @@ def pool_of(owner: Any) -> BlockPool:
 
 
 def store_of(ps: Any) -> ShardStore:
-    return ps._store
+    return ps.services.store
 
 
 def ledger_of(ps: Any) -> Ledger:
-    return ps._ledger
+    return ps.services.ledger
 
 
 def work_of(ps: Any) -> LongWork:
@@ -82,7 +83,7 @@ def work_of(ps: Any) -> LongWork:
 
 def is_deposed(ps: Any) -> bool:
     """Whether its backup serves in its place."""
-    return ps._is_deposed
+    return ps.life is Life.DEPOSED
 
 
 def depose(ps: Any) -> None:
@@ -91,16 +92,16 @@ def depose(ps: Any) -> None:
 
 
 def locks_of(ps: Any) -> PsLocks:
-    return ps._locks
+    return ps.services.locks
 
 
 def accumulators_of(ps: Any) -> AccumulatorService:
-    return ps._accumulators
+    return ps.services.accumulators
 
 
 def sync_of(ps: Any) -> PsSync:
     """Its part of synchronous steps."""
-    return ps._sync
+    return ps.services.sync
 
 
 def groups_of(ps: Any) -> dict[int, Any]:
@@ -121,7 +122,7 @@ def is_closing(ps: Any, group: int) -> bool:
 
 def closer_of(ps: Any) -> Any:
     """What closes synchronous steps; None but on ps 0."""
-    return ps._closer
+    return ps.services.closer
 
 
 def addresses_told(ps: Any) -> list[str]:
@@ -132,7 +133,7 @@ def addresses_told(ps: Any) -> list[str]:
 
 def clocks_of(ps: Any) -> ClockService:
     """The clocks of bounded staleness."""
-    return ps._clocks
+    return ps.services.clocks
 
 
 def host_of(ps: Any) -> ReplicaHost:
@@ -152,7 +153,7 @@ def backup_of(ps: Any, index: int) -> Any:
 
 def follower_of(backup: Any) -> Any:
     """What replays the log of steps on a backup; None once it serves."""
-    return backup._follower
+    return backup.services.follower
 
 
 async def settled(ps: Any) -> None:

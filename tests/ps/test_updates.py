@@ -104,7 +104,7 @@ class TestIdentity:
             await until(lambda: ledger_of(ps).statistics().fresh)
             log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
             committer = Committer(ps.task, 100, store_of(ps), log)
-            ps._committing(committer)
+            ps.services.begin_log(committer)
             cluster.network.cut("w")
             await until(lambda: ledger_of(ps).statistics().in_progress)
             assert committer.waiting == 1

@@ -21,6 +21,7 @@ from psync.errors import (
     UsageError,
 )
 from psync.specs import VariableSpec
+from psync.sync.group_phases import Phase
 from psync.testing import settle
 from psync.testing.sabotage import Failpoints
 from psync.wire.ps_messages import AttachPs, Fence, FinalBelow, Pull
@@ -59,7 +60,7 @@ async def stage_only(replica: SyncReplica, variable: VariableSpec, ps: int) -> N
 
 def reads_the_step(closer: Any) -> bool:
     """Whether it asks another ps for the global step, with which a group begins."""
-    return bool(closer._beginning)
+    return closer.phases[GROUP] is Phase.READING
 
 
 class TestSteps:

@@ -101,9 +101,9 @@ async def test_nothing_is_counted_where_the_last_step_cannot_be_closed() -> None
             replica = ("/job:worker/task:0", 1000)
             followed.count(GROUP, 1, Contribution(replica, number, 0, 7, number, b"", 1, 1.0))
         closer.follow(followed, ())
-        await closer.pause("until all is done")
+        await closer.phases.pause("until all is done")
         closer.resume("until all is done")
-        await closer.pause("until all is done")
+        await closer.phases.pause("until all is done")
         assert [message.step for message in told] == [0]
         with pytest.raises(RemoteProtocolError, match="step 7 is being applied"):
             await cluster.replica(0).push([v], [1.0])

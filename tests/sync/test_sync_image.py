@@ -67,7 +67,7 @@ async def test_without_anything_that_decides_it_is_the_parts_and_steps_of_this_p
         v = await created(cluster, LARGE)
         one, two = replica(cluster, 0), replica(cluster, 1)
         await asyncio.gather(one.push([v], [1.0]), two.push([v], [1.0]))
-        image = SyncImage(sync_of(cluster.ps[1]), lambda: None)
+        image = SyncImage(sync_of(cluster.ps[1]), None)
         await image.pause("a copy")
         image.resume("a copy")
         assert list(image.groups()) == [GROUP]

@@ -25,8 +25,7 @@ from psync.errors import ConfigurationError, UnknownVariableError, UsageError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Peer, Reply
 from psync.store.store import ShardStore
-from psync.sync.staleness_service import ClockService
-from psync.sync.step_closer import StepCloser
+from psync.sync.ps_services import PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.session_messages import (
@@ -50,33 +49,22 @@ class SessionService:
 
     Args:
         endpoint: Of the ps task; some peers may be connected already.
-        coordinator: Incarnation of the chief that has attached this ps; 0: none yet.
-        clocks: Of staleness bounds.
-        check_coordinator: Raises unless a peer is the chief that has attached this ps.
-        refuse_below: Lets this ps refuse older incarnations of a task.
-        store: Returns what is served now.
-        closer: Returns what decides steps now; None: nothing does.
+        services: Returns what serves the chief that has attached this ps, as of now.
+        check_coordinator: Raises unless a peer is that chief.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        coordinator: int,
-        clocks: ClockService,
+        services: Callable[[], PsServices],
         check_coordinator: Callable[[Peer], None],
-        refuse_below: Callable[[str, int], object],
-        store: Callable[[], ShardStore],
-        closer: Callable[[], StepCloser | None],
     ) -> None:
-        self._clocks = clocks
+        self._services = services
         self._check_coordinator = check_coordinator
-        self._refuse_below = refuse_below
-        self._store = store
-        self._closer = closer
         self._members = SessionMembers()
         self._open: dict[tuple[str, int], int] = {}  # connections by task and incarnation
         self._timer: asyncio.TimerHandle | None = None
-        self.attached(coordinator)
+        self.attached(services().coordinator)
         for peer in endpoint.peers:
             self._note_peer(peer)
         endpoint.on_peer.append(self._note_peer)
@@ -89,7 +77,9 @@ class SessionService:
             Declared: Handler(self._declared),
             EndTraining: Handler(self._end),
             AwaitEnd: Handler(self._await_end),
-            CheckShards: Handler(lambda _, message, __: check_shards(self._store(), message)),
+            CheckShards: Handler(
+                lambda _, message, __: check_shards(self._services().store, message)
+            ),
         }
 
     def statistics(self) -> dict[str, Any]:
@@ -195,18 +185,18 @@ class SessionService:
     # No coordinator reports who lives, so this does.
 
     def _set_members(self, alive: Mapping[str, int], missing: Sequence[str]) -> None:
-        self._clocks.report(alive, None)
-        if (closer := self._closer()) is not None:
+        self._services().clocks.report(alive, None)
+        if (closer := self._services().closer) is not None:
             closer.set_members(alive, missing)
 
     def _fence(self, task: str, below: int) -> None:
-        self._refuse_below(task, below)
-        if (closer := self._closer()) is not None:
+        self._services().refuse_below(task, below)
+        if (closer := self._services().closer) is not None:
             closer.fence(task, below)
 
     def _end_training(self, reason: str) -> None:
-        self._clocks.end()
-        if (closer := self._closer()) is not None:
+        self._services().clocks.end()
+        if (closer := self._services().closer) is not None:
             closer.end(reason)
 
     # Time.

@@ -98,12 +98,13 @@ class _Update:
 
 
 class AccumulatorService:
-    """The accumulators of one ps.
+    """The accumulators of one ps, on one timeline of one coordinator.
 
     Args:
         task: Name of the ps, for messages.
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
+        definitions: Those that there are, with their global steps.
 
     Attributes:
         committer: Of the log in whose order all is done. None: there was never a backup.
@@ -111,7 +112,13 @@ class AccumulatorService:
         ledger: As given.
     """
 
-    def __init__(self, task: str, work: LongWork, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        task: str,
+        work: LongWork,
+        ledger: Ledger,
+        definitions: Iterable[tuple[DefineAccumulator, int]] = (),
+    ) -> None:
         self.committer: Committer | None = None
         self.hosted: dict[str, HostedAccumulator] = {}
         self.ledger = ledger
@@ -128,6 +135,9 @@ class AccumulatorService:
             ForgetTakes: self._forget,
             EndTakes: self._end,
         }
+        for definition, step in definitions:
+            hosted = self.hosted[definition.name] = HostedAccumulator(definition)
+            hosted.rule.set_global_step(step)
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
@@ -155,19 +165,8 @@ class AccumulatorService:
         """Return what each accumulator was defined as, and its global step."""
         return [(each.definition, each.rule.step) for each in self.hosted.values()]
 
-    def restart(
-        self, ledger: Ledger, definitions: Iterable[tuple[DefineAccumulator, int]] = ()
-    ) -> None:
-        """Begin with empty ones: whoever waits for gradients asks again, if it may.
-
-        Args:
-            ledger: Of what is served from now on.
-            definitions: Those that there are, with their global steps.
-        """
-        self.hosted, self.ledger, self.committer = {}, ledger, None
-        for definition, step in definitions:
-            hosted = self.hosted[definition.name] = HostedAccumulator(definition)
-            hosted.rule.set_global_step(step)
+    def end(self) -> None:
+        """Another snapshot or coordinator is served: whoever waits asks again, if it may."""
         self._waits.settle_all(ConnectionLost(f"{self._task} serves another image, or coordinator"))
 
     def promoted(self) -> None:

@@ -78,20 +78,18 @@ class BackupTask(Protocol):
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
 
-    def end_of_log(self) -> None:
-        """All entries are done, and none comes any more: it is about to serve."""
+    async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
+        """Serve: all entries are done, and none comes any more.
 
-    def refuse_below(self, task: str, below: int) -> None:
-        """Serve no lower incarnation of a task."""
-
-    async def start(self) -> Listener:
-        """Listen."""
+        Args:
+            fences: (task, incarnation): lower ones are not served.
+        """
 
     async def close(self) -> None:
         """End."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class AsIfFrom:
     """Stands for the connection over which an entry came to the one that is backed up."""
 
@@ -385,10 +383,7 @@ class ReplicaHost:
         await known.settle()
         if known.is_damaged:
             raise PsyncError(f"the backup of {known.sender} is damaged")
-        known.task.end_of_log()
-        for task, below in fences:
-            known.task.refuse_below(task, below)
-        listener = await known.task.start()
+        listener = await known.task.promote(fences)
         logger.warning(
             "%s is served by its backup, in the process of %s, at %s", known.sender, self._task,
             listener.address,

@@ -109,8 +109,11 @@ class GateService:
             raise CutLost(f"{self._task} lets updates through again: cut {cut} is over")
 
     def close(self) -> None:
-        """Open for good: whoever waits goes on."""
+        """Open for good: whoever waits goes on. Connections may outlive this."""
         self._open(self._gate.cut)
+        for peer in self._peers:
+            peer.on_closed.remove(self._connection_lost)
+        self._peers.clear()
 
     # For updates.
 

@@ -82,7 +82,7 @@ class FrozenImages:
         task: Name of the ps.
         work: What takes long.
         check_coordinator: Raises unless a peer is the coordinator that is served.
-        served: What is served.
+        served: Returns what is served, as of now.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class FrozenImages:
         task: str,
         work: LongWork,
         check_coordinator: Callable[[Peer], None],
-        served: Freezable,
+        served: Callable[[], Freezable],
     ) -> None:
         self._task = task
         self._work = work
@@ -129,12 +129,12 @@ class FrozenImages:
             self._cut.peer = peer
             self._watch(peer)
             return self._cut.answer
-        self._served.check_gate(message.cut)
-        for _ in self._served.settling():  # nothing changes meanwhile, as the gate is shut
+        self._served().check_gate(message.cut)
+        for _ in self._served().settling():  # nothing changes meanwhile, as the gate is shut
             await asyncio.sleep(0)
-        frozen, pending = await self._work.when_idle(self._served.freeze)
+        frozen, pending = await self._work.when_idle(lambda: self._served().freeze())
         self._check_coordinator(peer)
-        self._served.check_gate(message.cut)
+        self._served().check_gate(message.cut)
         if peer.is_closed:
             raise ConnectionLost(f"{self._task}: {peer.task} has gone")
         self.let_go()

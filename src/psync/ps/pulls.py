@@ -1,7 +1,7 @@
 """Pulls on a ps: whole shards, with or without a lock, and single rows.
 
-``PsPulls`` serves one coordinator, with its store; a newer one gets another. It answers with the
-shard's own memory. ``RowPulls`` gathers rows into one buffer, of a bounded size; a range of rows is
+Both serve one timeline of one coordinator, with its store. ``PsPulls`` answers with the shard's
+own memory. ``RowPulls`` gathers rows into one buffer, of a bounded size; a range of rows is
 answered with the shard's memory, too.
 """
 
@@ -112,7 +112,7 @@ class RowPulls:
         limits: Of what a request may make this task hold.
         work: What takes long.
         pool: Memory for what comes in, and for what is gathered.
-        store: Returns the shards of the coordinator that is served now.
+        store: Its shards.
         steps: Returns (group, step) of each synchronous group that has closed a step here.
     """
 
@@ -122,7 +122,7 @@ class RowPulls:
         limits: Limits,
         work: LongWork,
         pool: BlockPool,
-        store: Callable[[], ShardStore],
+        store: ShardStore,
         steps: Callable[[], list[tuple[int, int]]],
     ) -> None:
         self.pulls = 0  # that were served
@@ -151,7 +151,7 @@ class RowPulls:
     def _pull(
         self, peer: Peer, message: PullRows, body: list[memoryview]
     ) -> Reply | Awaitable[Reply]:
-        store = self._store()
+        store = self._store
         wanted = self._wanted(store, message, body)
         gathered = [one for one in wanted if not one.consecutive]
         self.pulls += 1

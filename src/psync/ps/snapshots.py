@@ -13,8 +13,8 @@ is the other direction.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from psync.ps.frozen_snapshots import Freezable, FrozenImages, again, listed
 from psync.ps.snapshot_files import Place, read_items
 from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
+from psync.store.shards import Optimizer
 from psync.store.snapshot import ImageState, Thawed, thaw
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import UntrustedJson
@@ -89,6 +90,50 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
     return definitions
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a timeline of a ps begins with."""
+
+    store: ShardStore
+    ledger: Ledger
+    accumulators: Sequence[tuple[DefineAccumulator, int]] = ()  # with their global steps
+    groups: Mapping[int, dict[str, Any]] = field(default_factory=dict)  # their configurations
+    counted: Sequence[tuple[int, int, int, bytes]] = ()  # see ``SyncSteps.note_calls``
+    final_below: int = 0
+
+    @classmethod
+    def empty(cls, parts: Parts, task: str, pool: BlockPool, floor: int = 0) -> Contents:
+        """Return nothing, of which no incarnation below ``floor`` hears."""
+        return cls(parts.of(ShardStore)(task, pool), parts.of(Ledger)(floor))
+
+    @classmethod
+    def restored(
+        cls,
+        thawed: Thawed,
+        optimizers: Mapping[int, Optimizer],
+        accumulators: Iterable[tuple[DefineAccumulator, int]],
+        groups: Mapping[int, dict[str, Any]],
+    ) -> Contents:
+        """Return what a snapshot holds.
+
+        Args:
+            thawed: The snapshot. It may be older than the definitions below.
+            optimizers: That clients of this ps take for known, by their numbers.
+            accumulators: That they take for defined; the steps do not count.
+            groups: Configurations of the synchronous groups that they know, by their numbers.
+        """
+        store, state = thawed.store, thawed.state
+        for number, optimizer in optimizers.items():
+            store.define_optimizer(number, optimizer.config)
+        defined = {each.name: (each, 0) for each, _ in accumulators}
+        for definition, step in unpack_accumulators(state.accumulators):
+            defined[definition.name] = definition, step
+        return cls(
+            store, thawed.ledger, list(defined.values()), {**groups, **state.groups},
+            state.counted, state.ledger.final_below,
+        )  # fmt: skip
+
+
 @dataclass(eq=False, slots=True)
 class _Load:
     """An image that is being prepared."""
@@ -99,8 +144,12 @@ class _Load:
     given_up: bool = False
 
 
-class Held(Freezable, Protocol):
-    """What a ps serves, and may be told to serve instead."""
+class Held(Protocol):
+    """A ps, which may be told to serve something else."""
+
+    @property
+    def services(self) -> Freezable:
+        """What is served, as of now."""
 
     @property
     def floor(self) -> int:
@@ -118,7 +167,7 @@ class ImageService:
         work: What takes long.
         pool: Memory of what is prepared.
         check_coordinator: Raises unless a peer is the coordinator that is served.
-        held: What is served.
+        held: The ps.
         parts: Of the task.
     """
 
@@ -137,7 +186,8 @@ class ImageService:
         self._check_coordinator = check_coordinator
         self._held = held
         self._parts = parts
-        self._frozen = parts.of(FrozenImages)(task, work, check_coordinator, held)
+        served = parts.of(FrozenImages)
+        self._frozen = served(task, work, check_coordinator, lambda: held.services)
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
         self._loads = self._takes = 0

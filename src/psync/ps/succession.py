@@ -35,11 +35,26 @@ from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
     AdoptShards,
     AskServed,
+    CoordinatorGranted,
     DescribeShards,
     EndFormer,
+    GrantCoordinator,
     ServedHere,
     ShardsDescribed,
 )
+
+
+def check_chief(peer: Peer) -> None:
+    """Raise UsageError unless a peer is a coordinator."""
+    if not peer.task.startswith("/job:chief/"):
+        raise UsageError(f"{peer.task} is not a coordinator")
+
+
+def check_newest(peer: Peer, task: str, newest: int) -> None:
+    """Raise FencedError if a coordinator has been replaced: it may not know."""
+    check_chief(peer)
+    if peer.incarnation < newest:
+        raise FencedError(f"{task} serves a newer coordinator than {peer.task}")
 
 
 class OwnTask(Protocol):
@@ -75,7 +90,7 @@ class ServedService:
         return {AskServed: Handler(self._ask), EndFormer: Handler(self._end)}
 
     async def _ask(self, peer: Peer, message: AskServed, _: list[memoryview]) -> Reply:
-        self._check(peer)
+        check_newest(peer, self._task, self._own.newest)
         self._host.fence(peer.incarnation)
         primaries, copies = await self._host.found()
         own = self._own.primary("", 0)
@@ -84,16 +99,10 @@ class ServedService:
         return Reply(ServedHere([dataclasses.astuple(each) for each in primaries], copies))
 
     def _end(self, peer: Peer, message: EndFormer, _: list[memoryview]) -> Reply:
-        self._check(peer)
+        check_newest(peer, self._task, self._own.newest)
         self._host.end_below(peer.incarnation)
         self._own.end_below(peer.incarnation)
         return Reply(Done())
-
-    def _check(self, peer: Peer) -> None:
-        if not peer.task.startswith("/job:chief/"):
-            raise UsageError(f"{peer.task} is not a coordinator")
-        if peer.incarnation < self._own.newest:
-            raise FencedError(f"{self._task} serves a newer coordinator than {peer.task}")
 
 
 class AdoptionService:
@@ -209,6 +218,38 @@ class AdoptionService:
         if message.life:
             self._former.life = message.life
         return Reply(Done())
+
+
+class GrantService:
+    """Answers with the incarnation under which a coordinator may serve.
+
+    Args:
+        newest: Returns that of the newest coordinator that was heard of in this process; 0: none.
+        clock: Returns what would be granted if nothing were known.
+        grants: The rule; None: not in ps 0's own process, which answers with ``newest``.
+    """
+
+    def __init__(
+        self,
+        newest: Callable[[], int],
+        clock: Callable[[], int],
+        grants: CoordinatorGrants | None,
+    ) -> None:
+        self._newest = newest
+        self._clock = clock
+        self._grants = grants
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        return {GrantCoordinator: Handler(self._grant)}
+
+    def _grant(self, peer: Peer, message: GrantCoordinator, _: list[memoryview]) -> Reply:
+        check_chief(peer)
+        granted = self._newest()
+        if self._grants is not None:
+            self._grants.note(granted)
+            granted = self._grants.grant(self._clock(), message.previous, message.seen)
+        return Reply(CoordinatorGranted(granted))
 
 
 RANGE = 1 << 20

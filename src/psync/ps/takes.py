@@ -221,12 +221,14 @@ class TakeWaits:
         self._task = task
         self._left = left
         self._waiting: dict[TakeName, dict[asyncio.Future[Reply], Peer]] = {}
+        self._peers: set[Peer] = set()  # whose end is heard of
 
     def add(self, name: TakeName, peer: Peer) -> asyncio.Future[Reply]:
         """Let a request wait; return what gets its answer."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(name, {})[future] = peer
-        if _TAKES not in peer.state:
+        if peer not in self._peers:
+            self._peers.add(peer)
             peer.state[_TAKES] = set()
             peer.on_closed.append(self._note_closed)
         peer.state[_TAKES].add(name)
@@ -253,11 +255,15 @@ class TakeWaits:
             settle(future, outcome)
 
     def settle_all(self, error: Exception) -> None:
-        """Let nobody wait."""
+        """Let nobody wait, and forget the connections, which may outlive this."""
         for name in list(self._waiting):
             self.settle(name, error)
+        for peer in self._peers:
+            peer.on_closed.remove(self._note_closed)
+        self._peers.clear()
 
     def _note_closed(self, peer: Peer) -> None:
+        self._peers.discard(peer)
         waits = [
             (name, future)
             for name in peer.state[_TAKES]

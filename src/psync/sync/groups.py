@@ -14,10 +14,11 @@ import numpy as np
 
 from psync.errors import ConfigurationError, RemoteProtocolError
 from psync.net.peer import Handler, Peer, Reply
+from psync.numerics.blocks import bytes_of
 from psync.ps.committer import Committer
 from psync.ps.cooperative_work import LongWork
 from psync.ps.locks import PsLocks
-from psync.specs import dtype_of
+from psync.specs import ShardSpec, VariableSpec, dtype_of
 from psync.store.step_norms import StepNorms
 from psync.store.store import Key, ShardStore
 from psync.store.sync_config import SyncConfig
@@ -146,6 +147,24 @@ class GlobalSteps:
         if step >= 0:
             self._raised[group] = step
 
+    async def read(self, config: SyncConfig) -> int:
+        """Return the present value of a global step that is on this ps.
+
+        Raises:
+            ConfigurationError: It is no single integer.
+            UnknownVariableError: It is not here.
+
+        Cancellation: Safe.
+        """
+        spec = self._store.spec(config.global_step[1:])
+        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
+            raise ConfigurationError(
+                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
+                f"expected one element of {GLOBAL_STEP_DTYPE}"
+            )
+        (block,) = await self._work.when_idle(self._store.read, spec.key)
+        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
+
     def _raise_for(self, peer: Peer, message: RaiseStep, _: list[memoryview]) -> Awaitable[Reply]:
         self._check_closer(peer)
         return self._raise_and_answer((peer.task, peer.incarnation), message)
@@ -187,3 +206,17 @@ class GlobalSteps:
         checked = self._store.check_assign(key, "add", operand)
         self._work.finish_now(self._store.assign_checked(key, "add", checked))
         self._raised[message.group] = message.step
+
+
+def raising(config: SyncConfig, group: int, step: int) -> tuple[int, RaiseStep]:
+    """Return which ps has a group's global step, and what raises it for a step that is applied."""
+    ps, variable, index = config.global_step
+    return ps, RaiseStep(group, step, variable, index)
+
+
+def step_variable(config: SyncConfig) -> VariableSpec:
+    """Describe the shard of a global step, on another ps, as a variable of its own."""
+    ps, variable, index = config.global_step
+    name = f"{config.name}: global step"
+    shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
+    return VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")

@@ -26,7 +26,7 @@ from psync.sync.step_update import Part
 from psync.sync.tokens import Replica
 from psync.wire.codec import Message
 from psync.wire.recovery_messages import CountPush, SetSteps
-from psync.wire.sync_messages import CloseStep, StagePush
+from psync.wire.sync_messages import CloseStep, Contribute, StagePush
 
 FROM_CLOSER: Client = (CLOSER, 0)
 """In place of a client: the log says what ps 0 has decided, whoever that is now."""
@@ -44,6 +44,22 @@ def staged_entry(part: Part, message: StagePush, raw: Raw) -> Build:
         return replace(message, config=config, set_id=number, members=members)
 
     return build
+
+
+def push_of(
+    message: Contribute | CountPush, replica: Replica, acked_below: int = 0
+) -> Contribution:
+    """Return a push as the rule of steps takes it.
+
+    Args:
+        message: Says it.
+        replica: That pushes.
+        acked_below: Its pushes below this number are answered, and the answers have come.
+    """
+    return Contribution(
+        replica, message.push, acked_below, message.closure if message.closure >= 0 else None,
+        message.ordinal, message.variable_set, message.local_step, message.weight,
+    )  # fmt: skip
 
 
 def counted_entry(

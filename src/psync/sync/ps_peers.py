@@ -7,7 +7,6 @@ global step, wherever that is.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from dataclasses import replace
@@ -27,13 +26,11 @@ from psync.errors import (
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer, Received
 from psync.net.platform import Platform
-from psync.numerics.blocks import BlockPool, bytes_of
-from psync.ps.cooperative_work import LongWork
-from psync.specs import ShardSpec, VariableSpec, dtype_of
+from psync.numerics.blocks import BlockPool
 from psync.store.step_norms import ShardSums
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import Along, Share, ShareNumbers, Values, WholeSet
-from psync.sync.groups import CLOSER, GLOBAL_STEP_DTYPE
+from psync.sync.groups import CLOSER, raising, step_variable
 from psync.sync.ps_sync import PsSync
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
@@ -42,7 +39,6 @@ from psync.wire.sync_messages import (
     CloseStep,
     DescribeSet,
     MeasureStep,
-    RaiseStep,
     SetSizes,
     StepMeasured,
 )
@@ -57,7 +53,6 @@ class AllPs:
         platform: Network, secret.
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
-        work: Waits for shards that are busy.
         pool: Memory for what comes in.
         timeline: How often the cluster has gone back to an image.
         shares: Numbers of before that, which connections to this ps may still use.
@@ -68,7 +63,6 @@ class AllPs:
         platform: Platform,
         attach: AttachPs,
         sync: PsSync,
-        work: LongWork,
         pool: BlockPool,
         timeline: int = 0,
         shares: ShareNumbers | None = None,
@@ -76,7 +70,6 @@ class AllPs:
         self._platform = platform
         self._attach = attach
         self._sync = sync
-        self._work = work
         self._pool = pool
         self._endpoint: Endpoint | None = None  # made when another ps is first needed
         self._client: PsClient | None = None
@@ -191,11 +184,14 @@ class AllPs:
             for variable, index, first, second in received.message.sums:
                 sums.append((variable, index, first, second))
 
+        async def add(measured: Awaitable[list[ShardSums]]) -> None:
+            sums.extend(await measured)
+
         def own(tell: Callable[[], None]) -> Awaitable[None] | None:
             tell()
             mine = self._sync.applier.measure(message)
             if not isinstance(mine, list):
-                return _add(mine, sums)
+                return add(mine)
             sums.extend(mine)
             return None
 
@@ -322,7 +318,7 @@ class AllPs:
 
         Cancellation: Safe.
         """
-        ps, variable, index = config.global_step
+        ps, *_ = config.global_step
         if not 0 <= ps < len(self._attach.ps_addresses):
             raise ConfigurationError(
                 f"{config.name}: its global step is on ps {ps}, and there are "
@@ -330,17 +326,10 @@ class AllPs:
             )
         if ps:
             client = self._links()
-            wanted = client.plan((_step_variable(config),))
+            wanted = client.plan((step_variable(config),))
             (value,) = await self._asking(client.links[ps], lambda: client.pull(wanted))
             return int(value)
-        spec = self._sync.store.spec((variable, index))
-        if spec.size != 1 or spec.dtype != GLOBAL_STEP_DTYPE:
-            raise ConfigurationError(
-                f"{config.name}: its global step {spec} has shape {spec.shape} {spec.dtype}, "
-                f"expected one element of {GLOBAL_STEP_DTYPE}"
-            )
-        (block,) = await self._work.when_idle(self._sync.store.read, spec.key)
-        return int(bytes_of(block).view(dtype_of(spec.dtype))[0])
+        return await self._sync.global_steps.read(config)
 
     async def raise_global_step(self, config: SyncConfig, group: int, step: int) -> None:
         """Add one to a group's global step, unless that was done for this step.
@@ -350,7 +339,7 @@ class AllPs:
 
         Cancellation: It may have been raised, or be raised later.
         """
-        ps, message = _raising(config, group, step)
+        ps, message = raising(config, group, step)
         if ps:
             await self._ask_one(ps, message)
         else:
@@ -358,7 +347,7 @@ class AllPs:
 
     def raise_at_once(self, config: SyncConfig, group: int, step: int) -> bool:
         """As ``raise_global_step``; False: nothing was done, since that takes longer."""
-        ps, message = _raising(config, group, step)
+        ps, message = raising(config, group, step)
         return not ps and self._sync.global_steps.raise_at_once(message)
 
     async def close(self) -> None:
@@ -397,7 +386,7 @@ class AllPs:
         self._moves = True
         for link in () if self._client is None else self._client.links:
             link.lost_after_s = math.inf
-            link.on_lost = functools.partial(_hold, link)
+            link.on_lost = lambda _, link=link: link.hold()
 
     async def _ask_one(self, ps: int, message: Message, **options: Any) -> Received:
         """Ask a ps; where it is served by its backup, that."""
@@ -420,12 +409,7 @@ class AllPs:
     def _await_move(self, link: PsLink, moved: int) -> int:
         """A ps was replaced by its backup: where that is we shall hear, or have heard already.
 
-        Args:
-            link: To the ps.
-            moved: How often we had heard when it was asked.
-
-        Returns:
-            How often we have heard by now.
+        ``moved`` is how often we had heard when it was asked. Returns how often we have by now.
         """
         if moved == self._moved:
             link.hold()
@@ -443,10 +427,6 @@ class AllPs:
                 link.address = address
                 self._told = {(ps, group) for ps, group in self._told if ps != link.index}
             link.release()
-
-
-def _hold(link: PsLink, _: ParameterServerLost) -> None:
-    link.hold()
 
 
 def _came_back(link: PsLink, refused: NotServedError) -> ParameterServerLost:
@@ -468,21 +448,3 @@ async def _say_how_it_ended(
         done(exc)
     else:
         done(None)
-
-
-async def _add(measured: Awaitable[list[ShardSums]], sums: list[ShardSums]) -> None:
-    sums += await measured
-
-
-def _raising(config: SyncConfig, group: int, step: int) -> tuple[int, RaiseStep]:
-    """Return whom to tell that a step is applied, and how."""
-    ps, variable, index = config.global_step
-    return ps, RaiseStep(group, step, variable, index)
-
-
-def _step_variable(config: SyncConfig) -> VariableSpec:
-    """Describe the shard of the global step, on another ps, as a variable of its own."""
-    ps, variable, index = config.global_step
-    name = f"{config.name}: global step"
-    shard = ShardSpec(name, variable, index, 0, (), GLOBAL_STEP_DTYPE, ps)
-    return VariableSpec(name, variable, (), GLOBAL_STEP_DTYPE, False, (shard,), "")

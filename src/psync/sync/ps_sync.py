@@ -62,6 +62,7 @@ class PsSync(GroupTable):
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        serves: False: no coordinator has attached it yet, or its backup serves in its place.
     """
 
     def __init__(
@@ -73,17 +74,19 @@ class PsSync(GroupTable):
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        *,
+        serves: bool = True,
     ) -> None:
         super().__init__(store, task)
         self.ledger = ledger
         self.work = work
         self.locks = locks
         self.committer: Committer | None = None  # None: there was never a backup
-        self.serves = True  # False: not attached yet, or replaced by its backup
         parts = platform.parts
         self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks)
         self._staging = Staging(platform.limits.staging_bytes, task)
         self.applier = parts.of(StepApplier)(task, self, self._staging, work, locks)
+        self._serves = serves
         self._pool = pool
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -249,7 +252,7 @@ class PsSync(GroupTable):
 
     def check_served(self) -> None:
         """Raise NotServedError unless this process serves its ps, for a coordinator."""
-        if not self.serves:
+        if not self._serves:
             raise NotServedError(f"{self._task} is not, or no longer, served by this process")
 
     def _came_along(

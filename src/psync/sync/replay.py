@@ -7,7 +7,7 @@ without judging again; the rest of an open step is there when the backup is prom
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 
 from psync.net.peer import Handler, Peer, Reply
 from psync.ps.committer import Build
@@ -15,8 +15,8 @@ from psync.ps.update import NO_BYTES, set_of
 from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
-from psync.sync.group import Close, Contribution
-from psync.sync.log_entries import entries_of_image
+from psync.sync.group import Close
+from psync.sync.log_entries import entries_of_image, push_of
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_closer import StepCloser
 from psync.sync.step_rounds import ClosedStep
@@ -78,14 +78,7 @@ class SyncFollower:
             self._sync.keep_judged(group, replica, message.push, message.local_step, part)
         if message.spread:
             self.spread.add(group)
-        closure = message.closure if message.closure >= 0 else None
-        self.steps.count(
-            group, message.step,
-            Contribution(
-                replica, message.push, 0, closure, message.ordinal, message.variable_set,
-                message.local_step, message.weight,
-            ),
-        )  # fmt: skip
+        self.steps.count(group, message.step, push_of(message, replica))
         return Reply(Done())
 
     def _close(
@@ -107,26 +100,26 @@ async def _after(under_way: Awaitable[None]) -> Reply:
 
 
 class SyncImage:
-    """The synchronous groups of one ps; see ``backup_service.SyncState``.
+    """The synchronous groups of one ps; see ``backup.SyncState``.
 
     Args:
         sync: Its groups.
-        closer: Returns what decides steps; None: not on ps 0, or not yet.
+        closer: Decides steps; None: not on ps 0, or not yet.
     """
 
-    def __init__(self, sync: PsSync, closer: Callable[[], StepCloser | None]) -> None:
+    def __init__(self, sync: PsSync, closer: StepCloser | None) -> None:
         self._sync = sync
         self._closer = closer
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
-        if (closer := self._closer()) is not None:
-            await closer.pause(why)
+        if self._closer is not None:
+            await self._closer.phases.pause(why)
 
     def resume(self, why: str) -> None:
         """Go on."""
-        if (closer := self._closer()) is not None:
-            closer.resume(why)
+        if self._closer is not None:
+            self._closer.resume(why)
 
     def groups(self) -> Iterable[int]:
         """Return all groups that are known."""
@@ -134,7 +127,7 @@ class SyncImage:
 
     def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
         """Return (client, message, segments) of entries that give a backup all of it."""
-        closer, sync = self._closer(), self._sync
+        closer, sync = self._closer, self._sync
         return entries_of_image(
             sync.raw_configs(), dict(sync.steps()), sync.global_steps.raised, sync.held(),
             () if closer is None else closer.steps.pending(),

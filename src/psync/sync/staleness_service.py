@@ -26,7 +26,7 @@ _Waiting = dict[Tick, list[asyncio.Future[int]]]
 
 
 class ClockService:
-    """All bounds of one cluster.
+    """All bounds of one cluster, on one timeline of one coordinator.
 
     Args:
         task: Name of the ps, for messages.
@@ -52,12 +52,6 @@ class ClockService:
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {TickClock: Handler(self._tick)}
-
-    def restart(self) -> None:
-        """A new coordinator is served: whoever worked for the old one waits no more."""
-        self.end()
-        self._bounds = {}
-        self._alive, self._busy, self._version, self._ended = {}, None, 0, False
 
     def hear(self, message: ReportSchedule) -> None:
         """Note a report of the coordinator, unless a newer one was there."""
@@ -90,7 +84,7 @@ class ClockService:
                 somebody_went |= bool(releases)
 
     def end(self) -> None:
-        """Training is over: nobody waits any more."""
+        """Training is over, or another timeline is served: nobody waits any more."""
         self._ended = True
         for clocks, waiting in self._bounds.values():
             _perform(waiting, clocks.end())

@@ -8,8 +8,9 @@ a decided step goes to every ps.
                                                   raises the global step by one;
                                                   then SyncSteps.closed → Answer, …
 
-One object serves one coordinator. When a newer one comes, whoever waits here is told, and a
-step that is being closed reaches no ps that already serves the newer one.
+One object serves one coordinator and timeline. When another one comes, whoever waits here is told,
+and a step that is being closed reaches no ps that already serves the newer one. How far each group
+is, and whether closing is paused: ``group_phases``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from psync.cluster import task_name
@@ -26,12 +27,12 @@ from psync.net.peer import Handler, Later, Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.committer import Committer
-from psync.ps.cooperative_work import LongWork
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
+from psync.sync.group_phases import GroupEvent, GroupPhases, Phase
 from psync.sync.groups import CLOSER
-from psync.sync.log_entries import counted_entry
+from psync.sync.log_entries import counted_entry, push_of
 from psync.sync.ps_peers import AllPs
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_rounds import ClosedStep, StepRounds, go_on
@@ -59,7 +60,6 @@ class StepCloser:
         platform: Network, secret.
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
-        work: Waits for shards that are busy.
         pool: Memory for what comes in.
         waits_changed: Called when ``steps.waiting`` may have changed.
         timeline: How often the cluster has gone back to an image.
@@ -71,37 +71,31 @@ class StepCloser:
         platform: Platform,
         attach: AttachPs,
         sync: PsSync,
-        work: LongWork,
         pool: BlockPool,
         waits_changed: Callable[[], None],
         timeline: int = 0,
         shares: ShareNumbers | None = None,
     ) -> None:
         self.steps = platform.parts.of(SyncSteps)()
+        self.phases = GroupPhases()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self._all_ps = AllPs(platform, attach, sync, work, pool, timeline, shares)
+        self._all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
         self._rounds = platform.parts.of(StepRounds)(self._all_ps, sync)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
         self._members: tuple[Mapping[str, int], Sequence[str]] | None = None  # told last
         self._waits = TokenWaits(sync, self._left)
-        self._beginning: dict[int, asyncio.Task[int]] = {}  # groups whose first step is read
-        self._under_way: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._deadline: float | None = None  # of the timer
         self._over: PsyncError | None = None  # why nothing is decided here any more
-        self._going_on = 0  # groups of the ps 0 that this one has replaced, which are not there yet
-        self._pauses: set[str] = set()  # for whom no step is closed
-        self._held_up: list[Close] = []  # decided meanwhile
-        self._resumed = asyncio.Event()
         self._is_torn = False  # a step that was decided could not be applied everywhere
 
     @property
     def is_torn(self) -> bool:
         """Whether a step that was decided is perhaps not applied everywhere."""
-        return self._is_torn or bool(self._under_way)
+        return self._is_torn or bool(self.phases.carried())
 
     @property
     def shares(self) -> ShareNumbers:
@@ -147,30 +141,20 @@ class StepCloser:
         for group in spread:
             self._rounds.note_spread(group)
         self.steps.add_calls(steps.calls())
-        left = steps.left()
-        for group in {*dict(self._sync.steps()), *steps.last, *left}:
-            task = self._beginning[group] = self._loop.create_task(
-                go_on(group, steps.last.get(group), left.get(group, ()), self._sync, self._rounds)
-            )
-            task.add_done_callback(functools.partial(self._begun, group))
-            self._going_on += 1
-            self._start(self._count_again(group, task, left.get(group, ())))
+        for group in {*dict(self._sync.steps()), *steps.last, *steps.left()}:
+            self.phases.begin(group, GroupEvent.REPLAY, self._replay(group, steps))
 
-    async def _count_again(
-        self, group: int, beginning: asyncio.Task[int], left: Sequence[tuple[int, Contribution]]
-    ) -> None:
+    async def _replay(self, group: int, steps: FollowedSteps[ClosedStep]) -> None:
+        last, left = steps.last.get(group), steps.left().get(group, ())
         config = self._sync.define(group, None)
-        failed: PsyncError | None = None
         try:
-            first = await beginning
-        except PsyncError as exc:
-            first, failed, self._is_torn = 0, exc, True
-        finally:
-            self._going_on -= 1
+            first = await go_on(group, last, left, self._sync, self._rounds)
+        except PsyncError as exc:  # nothing is counted where nobody knows the step
+            self._is_torn = True
+            self._define(group, config, 0)
+            self._perform(self.steps.close_failed(group, exc))
+            raise
         self._define(group, config, first)
-        if failed is not None:  # nothing is counted where nobody knows the step
-            self._perform(self.steps.close_failed(group, failed))
-            return
         self._perform(self.steps.recount(group, left))
 
     async def close(self) -> None:
@@ -179,15 +163,11 @@ class StepCloser:
         Cancellation: Links may be left open.
         """
         self._over = self._over or ClosedError(f"{CLOSER} ends")
-        self._pauses.clear()
-        self._held_up.clear()
-        self._resumed.set()
+        self.phases.drop()
         if self._timer is not None:
             self._timer.cancel()
         await self._all_ps.close()
-        under_way: list[asyncio.Future[Any]] = [*self._under_way, *self._beginning.values()]
-        if under_way:
-            await asyncio.wait(under_way)  # they end with their links
+        await self.phases.drain()  # all ends with its links
 
     # Messages.
 
@@ -255,11 +235,7 @@ class StepCloser:
         if message.spread:
             self._rounds.note_spread(message.group)
         replica = (peer.task, peer.incarnation)
-        push = Contribution(
-            replica, message.push, message.acked_below,
-            message.closure if message.closure >= 0 else None, message.ordinal,
-            message.variable_set, message.local_step, message.weight,
-        )  # fmt: skip
+        push = push_of(message, replica, message.acked_below)
         key = (message.group, replica, message.push)
         step, counted = self.steps.step(message.group), self.steps.counts(*key)
         actions = self.steps.contribute(message.group, push)
@@ -294,13 +270,10 @@ class StepCloser:
 
     async def _finish(self, peer: Peer, message: FinishSteps, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
-        while self._over is None and (self._going_on or not self.steps.is_settled):
+        replaying = functools.partial(self.phases.of, Phase.REPLAYING)
+        while self._over is None and (replaying() or not self.steps.is_settled):
             self._perform(self.steps.finish())
-            if self._pauses:
-                await self._resumed.wait()
-            elif self._under_way:
-                await asyncio.wait(list(self._under_way))
-            elif self._sync.committer is not None:
+            if not await self.phases.settled() and self._sync.committer is not None:
                 await self._when_in_log(self._sync.committer)
         return Reply(Done())
 
@@ -350,17 +323,7 @@ class StepCloser:
         """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
         message = Fence(task, below)
         if calls := self._all_ps.ask_others(message):
-            self._start(self._fence_others(calls))
-
-    async def _fence_others(self, calls: Sequence[asyncio.Task[Received]]) -> None:
-        for failed in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(failed, Exception):
-                logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+            self.phases.carry(_fence_others(calls))
 
     # Decisions.
 
@@ -407,80 +370,48 @@ class StepCloser:
     async def _begin(self, group: int, raw: dict[str, Any] | None) -> None:
         """Begin a group at the present global step, read once for all who ask meanwhile."""
         config = self._sync.define(group, raw)
-        reading = self._beginning.get(group)
-        if reading is None:
-            reading = self._beginning[group] = self._loop.create_task(
-                self._all_ps.read_global_step(config)
-            )
-            reading.add_done_callback(functools.partial(self._begun, group))
+        beginning = self.phases.beginning(group)
+        if beginning is None:
+            reading = self._read_first(group, config)
+            beginning = self.phases.begin(group, GroupEvent.READ, reading)
         try:
-            first = await asyncio.shield(reading)
+            await asyncio.shield(beginning)
         except PsyncError:
             if self._over is not None:
                 raise self._over.with_traceback(None) from None
             raise
-        self._define(group, config, first)
+
+    async def _read_first(self, group: int, config: SyncConfig) -> None:
+        self._define(group, config, await self._all_ps.read_global_step(config))
 
     def _define(self, group: int, config: SyncConfig, first: int) -> None:
-        if not self.steps.knows(group):
-            # Where this ps has closed a step of it already, as a backup, -1 is older than that.
-            goes_on = group in dict(self._sync.steps())
-            self.steps.define(group, config, first, goes_on=goes_on)
-            if self._members is not None:
-                self.set_members(*self._members)  # a group knows since when too few live
-
-    def _begun(self, group: int, task: asyncio.Task[int]) -> None:
-        del self._beginning[group]  # an attempt that failed is made again
-        if not task.cancelled():
-            task.exception()  # seen, even if those who asked have gone
+        self.phases.move(group, GroupEvent.DEFINE)
+        # Where this ps has closed a step of it already, as a backup, -1 is older than that.
+        goes_on = group in dict(self._sync.steps())
+        self.steps.define(group, config, first, goes_on=goes_on)
+        if self._members is not None:
+            self.set_members(*self._members)  # a group knows since when too few live
 
     # Closing.
 
-    async def pause(self, why: str) -> None:
-        """Close no step from now on, and wait for that which is being closed.
-
-        Args:
-            why: The same is given to ``resume``. Others may have paused it as well.
-
-        Cancellation: Safe; it is paused.
-        """
-        self._pauses.add(why)
-        self._resumed.clear()
-        while self._under_way:
-            await asyncio.wait(list(self._under_way))
-
     def resume(self, why: str) -> None:
-        """Go on after ``pause``, if nobody else has paused it."""
-        self._pauses.discard(why)
-        if self._pauses:
-            return
-        closes, self._held_up = self._held_up, []
-        self._resumed.set()
-        for close in closes:
+        """End a pause, see ``GroupPhases.pause``; close what was held if it was the last."""
+        for close in self.phases.resume(why):
             self._close(close)
 
     def _close(self, close: Close) -> None:
-        if self._pauses:
-            self._held_up.append(close)
+        if self.phases.hold(close):
             return
-        under_way: asyncio.Future[None] = self._loop.create_future()
-        self._under_way.add(under_way)
+        self.phases.close(close.group)
         self._rounds.carry(
             close,
             functools.partial(self._waits.wanted_shares, close.group),
-            functools.partial(self._go_on, close, under_way),
+            functools.partial(self._go_on, close),
         )
 
-    def _go_on(
-        self,
-        close: Close,
-        under_way: asyncio.Future[None],
-        values: Values,
-        failed: Exception | None,
-    ) -> None:
+    def _go_on(self, close: Close, values: Values, failed: Exception | None) -> None:
         """Give the tokens of the next step, with the values that are wanted; or give up."""
-        self._under_way.discard(under_way)
-        under_way.set_result(None)
+        self.phases.ended(close.group)
         self._is_torn |= failed is not None
         if self._over is not None:
             return
@@ -495,6 +426,12 @@ class StepCloser:
             CLOSER, close.step, close.group, error.message,
         )  # fmt: skip
         self._perform(self.steps.close_failed(close.group, error))
+
+
+async def _fence_others(calls: Sequence[asyncio.Task[Received]]) -> None:
+    for failed in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(failed, Exception):
+            logger.warning("%s: a ps was not told of a fence: %s", CLOSER, failed)
 
 
 def _unexpected(error: Exception) -> PsyncError:

@@ -41,7 +41,9 @@ from psync.store.ledger import Ticket
 from psync.store.rows import RowValues
 from psync.store.shard import Shard
 from psync.store.shards import Optimizer
+from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
+from psync.sync.ps_services import PsServices
 from psync.wire.tensors import array_from_bytes, to_bytes_view
 
 VARIABLE = "PSYNC_TESTING_APPLY_LOG"
@@ -169,6 +171,16 @@ class LoggedUpdates(PsUpdates):
         if isinstance(self._store, LoggedStore) and self._store.log is not None:
             self._store.log.applied(update)
         return answer
+
+
+class LoggedServices(PsServices):
+    """Services of such a store: when it is frozen."""
+
+    def freeze(self) -> tuple[Frozen, list[int]]:
+        """Hold what is served."""
+        if isinstance(self.store, LoggedStore) and self.store.log is not None:
+            self.store.log.cut(self.store)
+        return super().freeze()
 
 
 def _logging(name: str) -> Any:

@@ -16,10 +16,11 @@ from psync.store.commit_log import CommitLog
 from psync.store.ledger import Ledger
 from psync.store.store import ShardStore
 from psync.store.update_gate import UpdateGate
+from psync.sync.ps_services import PsServices
 from psync.sync.step_rounds import StepRounds
 from psync.sync.steps import SyncSteps
 from psync.testing.sabotage import apply_log as apply_logs
-from psync.testing.sabotage.apply_log import LoggedStore, LoggedUpdates
+from psync.testing.sabotage.apply_log import LoggedServices, LoggedStore, LoggedUpdates
 from psync.testing.sabotage.early_writer import EarlyWriter
 from psync.testing.sabotage.failpoints import Failpoints
 from psync.testing.sabotage.interrupted import SteppedClient, SteppedRounds, SteppedSyncClient
@@ -77,7 +78,9 @@ class SabotagedParts(Parts):
         if losses is not None:
             self._instead[RequestServer] = LossyServer
         if apply_log:
-            self._instead |= {ShardStore: LoggedStore, PsUpdates: LoggedUpdates}
+            self._instead |= {
+                ShardStore: LoggedStore, PsUpdates: LoggedUpdates, PsServices: LoggedServices,
+            }  # fmt: skip
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> SabotagedParts:

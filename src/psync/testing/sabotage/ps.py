@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from psync.net.peer import Peer, Reply
 from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
+from psync.ps.snapshots import Contents
 from psync.ps_task import PsTask
-from psync.store.snapshot import Frozen, Thawed
+from psync.store.snapshot import Thawed
 from psync.testing.sabotage.apply_log import ApplyLog
 from psync.testing.sabotage.weakened_rules import WeakLedger
 from psync.wire.ps_messages import AttachPs
@@ -40,36 +41,37 @@ class SabotagedPs(PsTask):
             platform = dataclasses.replace(platform, parts=self.of_backup())
         super().__init__(platform, index, address, stopped, is_hosted=is_hosted)
 
-    async def start(self) -> Listener:
-        """Listen."""
-        if self._attached is not None:  # it was a backup
-            self._log.serves(promoted=True)
-        return await super().start()
+    async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
+        """Serve what was a backup until now."""
+        self._log.serves(promoted=True)
+        return await super().promote(fences)
 
     async def close(self) -> None:
         """Finish the updates that have begun, then close all connections, and the log."""
         await super().close()
         self._log.close()
 
-    def freeze(self) -> tuple[Frozen, list[int]]:
-        """Hold what is served."""
-        self._log.cut(self._store)
-        return super().freeze()
-
     def take(self, thawed: Thawed, message: TakeImage) -> None:
         """Serve what an image holds from now on."""
         if isinstance(thawed.ledger, WeakLedger):
             thawed.ledger.went_back(message.fences)
+        self._log.adopt(thawed.store)
         super().take(thawed, message)
         self._log.serves()
 
     def _attach(self, peer: Peer, message: AttachPs, body: list[memoryview]) -> Awaitable[Reply]:
-        before = self._coordinator
+        before = self.floor
         settled = super()._attach(peer, message, body)
-        if self._coordinator != before:
+        if self.floor != before:
             self._log.serves()
         return settled
 
-    def _new_services(self) -> None:
-        self._log.adopt(self._store)
-        super()._new_services()
+    def _nothing(self, floor: int) -> Contents:
+        contents = super()._nothing(floor)
+        self._log.adopt(contents.store)
+        return contents
+
+    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
+        """Hold what a snapshot of another one holds."""
+        self._log.adopt(thawed.store)
+        super().take_over(attach, thawed, timeline, life)

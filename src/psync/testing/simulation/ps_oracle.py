@@ -73,10 +73,12 @@ def faults_of_rest(
         if moved.get(task.task, task.task) != host.task or task._index >= num_ps:
             continue
         name, statistics = f"{task.task} in the process of {host.task}", task.statistics()
-        staging, steps = statistics["staging"], dict(task._sync.steps())
+        staging, steps = statistics["staging"], dict(task.services.sync.steps())
         # Of pushes that were told duplicate, and of runs that were lost, they wait for the end of
         # the step that is open.
-        waiting = sum(local >= steps.get(group, 0) for group, *_, local, _ in task._sync.held())
+        waiting = sum(
+            local >= steps.get(group, 0) for group, *_, local, _ in task.services.sync.held()
+        )
         if staging["parts"] != waiting or (staging["bytes"] and not waiting):
             yield "left over", f"{name}: parts of steps that are closed: {staging}"
         for group, counters in statistics["sync"].items():
@@ -92,7 +94,7 @@ def faults_of_rest(
 
 def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
     """Return the backup of a ps, if both have done all entries of its log."""
-    service = primary._backup
+    service = primary.services.backup
     committer, sender = service.committer, service._sender
     if committer is None or sender is None or committer.log.state is not LogState.PAIRED:
         return None
@@ -119,7 +121,7 @@ def _is_unwritten(name: str, held: dict[str, Any], copied: dict[str, Any]) -> bo
 
 def _contents(task: PsTask) -> dict[str, Any]:
     """Return all that a backup has to have, by what it is."""
-    frozen, _ = task.freeze()
+    frozen, _ = task.services.freeze()
     state = frozen.state
     found: dict[str, Any] = {}
     for place, item in enumerate(state.items):
@@ -128,7 +130,7 @@ def _contents(task: PsTask) -> dict[str, Any]:
     for name in ("shards", "versions", "pushes", "accumulators"):
         found[name] = getattr(state, name)
     # A definition that came in passing is told to the backup with the first entry that needs it.
-    steps = dict(task._sync.steps())
+    steps = dict(task.services.sync.steps())
     for number, optimizer in state.optimizers.items():
         if optimizer.step:
             found[f"optimizer {number}"] = optimizer
@@ -138,8 +140,8 @@ def _contents(task: PsTask) -> dict[str, Any]:
     found["calls"] = sorted(state.ledger.calls), sorted(state.ledger.parts)
     found["final below"] = state.ledger.final_below
     found["steps"] = steps
-    found["raised"] = task._sync.global_steps._raised
-    for name, hosted in task._accumulators.hosted.items():
+    found["raised"] = task.services.sync.global_steps._raised
+    for name, hosted in task.services.accumulators.hosted.items():
         held = hosted.rule.held()
         found[f"accumulator {name!r}"] = held and (
             held.count, held.weight, held.shape, [array.tolist() for array in held.arrays],

@@ -1,0 +1,382 @@
+"""The services of a ps: what lives for one coordinator and timeline, built and replaced as a whole.
+
+What a ps task has lives as long as
+
+    its process    network, memory, long work, variables kept for the next program, snapshots
+                   that are frozen or being read, training sessions, backups of other ps tasks:
+                   ``PsTask``, which hands ``PsProcess`` to all that follows
+    a coordinator  the numbers of what other ps tasks hold (``ShareNumbers``)
+    a timeline     store, ledger, and all that serves them: ``PsServices``. A newer coordinator, a
+                   rollback and a replacement by the backup end it, and build another one
+    a connection   the sets of variables that it has named, the requests that wait (``Peer.state``)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from psync.errors import ConnectionLost, FencedError, PsyncError
+from psync.net.peer import Handler, Peer, Reply
+from psync.net.platform import Platform
+from psync.numerics.blocks import BlockPool
+from psync.ps.accumulators import AccumulatorService
+from psync.ps.backup import BackupService
+from psync.ps.backup_accumulators import AccumulatorImage
+from psync.ps.backup_sender import Served
+from psync.ps.committer import Committer
+from psync.ps.cooperative_work import LongWork
+from psync.ps.creation import ShardCreation
+from psync.ps.cut_gate import GateService
+from psync.ps.life import Life
+from psync.ps.locks import PsLocks
+from psync.ps.pulls import PsPulls, RowPulls
+from psync.ps.report import plain_counters
+from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
+from psync.ps.updates import PsUpdates
+from psync.store.snapshot import Frozen, Thawed, freeze, settling
+from psync.sync.cross_ps_sets import ShareNumbers
+from psync.sync.groups import CLOSER
+from psync.sync.ps_sync import PsSync
+from psync.sync.replay import SyncFollower, SyncImage
+from psync.sync.staleness_service import ClockService
+from psync.sync.step_closer import StepCloser
+from psync.sync.tokens import Replica
+from psync.wire.codec import Message
+from psync.wire.lock_messages import LockShards, PullLocked
+from psync.wire.messages import Done
+from psync.wire.ps_messages import (
+    AskOptimizer,
+    AttachPs,
+    CreateShards,
+    DefineOptimizer,
+    Fence,
+    FinalBelow,
+    Pull,
+    SetOptimizer,
+    SetSlots,
+)
+from psync.wire.sync_messages import ReportSchedule
+
+NOT_JUDGED = frozenset(
+    {Pull, PullLocked, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer}
+)
+"""What the ledger does not look at, and who was replaced must not be served with all the same."""
+
+COMMITTED = (CreateShards, Fence, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer)
+"""What changes a ps beside updates: a backup must have it before it is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class PsProcess:
+    """What a ps task has as long as its process lives, as its services need it."""
+
+    task: str
+    index: int
+    platform: Platform
+    pool: BlockPool
+    work: LongWork
+    check_coordinator: Callable[[Peer], None]  # raises unless a peer is the one that is served
+    served: Callable[[], Served | None]  # who may be backed up, as of now
+    deposed: Callable[[], None]  # told that the backup serves in its place
+
+
+class PsServices:
+    """All that serves one coordinator on one timeline. Ended once, never built anew.
+
+    Args:
+        process: Of the ps task.
+        life: SERVING, HOSTED; else nothing is to be served, and this is what refuses it.
+        attach: Who the coordinator is, where ps tasks are served; None: there was none yet.
+        timeline: How often that coordinator has rolled back to a snapshot.
+        contents: What is served from now on.
+        shares: Numbers that connections of this coordinator's tasks may still use.
+
+    Attributes:
+        closer: Decides synchronous steps. None: not on ps 0, or not attached yet.
+        follower: While this is a backup, knows the synchronous steps of its primary. None: it is
+            none, or the coordinator has said since where all ps tasks are served.
+        replayed: Handlers of what only the log of that primary says.
+    """
+
+    def __init__(
+        self,
+        process: PsProcess,
+        life: Life,
+        attach: AttachPs | None,
+        timeline: int,
+        contents: Contents,
+        shares: ShareNumbers | None = None,
+    ) -> None:
+        platform, task, work, pool = process.platform, process.task, process.work, process.pool
+        self.attach, self.timeline = attach, timeline
+        self.store, self.ledger = store, ledger = contents.store, contents.ledger
+        self._process = process
+        self.locks = PsLocks(task, store)
+        parts, served = platform.parts, (task, store, ledger, work, pool, self.locks)
+        serves = life in (Life.SERVING, Life.HOSTED)
+        self.sync = parts.of(PsSync)(platform, *served, serves=serves)
+        for number, raw in contents.groups.items():
+            self.sync.define(number, raw)
+        self.accumulators = AccumulatorService(task, work, ledger, contents.accumulators)
+        self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
+        self.closer: StepCloser | None = None
+        if attach is not None and not process.index:
+            self.closer = StepCloser(
+                platform, attach, self.sync, pool, self.clocks.look_again, timeline, shares
+            )
+            self.closer.steps.note_calls(contents.counted, contents.final_below)
+        steps = SyncImage(self.sync, self.closer)
+        accumulated = AccumulatorImage(self.accumulators)
+        self.gate = GateService(
+            task, ledger, CLOSER, process.check_coordinator, functools.partial(steps.pause, "cut"),
+            functools.partial(steps.resume, "cut"), parts,
+        )  # fmt: skip
+        self.pulls = PsPulls(task, store, work, self.sync.steps, self.locks)
+        self.rows = RowPulls(task, platform.limits, work, pool, store, self.sync.steps)
+        self.updates = parts.of(PsUpdates)(*served, self.gate)
+        self.backup = BackupService(
+            platform, process.served, store, work, process.check_coordinator,
+            lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
+        )  # fmt: skip
+        self.follower: SyncFollower | None = None
+        self.replayed: dict[type[Message], Handler] = {}
+        if life is Life.HOSTED:
+            self._follow(accumulated)
+
+    def _follow(self, accumulated: AccumulatorImage) -> None:
+        closer = self.closer
+        if closer is not None:
+            closer.expect_moves()
+        self.follower = SyncFollower(
+            self._process.task, self.sync, None if closer is None else closer.shares
+        )
+        self.replayed = {
+            **self.follower.handlers(), **self.accumulators.replayed(), **accumulated.handlers(),
+        }  # fmt: skip
+
+    def begin_log(self, committer: Committer) -> None:
+        """There is a backup: from now on every change is done in the order of a log."""
+        self.updates.committer = self.accumulators.committer = committer
+        self.sync.commit_with(committer)
+        if self.closer is not None:
+            self.closer.expect_moves()
+
+    @property
+    def coordinator(self) -> int:
+        """Incarnation of the coordinator that is served; 0: none."""
+        return 0 if self.attach is None else self.attach.coordinator
+
+    @property
+    def closer_incarnation(self) -> int:
+        """With which ps 0 speaks to the others."""
+        return self.coordinator + self.timeline
+
+    @property
+    def in_groups(self) -> frozenset[Replica]:
+        """Replicas that wait in synchronous groups."""
+        return frozenset() if self.closer is None else self.closer.steps.waiting
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which message."""
+        process, backup = self._process, self.backup
+        creation = process.platform.parts.of(ShardCreation)(
+            process.task, process.index, self.store, process.work, process.pool,
+            process.check_coordinator,
+        )  # fmt: skip
+        handlers: dict[type[Message], Handler] = {Fence: Handler(self._fence)}
+        for service in (creation, self.updates, self.sync, self.locks, self.pulls, self.gate):
+            handlers.update(service.handlers())
+        for kind in NOT_JUDGED & handlers.keys():
+            handlers[kind] = self._of_served(handlers[kind])
+        for kind in COMMITTED:
+            handlers[kind] = backup.committed(handlers[kind])
+        return {
+            **handlers,
+            FinalBelow: backup.notified(Handler(self._final_below)),
+            ReportSchedule: Handler(self._report_schedule),
+            **self.accumulators.handlers(),
+            **self.rows.handlers(),
+            **self.clocks.handlers(),
+            **backup.handlers(),
+            **({} if self.closer is None else self.closer.handlers()),
+        }
+
+    def _of_served(self, handler: Handler) -> Handler:
+        """Refuse whoever was replaced, over a connection that it had before.
+
+        And ps 0, if this task has just been started again: it is not refused at the handshake.
+        """
+
+        def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
+            self.ledger.check_incarnation(peer.task, peer.incarnation)
+            self.sync.check_served()
+            return handler.run(peer, message, body)
+
+        return Handler(run, handler.prepare)
+
+    def describe(self) -> list[str]:
+        """Say who waits here; for reports."""
+        return [*self.locks.describe(), *self.gate.describe(), *self.backup.describe()]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters of all services."""
+        return {
+            "iterations": self.store.iterations,
+            "pulls": self.pulls.pulls,
+            "row_pulls": self.rows.pulls,
+            "pushes": self.updates.pushes,
+            "assigns": self.updates.assigns,
+            "store": plain_counters(self.store.statistics()),
+            "ledger": plain_counters(self.ledger.statistics()),
+            "locks": self.locks.statistics(),
+            "staging": self.sync.statistics(),
+            "sync": {} if self.closer is None else self.closer.steps.statistics(),
+            "clocks": self.clocks.statistics(),
+            "accumulators": self.accumulators.statistics(),
+            "backup": self.backup.statistics(),
+        }
+
+    # Snapshots, see ``frozen_snapshots.Freezable``.
+
+    def settling(self) -> Iterator[None]:
+        """Make ``freeze`` quick, in pieces."""
+        return settling(self.store)
+
+    def check_gate(self, cut: int) -> None:
+        """Refuse a cut that may have missed updates."""
+        self.gate.check(cut)
+
+    def freeze(self) -> tuple[Frozen, list[int]]:
+        """Hold what is served; say which closures are counted in steps not yet applied."""
+        steps = None if self.closer is None else self.closer.steps
+        pending = [] if steps is None else steps.pending_closures()
+        frozen = freeze(
+            self.store, self.ledger, pack_answer,
+            pack_accumulators(self.accumulators.definitions()), self.sync.raw_configs(),
+            () if steps is None else steps.calls(), pending,
+        )  # fmt: skip
+        return frozen, pending
+
+    def restored(self, thawed: Thawed) -> Contents:
+        """Return what a snapshot holds, and what clients of this ps take for defined."""
+        optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
+        return Contents.restored(thawed, optimizers, self.accumulators.definitions(), groups)
+
+    # What the coordinator says.
+
+    def moved(self, addresses: Sequence[str], moves: int) -> None:
+        """Ps tasks are served here now; if this was a backup, it goes on with the steps."""
+        assert self.attach is not None, "it is served"
+        known = self.attach.ps_addresses
+        if len(addresses) != len(known):  # of a cluster of another size: these are others
+            return
+        if moves < self.attach.moves or (self.follower is None and addresses == known):
+            return
+        self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
+        if self.closer is not None:
+            self.closer.moved(addresses)
+            if self.follower is not None:
+                self.closer.follow(self.follower.steps, self.follower.spread)
+        self.follower, self.replayed = None, {}
+
+    def _fence(self, peer: Peer, message: Fence, _: list[memoryview]) -> Reply | Awaitable[Reply]:
+        if peer.task != CLOSER or peer.incarnation != self.closer_incarnation:
+            self._process.check_coordinator(peer)
+        rest = self.refuse_below(message.task, message.below)
+        return Reply(Done()) if rest is None else _done_after(rest)
+
+    def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
+        """Serve no lower incarnation of a task; return what large work follows from that."""
+        self.ledger.fence(task, below)
+        self.sync.fence(task, below)
+        self.gate.look_again()
+        if self.closer is not None:
+            self.closer.lost(task, below)
+        return self.accumulators.fence(task, below)
+
+    def _final_below(self, peer: Peer, message: FinalBelow, _: list[memoryview]) -> None:
+        if peer.incarnation == self.coordinator:  # a notification: nobody hears of an error
+            self.ledger.final_below(message.closure)
+            if self.follower is not None:
+                self.follower.steps.final_below(message.closure)
+            if self.closer is not None:
+                self.closer.steps.final_below(message.closure)
+
+    def _report_schedule(self, peer: Peer, message: ReportSchedule, _: list[memoryview]) -> Reply:
+        self._process.check_coordinator(peer)
+        self.clocks.hear(message)
+        if self.closer is not None:
+            self.closer.hear(message)
+        return Reply(Done())
+
+    # Ends.
+
+    async def drain(self) -> None:
+        """Let go on who waits for a lock or at the gate; wait for what is being done."""
+        self.locks.close()
+        self.gate.close()
+        await self.backup.drain()
+
+    async def close(self) -> None:
+        """Do nothing more, as the ps task ends. Cancellation: links to others may be left open."""
+        self.backup.end()  # who waited for it hears nothing, and asks whoever takes over
+        if self.closer is not None:
+            await self.closer.close()
+
+    @property
+    def shares(self) -> ShareNumbers | None:
+        """Numbers of what other ps tasks hold, which connections to ps 0 use; None: not ps 0."""
+        return None if self.closer is None else self.closer.shares
+
+    def end(self, timeline: int, patience_s: float | None, torn: Callable[[], None]) -> None:
+        """Serve nobody any more: pending requests fail; an update under way ends where it began.
+
+        Args:
+            timeline: That is served from now on; 0: that on which a newer coordinator begins.
+            patience_s: How long a step that is decided may take to be applied everywhere, for a
+                coordinator that keeps the variables; None: it gets no further.
+            torn: Called if it did not.
+        """
+        task, by = self._process.task, "a newer coordinator"
+        why: PsyncError = FencedError(f"{task} serves a newer program")
+        if timeline:  # those of the same program say again what they had said
+            by, why = "an earlier image", ConnectionLost(f"{task} goes back to an image")
+        self.accumulators.end()
+        if self.closer is None:
+            self.backup.end(why)
+        self.locks.close()
+        self.gate.close()
+        if self.closer is not None:
+            self.closer.replaced(by)
+            if patience_s is None:
+                self.backup.end(why)
+            self._process.work.to_the_end(self._end_closer(self.closer, why, patience_s, torn))
+        self.clocks.end()
+
+    async def _end_closer(
+        self,
+        closer: StepCloser,
+        why: PsyncError,
+        patience_s: float | None,
+        torn: Callable[[], None],
+    ) -> None:
+        if patience_s is not None:
+            # The part of this ps, and the global step, wait for their turns in the log.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await closer.phases.pause("end")
+            if closer.is_torn:
+                torn()
+            self.backup.end(why)
+        await closer.close()
+
+
+async def _done_after(rest: Awaitable[None]) -> Reply:
+    await rest
+    return Reply(Done())

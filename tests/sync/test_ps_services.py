@@ -1,0 +1,64 @@
+"""What serves one coordinator on one timeline is built at once, and replaced as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from ps_cluster import CHIEF, PsCluster, until
+from psync.client.ps_client import PsClient
+from psync.errors import NotServedError, PsyncError
+from psync.ps.life import Life
+from psync.sync.ps_services import PsServices
+from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
+from psync.wire.recovery_messages import Gate
+from sync_cluster import SyncCluster, ask
+
+pytestmark = pytest.mark.asyncio
+
+ACCUMULATOR = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
+
+
+async def attach(cluster: PsCluster) -> PsClient:
+    """A newer coordinator takes over."""
+    client = cluster.client(CHIEF, 200, host="chief-2")
+    await cluster.attach(client, 200)
+    return client
+
+
+async def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None:
+    cluster = SyncCluster()
+    services = cluster.ps[0].services
+    assert cluster.ps[0].life is Life.EMPTY
+    assert (services.coordinator, services.closer, services.store.keys()) == (0, None, [])
+    with pytest.raises(NotServedError):
+        services.sync.check_served()
+
+
+async def test_only_ps_0_decides_steps() -> None:
+    async with PsCluster(2) as cluster:
+        closers = [task.services.closer is not None for task in cluster.ps]
+        assert closers == [True, False]
+        assert [task.life for task in cluster.ps] == [Life.SERVING] * 2
+
+
+async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_is_kept() -> None:
+    async with PsCluster() as cluster:
+        await cluster.create("v", np.ones(3, np.float32))
+        # Connections outlive services; over these there were a cut, and a take that waited.
+        await ask(cluster.chief, ACCUMULATOR)
+        await ask(cluster.chief, Gate(1))
+        before: weakref.ref[PsServices] = weakref.ref(cluster.ps[0].services)
+        worker = cluster.client()
+        take = asyncio.create_task(ask(worker, TakeGradient("g", 1, 1, 1)))
+        await until(lambda: cluster.ps[0].statistics()["accumulators"]["waiting"])
+        await attach(cluster)
+        assert cluster.ps[0].services.coordinator == 200
+        assert cluster.ps[0].services.store.keys() == []
+        with pytest.raises(PsyncError):
+            await take
+        await until(lambda: gc.collect() >= 0 and before() is None)
