@@ -24,7 +24,7 @@ async def test_locks_are_told_with_their_holders_and_how_many_wait():
         await psync.pull((v, w))
         locks = locks_of(cluster.tasks["ps-0"])
         key = store_of(cluster.tasks["ps-0"]).keys()[0]
-        held = locks._table.claim([key], exclusive=True)  # as if a task held it
+        held = locks.table.claim([key], exclusive=True)  # as if a task held it
 
         async def assigns():
             await note("assigning")
