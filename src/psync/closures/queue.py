@@ -72,6 +72,9 @@ class ClosureQueue:
         max_ahead: Most closures to keep there.
         max_ahead_bytes: Most inline bytes to keep there.
         max_losses: A closure fails when this many workers were lost while they held it.
+
+    Attributes:
+        dispatcher: Which closures are queued, and what each worker holds.
     """
 
     def __init__(

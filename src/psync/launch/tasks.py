@@ -301,7 +301,8 @@ def _exit(error: PsyncError, code: int) -> NoReturn:
     if error.hint:
         lines.append(f"hint: {error.hint}")
     frames = traceback.extract_tb(error.__traceback__)
-    ours = (os.path.dirname(__file__), os.path.dirname(asyncio.__file__))
+    psync = os.path.dirname(os.path.dirname(__file__))
+    ours = (psync, os.path.dirname(asyncio.__file__))
     places = [
         frame
         for frame in frames

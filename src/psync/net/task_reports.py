@@ -93,7 +93,7 @@ def describe_threads() -> list[str]:
 
 def _frames(frame: FrameType | None) -> Iterator[str]:
     """Yield lines from the innermost call on, without those of the report itself."""
-    reporting = {__file__, __file__.replace("stacks.py", "task_reports.py")}
+    reporting = {__file__}
     while frame is not None:
         if frame.f_code.co_filename not in reporting:
             yield _line(frame, frame.f_lineno)
