@@ -65,7 +65,7 @@ class MemoryCluster:
         self.counts = {"chief": int(chief), "ps": num_ps, "worker": num_workers}
         self.tasks: dict[str, PsTask | WorkerTask] = {}
         self._without = without
-        self._losses = None if losses is None else MessageLosses(losses)
+        self.losses = None if losses is None else MessageLosses(losses)
         self._incarnations = itertools.count(100, 100)
         self._programs: set[asyncio.Task[Any]] = set()
         self.chief: psync.ClusterCoordinator | None = None  # the present one, see chief_lives
@@ -82,7 +82,7 @@ class MemoryCluster:
             self.network.host(host),
             secret or self.secret,
             limits=self.limits,
-            parts=SabotagedParts(without=self._without, losses=self._losses),
+            parts=SabotagedParts(without=self._without, losses=self.losses),
             uniform=lambda: 0.5,
             new_incarnation=lambda: next(self._incarnations),
             threads=not virtual,
