@@ -1,4 +1,4 @@
-"""The coordinator: takes closures, sends them, settles them, and knows who is there.
+"""The coordinator: dispatches closures, settles their results, owns links and recovery.
 
 ``ClosureQueue`` decides, this performs. What was scheduled within one turn of the loop is
 sent at its end, in one message per worker. What workers answer comes in by ``closure_service``;

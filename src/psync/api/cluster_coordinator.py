@@ -1,4 +1,4 @@
-"""ClusterCoordinator: what a training program schedules its steps with."""
+"""ClusterCoordinator: scheduling, joins, datasets and workers, for a training program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous training: gradients of several replicas are averaged, then applied once.
+"""SyncReplicasOptimizer: the mean of several replicas' gradients, applied once a step.
 
 ``SyncReplicasOptimizer`` is a handle like every optimizer. A push through it goes to the ps
 tasks in parts, ps 0 decides which pushes make a step, and the push returns with a token: the

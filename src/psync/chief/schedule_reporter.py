@@ -1,4 +1,4 @@
-"""What ps tasks are told of the schedule: reports to ps 0, and which closures are final.
+"""Reports to ps tasks: the schedule, for ps 0, and which closures are final.
 
 ``ScheduleReports`` decides what ps 0 hears, this sends: one report at a time, and of the states
 that follow one another meanwhile the last. Nothing is sent before the program has declared

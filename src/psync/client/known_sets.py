@@ -1,4 +1,4 @@
-"""Which sets of shards a ps knows on a connection: those are named by their number alone."""
+"""Sets of shards that a ps knows on a connection: these are named by their number alone."""
 
 from __future__ import annotations
 

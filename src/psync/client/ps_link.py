@@ -1,4 +1,4 @@
-"""A task's link to one ps task: its connections, their loss, and what is sent again.
+"""The link to one ps task: connections, detection of their loss, retransmission.
 
 Every request to a ps may be repeated: pulls change nothing, updates bear an identity by
 which the ps answers a repetition from memory. So a lost connection is made again and the

@@ -1,4 +1,4 @@
-"""The chief's queue runner: nothing is left for it to do, so it waits for the end of training."""
+"""The chief queue runner of SyncReplicasOptimizer, which only waits for the end here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task's connections in a training session, and its requests to the ps tasks.
+"""Links of a task to the ps tasks in a training session.
 
     chief     attach every ps → create the variables → declare → … → end training
     worker    enter → connect to every ps → compare the declarations → … → leave

@@ -1,4 +1,4 @@
-"""Training sessions: without a coordinator, every worker runs the training loop by itself.
+"""MonitoredTrainingSession: every worker runs the training loop, without a coordinator.
 
 The same program runs on the chief and on every worker. Each makes its own strategy and declares
 the same variables and optimizers in the same order, which is how their numbers agree.

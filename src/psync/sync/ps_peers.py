@@ -1,4 +1,4 @@
-"""All ps tasks as ps 0 sees them: itself, and the others over the network.
+"""Requests from ps 0 to all ps tasks, itself among them, and the global step of a group.
 
 ``StepCloser`` says which step is to be closed; this carries it to every ps, and keeps the
 global step, wherever that is.

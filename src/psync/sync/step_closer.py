@@ -1,4 +1,4 @@
-"""Synchronous training on ps 0: who contributed, when a step is closed, who may go on.
+"""Synchronous steps on ps 0: contributions in, decisions out, rounds and tokens carried out.
 
 Joins the rule (``SyncSteps``) with the network: answers wait here until there is a token, and
 a decided step goes to every ps.

@@ -1,4 +1,4 @@
-"""What a ps has applied, in order, written down for tests.
+"""The apply log: everything that a ps has applied, in order, for tests.
 
 ``PSYNC_TESTING_APPLY_LOG=DIRECTORY`` lets each ps, and each backup, append to a file of its own
 there, ``ps-0.PID.applies`` (``ps-0.PID.1.applies`` for the next one in that process), every

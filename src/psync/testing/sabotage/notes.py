@@ -1,4 +1,4 @@
-"""Where test hooks write down what they did, so that it is known even of a task that was killed.
+"""Notes of test hooks, which outlive a task that is killed.
 
 ``PSYNC_TESTING_NOTES=DIRECTORY`` lets each task append lines to a file of its own there, such as
 ``lost Push reply`` or ``failpoint ps.push.applied``. A line is one write to a file that is
