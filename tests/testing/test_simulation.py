@@ -379,7 +379,7 @@ def test_a_mark_is_reached_only_under_its_name() -> None:
 def test_what_a_rollback_has_left_of_a_run_that_was_cut_short_may_be_a_part(
     runs: int, said: str
 ) -> None:
-    """See store.rollback: a cut between the two runs has what the first one had sent."""
+    """See closures.rollback: a cut between the two runs has what the first one had sent."""
     plan = drawn(1)
     closure = Closure(0, ClosurePlan((Call("rows", 0),)), 1, undone=True)
     closure.runs += [Run(0, f"worker-{run}", (1, 0), None) for run in range(runs)]

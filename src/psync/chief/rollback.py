@@ -33,6 +33,7 @@ from psync.chief.recovery_state import RecoveryState
 from psync.client.calls import all_of
 from psync.client.ps_link import PsLink, always
 from psync.closures.queue import ClosureQueue
+from psync.closures.rollback import CutCalls, EndedClosures
 from psync.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -41,7 +42,6 @@ from psync.errors import (
     PsyncError,
 )
 from psync.store.reattach import Orders
-from psync.store.rollback import CutCalls, EndedClosures
 from psync.store.snapshot_state import ImageState
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics

@@ -24,6 +24,7 @@ from psync.chief import cluster_links
 from psync.chief.failover import ReplicaRecovery
 from psync.client.runtime import Runtime
 from psync.closures.queue import ClosureQueue
+from psync.closures.rollback import EndedClosures
 from psync.closures.shard_epochs import Visitation
 from psync.coordinator import Coordinator
 from psync.errors import TaskLost
@@ -34,7 +35,6 @@ from psync.store import ledger_snapshot, snapshot
 from psync.store.commit_log import CommitLog, LogState
 from psync.store.ledger import AlreadyApplied, Fresh, Ledger
 from psync.store.locks import LockTable
-from psync.store.rollback import EndedClosures
 from psync.store.shards import ShardTable
 from psync.store.update_gate import UpdateGate
 from psync.sync import step_rounds, step_update

@@ -95,7 +95,7 @@ def faults_of_save(journal: Journal, save: Save) -> Iterator[Fault]:
             done = closure.state == "done"
             counted = done and closure.outcomes[ordinal] in COUNTED
             whole = not table.synchronous or closure.number in save.settled
-            # Of a run that was cut short a cut may have a part: see ``store.rollback``.
+            # Of a run that was cut short a cut may have a part: see ``closures.rollback``.
             if not (found == found[0]).all():
                 wrong = "cut" if table.synchronous or (done and len(closure.runs) == 1) else ""
             elif closure.number in save.began and counted and whole and not found.all():
@@ -209,7 +209,7 @@ def faults_of_beginning(
             # then its step is open, of which nothing is saved.
             applied = not table.synchronous or closure.settled
             wrong = ""
-            # Of a run that was cut short a cut may have a part: see ``store.rollback``.
+            # Of a run that was cut short a cut may have a part: see ``closures.rollback``.
             may_part = len(closure.runs) > 1 and not table.synchronous
             if done and not (found == found[0]).all() and not may_part:
                 wrong = "cut"

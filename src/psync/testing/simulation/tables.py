@@ -183,7 +183,7 @@ class Table:
         if seen.outcome == "stale":
             return "stale" if counts.any() else ""
         if seen.late or seen.closure.undone or seen.outcome == "rolled_back":
-            # Of a run that was cut short a cut may have a part: see ``store.rollback``.
+            # Of a run that was cut short a cut may have a part: see ``closures.rollback``.
             return "" if whole or len(seen.closure.runs) > 1 else "cut"
         if seen.outcome not in COUNTED:
             return "outcome"

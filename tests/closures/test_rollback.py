@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures
 from psync.store.ledger_snapshot import LedgerState
-from psync.store.rollback import PART_BITS, CutCalls, EndedClosures
 from psync.store.snapshot_state import ImageState
 
 
