@@ -396,7 +396,7 @@ class Coordinator:
                 self.workers.notify(action.worker, worker_messages.GiveBack(list(action.ids)))
         if self._queue.has_failed is not self._final.refused:
             self._final.look_for_errors()
-        if self.joins.waiting:
+        if self.joins.waiting or self.joins.works:
             self.joins.settle()
             self._final.look(1)
         self._reporter.look()

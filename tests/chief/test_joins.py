@@ -10,7 +10,7 @@ from psync.chief.joins import Joins, describe_waiting
 from psync.closures.closure import Closure
 from psync.closures.open import Settle
 from psync.closures.queue import ClosureQueue
-from psync.errors import DeadlineExceeded, EndOfData
+from psync.errors import DeadlineExceeded, EndOfData, ParameterServerLost
 
 WORKERS = ("w0", "w1")
 
@@ -60,6 +60,18 @@ async def test_an_error_ends_all_joins_once_nothing_runs():
     later = world.joins.add(2)
     world.joins.settle()
     assert later.result() is None  # raised once
+
+
+@pytest.mark.timeout(10)
+async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
+    """A ps was lost for good while ps 0 was to finish a step with it: the join had no end."""
+    world = World(0)
+    never = asyncio.Event()
+    working = asyncio.create_task(world.joins.run(never.wait(), None, None))
+    await asyncio.sleep(0)
+    world.tell(world.queue.fail(ParameterServerLost("/job:ps/task:2", "cannot be reached")))
+    with pytest.raises(ParameterServerLost, match="cannot be reached"):
+        await working
 
 
 async def test_errors_that_are_alike_are_one_note():

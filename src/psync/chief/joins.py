@@ -50,6 +50,7 @@ class Joins:
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()  # when a worker last reported
         self.waiting: dict[asyncio.Future[None], _Join] = {}
+        self.works: set[asyncio.Task[Any]] = set()  # that joins wait for, see ``run``
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
     def __len__(self) -> int:
@@ -122,14 +123,23 @@ class Joins:
     async def run(
         self, work: Coroutine[Any, Any, Any], deadline: float | None, timeout_s: float | None
     ) -> None:
-        """Do something that a join waits for, too; see ``wait``. Cancellation: of both."""
+        """Do something that a join waits for, too; see ``wait``. Cancellation: of both.
+
+        Raises:
+            Exception: The error of a closure, or of all of them, that came meanwhile: a ps may be
+                lost for good without which ``work`` has no end.
+        """
         task = self._loop.create_task(work)
+        self.works.add(task)
         try:
             await self.wait(task, deadline, timeout_s)
         finally:
+            self.works.discard(task)
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
+        if task.cancelled():
+            (await self.below(self._queue.next_id, deadline, timeout_s)).result()
         task.result()
 
     async def collect_into(self, error: Exception, cutoff: int) -> None:
@@ -157,6 +167,9 @@ class Joins:
 
     def settle(self) -> None:
         """End the joins that are over."""
+        if self._queue.has_failed:
+            for work in self.works:
+                work.cancel()
         ready = [join for join in self.waiting.values() if self._queue.is_settled(join.cutoff)]
         if not ready:
             return
