@@ -132,7 +132,7 @@ class PsTask:
     async def close(self) -> None:
         """Finish the updates that have begun, then close all connections.
 
-        Cancellation: Safe; updates go on.
+        Cancellation: Updates go on; what is not closed yet stays open: call it again.
         """
         await self.services.drain()
         await self._work.drain()  # and let their senders know
@@ -201,7 +201,8 @@ class PsTask:
         attach = self.services.attach
         if attach is None or (peer.task, peer.incarnation) != (CHIEF, attach.coordinator):
             check_chief(peer)
-            raise FencedError(f"{self.task}: {peer.task} is not the coordinator that it serves")
+            who = f"{peer.task}, {peer.incarnation}, is not the coordinator that it serves"
+            raise FencedError(f"{self.task}: {who}, {self.floor}")
 
     def _admit(self, hello: Hello) -> Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
@@ -218,7 +219,7 @@ class PsTask:
     def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Awaitable[Reply]:
         check_chief(peer)
         if message.coordinator != peer.incarnation:
-            raise UsageError(f"{peer.task} speaks for another coordinator than itself")
+            raise UsageError(f"{peer.task}, {peer.incarnation}, speaks for {message.coordinator}")
         if message.coordinator < self.newest:
             raise FencedError(
                 f"{self.task} serves a newer coordinator than {peer.task} "
@@ -337,7 +338,10 @@ class PsTask:
         return self.services.replayed.get(kind) or self._endpoint.handlers[kind]
 
     async def promote(self, fences: Sequence[tuple[str, int]]) -> Listener:
-        """Serve what was a backup until now; incarnations below ``fences`` are refused."""
+        """Serve what was a backup until now; incarnations below ``fences`` are refused.
+
+        Raises ConfigurationError if the address is taken. Cancellation: it may be listening.
+        """
         self.life = self.life.after(LifeEvent.PROMOTE, self.task)
         self.services.accumulators.promoted()  # nobody waits in the log, which has ended
         for task, below in fences:

@@ -111,10 +111,7 @@ class WorkerTask:
 
         Cancellation: It goes on.
         """
-        if self._leaving is None:
-            work = self._leave(reason, hint)
-            self._leaving = asyncio.get_running_loop().create_task(work)
-        await asyncio.shield(self._leaving)
+        await asyncio.shield(self._begin_leaving(reason, hint))
 
     async def _leave(self, reason: str, hint: str) -> None:
         session = self._session
@@ -129,13 +126,14 @@ class WorkerTask:
             self.stopped.set()
 
     def _leave_soon(self, peer: Peer, message: LeaveCluster, _: list[memoryview]) -> Reply:
-        session = self._session
-        if session is None or peer is not session.control:
-            raise UsageError(f"{peer.task} is not the coordinator of {self.task}")
-        if self._leaving is None:
-            work = self._leave(message.reason, "")
-            self._leaving = asyncio.get_running_loop().create_task(work)
+        self._session_of(peer)
+        self._begin_leaving(message.reason, "")
         return Reply(Done())
+
+    def _begin_leaving(self, reason: str, hint: str) -> asyncio.Task[None]:
+        if self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._leave(reason, hint))
+        return self._leaving
 
     def describe(self) -> list[str]:
         """Say what this task does; for reports."""
@@ -176,7 +174,10 @@ class WorkerTask:
     def _of_session(
         self, act: Callable[[Session, Any, list[memoryview]], None]
     ) -> Callable[[Peer, Any, list[memoryview]], None]:
-        """Serve a notification that only the coordinator of the present session may send."""
+        """Serve a notification that only the coordinator of the present session may send.
+
+        What others send is ignored: it was sent before they knew.
+        """
 
         def run(peer: Peer, message: Any, segments: list[memoryview]) -> None:
             session = self._session
@@ -186,10 +187,14 @@ class WorkerTask:
         return run
 
     def _position(self, peer: Peer, message: AskPosition, _: list[memoryview]) -> Reply:
+        return Reply(self._session_of(peer).iterator_position(message))
+
+    def _session_of(self, peer: Peer) -> Session:
+        """Return the session if its coordinator asks; else raise UsageError."""
         session = self._session
         if session is None or peer is not session.control:
             raise UsageError(f"{peer.task} is not the coordinator of {self.task}")
-        return Reply(session.iterator_position(message))
+        return session
 
     def _note_lane(self, peer: Peer) -> None:
         self._lanes[(peer.task, peer.incarnation, peer.lane)] = peer
@@ -211,7 +216,7 @@ class WorkerTask:
             raise UsageError(f"{peer.task} is not a coordinator")
         session = self._session
         if message.coordinator < self._newest_coordinator:
-            raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
+            raise self._fenced(peer, self._newest_coordinator)
         bulk = self._lanes.get((peer.task, peer.incarnation, "bulk"))
         if bulk is None:  # it was there, or the coordinator would not ask
             raise ConnectionLost(f"{self.task} has no bulk connection to {peer.task}")
@@ -253,12 +258,18 @@ class WorkerTask:
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         if not peer.task.startswith("/job:chief/"):
             raise UsageError(f"{peer.task} is not a coordinator")
-        session = self._session
+        session = self._session  # without one any chief may stop it
         if session is not None and peer.incarnation < session.attach.coordinator:
-            raise FencedError(f"{self.task} works for a newer coordinator than {peer.task}")
+            raise self._fenced(peer, session.attach.coordinator)
         logger.info("%s: %s asks to stop: %s", self.task, peer.task, message.reason)
         self.stopped.set()
         return Reply(Done())
+
+    def _fenced(self, peer: Peer, newest: int) -> FencedError:
+        return FencedError(
+            f"{self.task} works for a newer coordinator than {peer.task}: "
+            f"incarnation {newest}, not {peer.incarnation}"
+        )
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
@@ -267,9 +278,13 @@ class WorkerTask:
             return
 
         async def end() -> None:
-            await session.close()
-            await session.runtime.ps.close()
-            await clients.close()
+            try:
+                await session.close()
+            finally:
+                try:
+                    await session.runtime.ps.close()
+                finally:
+                    await clients.close()
 
         task = asyncio.get_running_loop().create_task(end())
         self._ending.add(task)

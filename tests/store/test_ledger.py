@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from psync.errors import FencedError, UsageError
+from psync.errors import FencedError, LocalProtocolError, UsageError
 from psync.store.ledger import AlreadyApplied, Duplicate, Fresh, InProgress, Ledger, Ticket, Verdict
 
 W0, W1 = ("/job:worker/task:0", 1), ("/job:worker/task:1", 1)
@@ -105,7 +105,7 @@ class TestMessages:
         ledger.finish(ticket, "accepted")
         for settle in (ledger.fail, lambda t: ledger.finish(t, "again")):
             with pytest.raises(
-                UsageError, match=r"^update 0 of /job:worker/task:0 was settled before$"
+                LocalProtocolError, match=r"^update 0 of /job:worker/task:0 was settled before$"
             ):
                 settle(ticket)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from psync.errors import ConfigurationError
-from psync.sync.steps import Answer, Close
-from sync_tools import GROUP, Steps, answers, closes, refusals, replica
+from psync.errors import ConfigurationError, LocalProtocolError
+from psync.sync.group import Group
+from psync.sync.steps import Answer, Close, Contribution
+from sync_tools import GROUP, Steps, answers, closes, config, refusals, replica
 
 
 def accepted(index: int, token: int) -> tuple[int, str, int]:
@@ -141,3 +142,37 @@ def test_initial_tokens_are_put_once() -> None:
 def test_too_few_initial_tokens_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="too few tokens"):
         Steps(3, 1).init_tokens(GROUP, 1)
+
+
+# The order of calls, which ``SyncSteps`` keeps.
+
+
+def one_push() -> Contribution:
+    return Contribution(replica(0), 1, 1, None, 0, b"v", 0, 1.0)
+
+
+def test_a_group_judges_counts_closes_and_goes_on() -> None:
+    group = Group(GROUP, config(1), 0, {replica(0)[0]: replica(0)[1]})
+    assert group.replayed(one_push()) is None
+    push = group.judge(one_push(), 0)
+    assert (push.outcome, group.is_complete, group.may_close) == ("accepted", True, True)
+    close = group.close(partial=False)
+    assert (close.step, group.step, group.may_close) == (0, 1, False)
+    assert group.take(push) == []
+    (answer,) = group.closed(0, None)
+    assert group.replayed(one_push()).answer is answer
+
+
+def test_a_step_is_not_closed_twice_nor_without_a_push() -> None:
+    group = Group(GROUP, config(1), 0, None)
+    with pytest.raises(AssertionError, match="nothing to close at step 0"):
+        group.close(partial=True)
+    group.judge(one_push(), 0)
+    group.close(partial=False)
+    with pytest.raises(AssertionError, match="nothing to close at step 1"):
+        group.close(partial=False)
+    with pytest.raises(LocalProtocolError, match="step 1 is not being closed, but step 0"):
+        group.closed(1, None)
+    group.closed(0, None)
+    with pytest.raises(LocalProtocolError, match="step 0 is not being closed, but none"):
+        group.closed(0, None)

@@ -490,9 +490,9 @@ def counted(index: int, number: int, closure: int | None = None) -> Contribution
 def test_what_another_one_has_counted_counts_and_closes_the_step() -> None:
     steps = Steps(2)
     assert steps.recount(GROUP, [(0, counted(0, 1, 10))]) == []
-    assert steps.counts(GROUP, replica(0), 1)
-    assert not steps.counts(GROUP, replica(0), 2)
-    assert not steps.counts(GROUP + 1, replica(0), 1)
+    assert steps.is_counted(GROUP, replica(0), 1)
+    assert not steps.is_counted(GROUP, replica(0), 2)
+    assert not steps.is_counted(GROUP + 1, replica(0), 1)
     assert closes(steps.recount(GROUP, [(0, counted(1, 1, 11))])) == [(0, [0, 1], False)]
     assert steps.closed(GROUP, 0) == []  # nobody waits
     assert steps.calls() == [(GROUP, 10, 1, b""), (GROUP, 11, 1, b"")]

@@ -458,7 +458,7 @@ class TestCoordinators:
 
     async def test_a_chief_speaks_for_itself_alone(self) -> None:
         async with PsCluster() as cluster:
-            with pytest.raises(UsageError, match="speaks for another coordinator than itself"):
+            with pytest.raises(UsageError, match=r"speaks for [0-9]+$"):
                 await cluster.attach(cluster.chief, 101)
 
     async def test_the_chief_may_stop_it(self) -> None:

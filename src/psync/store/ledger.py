@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from psync.errors import FencedError, UsageError
+from psync.errors import FencedError, LocalProtocolError, UsageError
 
 Client = tuple[str, int]
 """Task name and incarnation."""
@@ -209,7 +209,7 @@ class Ledger:
         """Record that the update was applied, or answered as a duplicate. Returns ``answer``.
 
         Raises:
-            UsageError: If the ticket was settled before.
+            LocalProtocolError: If the ticket was settled before.
         """
         sender = self._settle(ticket)
         if sender is not None:
@@ -223,7 +223,7 @@ class Ledger:
         """Forget an update that was refused and has changed nothing.
 
         Raises:
-            UsageError: If the ticket was settled before.
+            LocalProtocolError: If the ticket was settled before.
         """
         sender = self._settle(ticket)
         self._failed += 1
@@ -377,7 +377,9 @@ class Ledger:
     def _settle(self, ticket: Ticket) -> _Sender | None:
         """Mark the ticket; return its sender unless that has been fenced meanwhile."""
         if ticket.settled:
-            raise UsageError(f"update {ticket.sequence} of {ticket.client[0]} was settled before")
+            raise LocalProtocolError(
+                f"update {ticket.sequence} of {ticket.client[0]} was settled before"
+            )
         ticket.settled = True
         sender = self._senders[ticket.client[0]]
         return sender if sender.incarnation == ticket.client[1] else None

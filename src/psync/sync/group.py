@@ -1,6 +1,9 @@
 """One synchronous group: its step, counted pushes, replicas and tokens.
 
-``SyncSteps`` looks over all groups and decides when to close a step; this is what follows in one.
+``SyncSteps`` looks over all groups and decides when to close a step; this is what follows in one:
+
+    for each push   ``replayed``; ``judge``, if that knows nothing of it; then ``take``
+    for each step   ``close``; then ``closed`` once every ps has applied it, or ``failed``
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from psync.cluster import parse_task_name
 from psync.errors import LocalProtocolError, PsyncError, UsageError
 from psync.numerics.sums import check_weight
 from psync.store.sync_config import SyncConfig
@@ -119,7 +123,8 @@ class Group:
             config.allowance if config.bound else None, keeps_old=config.tensorflow_compat
         )
         self.tokens.put(step, 0)
-        self.first_step = step - goes_on  # or a later one, which is over
+        # Values of before it (local step -1) count as of this step; or a later one, which is over.
+        self.first_step = step - 1 if goes_on else step
         self._begun_at = step  # here
         self._target = self._target_for(alive)
         self._counted: list[Push] = []  # in the present step
@@ -168,13 +173,13 @@ class Group:
             self._count(push)
             counts.accepted += 1
         self._staleness[staleness] += 1
-        self._pushes[replica][contribution.number] = push
+        self._pushes.setdefault(replica, {})[contribution.number] = push
         token = self._tokens_held.pop(replica, None)
         if push.outcome == "accepted" and token != self.step:
             self.tokens.charge(replica, self.step)
         return push
 
-    def counts(self, replica: Replica, number: int) -> bool:
+    def is_counted(self, replica: Replica, number: int) -> bool:
         """Return whether a push that is not acknowledged was accepted."""
         push = self._pushes.get(replica, {}).get(number)
         return push is not None and push.outcome == "accepted"
@@ -265,12 +270,13 @@ class Group:
             self.short_since = now
 
     def close(self, *, partial: bool) -> Close:
-        """Decide that the present step is closed with what was counted."""
+        """Decide that the present step, which ``may_end``, is closed with what was counted."""
+        assert self.may_end, f"{self.config.name}: there is nothing to close at step {self.step}"
         pushes, self._counted = self._counted, []
         self._being_applied = pushes
         self._shares.clear()
         if self.config.deterministic:
-            pushes.sort(key=lambda push: (_place(push.contribution.replica[0]),
+            pushes.sort(key=lambda push: (parse_task_name(push.contribution.replica[0]),
                                           push.contribution.number))  # fmt: skip
         for push in pushes:
             push.partial, push.count = partial, len(pushes)
@@ -297,11 +303,19 @@ class Group:
             LocalProtocolError: If ``step`` was not being closed.
         """
         if self.closing is None or self.closing.step != step:
-            raise LocalProtocolError(f"{self.config.name}: step {step} is not being closed")
+            expected = "none" if self.closing is None else f"step {self.closing.step}"
+            raise LocalProtocolError(
+                f"{self.config.name}: step {step} is not being closed, but {expected}"
+            )
         self.closing = None
         self._being_applied = []
         self._target = self._target_for(alive)
         return self._answers(self.tokens.put(self.step, self.config.tokens_per_step))
+
+    def failed(self, error: PsyncError) -> list[Action]:
+        """The step that is being closed cannot be applied: the group is broken for good."""
+        self.broken, self.closing = error, None
+        return self.refuse_waiting(error)
 
     def put_initial(self, count: int) -> list[Action]:
         """Put the initial tokens, once; -1: as many as is the default.
@@ -411,9 +425,3 @@ class Group:
             self._tokens_held[replica] = token
             answers.append(push.answer)
         return answers
-
-
-def _place(task: str) -> tuple[str, int]:
-    """Return a task's place among the replicas: the chief first, then workers by their index."""
-    job, _, index = task.removeprefix("/job:").partition("/task:")
-    return job, int(index)

@@ -237,9 +237,9 @@ class StepCloser:
         replica = (peer.task, peer.incarnation)
         push = push_of(message, replica, message.acked_below)
         key = (message.group, replica, message.push)
-        step, counted = self.steps.step(message.group), self.steps.counts(*key)
+        step, counted = self.steps.step(message.group), self.steps.is_counted(*key)
         actions = self.steps.contribute(message.group, push)
-        if self._sync.committer is not None and not counted and self.steps.counts(*key):
+        if self._sync.committer is not None and not counted and self.steps.is_counted(*key):
             self._log_count(self._sync.committer, message.group, step, push)
         waiter = self._waits.add(key, wanted)
         self._perform(actions)

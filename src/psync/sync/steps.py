@@ -129,10 +129,10 @@ class SyncSteps:
         actions += known.take(push)
         return actions + self._close_what_is_due()
 
-    def counts(self, group: int, replica: Replica, number: int) -> bool:
+    def is_counted(self, group: int, replica: Replica, number: int) -> bool:
         """Return whether a push is known, and counts."""
         known = self._groups.get(group)
-        return known is not None and known.counts(replica, number)
+        return known is not None and known.is_counted(replica, number)
 
     def recount(self, group: int, left: Sequence[tuple[int, Contribution]]) -> list[Action]:
         """Count pushes that another one has counted whose backup this is; nobody waits for them.
@@ -190,9 +190,7 @@ class SyncSteps:
 
     def close_failed(self, group: int, error: PsyncError) -> list[Action]:
         """A ps could not apply a step: the group is broken for good."""
-        known = self._group(group)
-        known.broken, known.closing = error, None
-        return known.refuse_waiting(error)
+        return self._group(group).failed(error)
 
     # Who takes part, and what is left to do.
 
