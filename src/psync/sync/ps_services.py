@@ -117,6 +117,7 @@ class PsServices:
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
         self._process = process
+        self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
         parts, served = platform.parts, (task, store, ledger, work, pool, self.locks)
         serves = life in (Life.SERVING, Life.HOSTED)
@@ -142,7 +143,7 @@ class PsServices:
         self.updates = parts.of(PsUpdates)(*served, self.gate)
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
+            lambda: self.freeze()[0], self.begin_log, self._deposed, steps, accumulated.entries,
         )  # fmt: skip
         self.follower: SyncFollower | None = None
         self.replayed: dict[type[Message], Handler] = {}
@@ -317,6 +318,11 @@ class PsServices:
 
     # Ends.
 
+    def _deposed(self) -> None:
+        """The backup serves in place of the ps: of this, and not of what has followed it since."""
+        if not self._ended:
+            self._process.deposed()
+
     async def drain(self) -> None:
         """Let go on who waits for a lock or at the gate; wait for what is being done."""
         self.locks.close()
@@ -343,6 +349,7 @@ class PsServices:
                 coordinator that keeps the variables; None: it gets no further.
             torn: Called if it did not.
         """
+        self._ended = True
         task, by = self._process.task, "a newer coordinator"
         why: PsyncError = FencedError(f"{task} serves a newer program")
         if timeline:  # those of the same program say again what they had said
