@@ -128,7 +128,7 @@ def closer_of(ps: Any) -> Any:
 def addresses_told(ps: Any) -> list[str]:
     """Where ps 0 takes the others to be; none without a coordinator."""
     closer = closer_of(ps)
-    return [] if closer is None else closer._all_ps._addresses
+    return [] if closer is None else closer.all_ps._addresses
 
 
 def clocks_of(ps: Any) -> ClockService:

@@ -95,9 +95,7 @@ async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -
         attaching = asyncio.create_task(link.call(lambda _: order))
         await until(lambda: cluster.ps[0].services is not former)
         said.set()
-        log = former.backup.committer
-        assert log is not None
-        await until(lambda: log.log.state is LogState.DEPOSED)
+        await until(lambda: former.backup.committer.log.state is LogState.DEPOSED)
         assert cluster.ps[0].life is Life.SERVING
         ended.set()
         await attaching

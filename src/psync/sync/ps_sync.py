@@ -62,6 +62,7 @@ class PsSync(GroupTable):
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        committer: In whose order all is done, once it has begun.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
     """
 
@@ -74,6 +75,7 @@ class PsSync(GroupTable):
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        committer: Committer,
         *,
         serves: bool = True,
     ) -> None:
@@ -81,11 +83,12 @@ class PsSync(GroupTable):
         self.ledger = ledger
         self.work = work
         self.locks = locks
-        self.committer: Committer | None = None  # None: there was never a backup
+        self.committer = committer
         parts = platform.parts
-        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks)
+        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks, committer)
         self._staging = Staging(platform.limits.staging_bytes, task)
-        self.applier = parts.of(StepApplier)(task, self, self._staging, work, locks)
+        make = parts.of(StepApplier)
+        self.applier = make(task, self, self._staging, work, locks, committer)
         self._serves = serves
         self._pool = pool
 
@@ -98,10 +101,6 @@ class PsSync(GroupTable):
             CloseStep: Handler(self._close_for),
             **self.global_steps.handlers(),
         }
-
-    def commit_with(self, committer: Committer) -> None:
-        """From now on all that changes here is done in the order of a log."""
-        self.committer = self.global_steps.committer = self.applier.committer = committer
 
     def steps(self) -> list[tuple[int, int]]:
         """Return (group, step) of each group that has closed a step here; not to be changed."""
@@ -143,7 +142,7 @@ class PsSync(GroupTable):
     ) -> Reply | Awaitable[Reply]:
         known = set_of(peer, message, self._task).look_up(self.store)
         part = self.part_with(message, known, known.body_of(body, self._task, message.rows))
-        if self.committer is None:
+        if not self.committer.is_begun:
             return Reply(Staged(not self.keep(peer, message, part)))
         client = (peer.task, peer.incarnation)
         return self.committer.commit(
