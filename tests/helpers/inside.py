@@ -30,6 +30,12 @@ from psync.sync.staleness_service import ClockService
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
+
+def in_update_context() -> bool:
+    """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
+    return psync.get_replica_context() is None and not psync.in_cross_replica_context()
+
+
 # Of any task, and of a link to one.
 
 
