@@ -294,7 +294,7 @@ class PsServices:
     def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
         """Serve no lower incarnation of a task; return what large work follows from that."""
         self.ledger.fence(task, below)
-        self.sync.fence(task, below)
+        self.sync.staging.fence(task, below)
         self.gate.look_again()
         if self.closer is not None:
             self.closer.lost(task, below)

@@ -77,7 +77,8 @@ def faults_of_rest(
         # Of pushes that were told duplicate, and of runs that were lost, they wait for the end of
         # the step that is open.
         waiting = sum(
-            local >= steps.get(group, 0) for group, *_, local, _ in task.services.sync.held()
+            local >= steps.get(group, 0)
+            for group, *_, local, _ in task.services.sync.staging.held()
         )
         if staging["parts"] != waiting or (staging["bytes"] and not waiting):
             yield "left over", f"{name}: parts of steps that are closed: {staging}"
