@@ -97,18 +97,18 @@ class PsTask:
         self._process = PsProcess(
             task, index, platform, pool, work, check, self._served, self._depose
         )
-        make = parts.of(PsServices)
-        self.services = make(self._process, self.life, None, 0, self._nothing(0))
-        self._host = ReplicaHost(task, pool, self._make_backup, lambda: self.floor, parts)
+        nothing = self._nothing(0)
+        self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
+        floor, services = (lambda: self.floor), (lambda: self.services)
+        self._host = ReplicaHost(task, pool, self._make_backup, floor, parts)
         self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(task, work, check, lambda: self.services.store)
-        self._images = ImageService(task, work, pool, check, self, parts)
+        self._images = ImageService(task, work, pool, check, services, floor, self.take, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
-        served = {} if is_hosted else ServedService(task, self, self._host).handlers()
+        served = ServedService(task, self._host, lambda: self.newest, self.primary, self.end_below)
         grants = CoordinatorGrants() if index == 0 and not is_hosted else None
         granting = GrantService(lambda: self.newest, platform.new_incarnation, grants)
-        of_session = Handler(self._of_session)
         handlers: dict[type[Message], Handler] = {
             AttachPs: Handler(self._attach),
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
@@ -116,8 +116,10 @@ class PsTask:
             **self._adoption.handlers(),
             **self._images.handlers(),
             **self._host.handlers(),
-            **dict.fromkeys(ON_EACH_PS if index else ON_PS_0 + ON_EACH_PS, of_session),
-            **served,
+            **dict.fromkeys(
+                ON_EACH_PS if index else ON_PS_0 + ON_EACH_PS, Handler(self._of_session)
+            ),
+            **({} if is_hosted else served.handlers()),
             **granting.handlers(),
             **self.services.handlers(),
         }
@@ -267,7 +269,7 @@ class PsTask:
     # Rollback.
 
     def take(self, thawed: Thawed, message: TakeImage) -> None:
-        """Serve what a snapshot holds from now on; see ``snapshots.Held``."""
+        """Serve what a snapshot holds from now on; see ``snapshots.ImageService``."""
         before = self.services
         assert before.attach is not None, "only the coordinator that is served asks"
         logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
@@ -304,14 +306,14 @@ class PsTask:
             self._replace(attach, self.services.timeline, self._nothing(self.floor), None)
 
     def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know; see ``succession.OwnTask``."""
+        """Return what a newer coordinator has to know; see ``succession.ServedService``."""
         if self.life is not Life.SERVING:
             return None
         timeline, waits_for = self.services.timeline, self.services.backup.waits_for()
         return Primary(self._index, address, self.floor, timeline, epoch, *waits_for)
 
     def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if it has been replaced; see ``succession.OwnTask``."""
+        """Hold nothing, if it has been replaced; see ``succession.ServedService``."""
         if self.life is Life.SERVING and self.floor < coordinator:
             self._depose()
 

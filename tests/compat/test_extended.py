@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import psync
+from inside import in_update_context
 from psync.client.context import ClosureContext, enter_closure
 from psync.errors import ReplicaValueError, UsageError
 from psync.numerics.replica_values import Mirrored, PerReplica
@@ -16,7 +17,6 @@ from psync.replicas.context import (
     cross_replica,
     get_replica_context,
     in_cross_replica_context,
-    in_update_context,
 )
 
 SUM, MEAN = psync.ReduceOp.SUM, psync.ReduceOp.MEAN

@@ -30,6 +30,12 @@ from psync.sync.staleness_service import ClockService
 from psync.testing.sabotage import Failpoints, failpoints_of
 from psync.wire.codec import Message
 
+
+def in_update_context() -> bool:
+    """Whether a function given to ``update`` runs here: neither a replica nor all of them do."""
+    return psync.get_replica_context() is None and not psync.in_cross_replica_context()
+
+
 # Of any task, and of a link to one.
 
 
@@ -128,7 +134,7 @@ def closer_of(ps: Any) -> Any:
 def addresses_told(ps: Any) -> list[str]:
     """Where ps 0 takes the others to be; none without a coordinator."""
     closer = closer_of(ps)
-    return [] if closer is None else closer._all_ps._addresses
+    return [] if closer is None else closer.all_ps._addresses
 
 
 def clocks_of(ps: Any) -> ClockService:

@@ -12,7 +12,6 @@ import psync
 from memory_cluster import coordinating
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
 from psync.errors import GradientError, ReplicaValueError
-from psync.replicas.context import in_update_context
 
 
 async def replica_id() -> int:
@@ -59,7 +58,6 @@ async def test_contexts_in_a_gang():
             context = psync.get_replica_context()
             assert psync.has_strategy()
             assert not psync.in_cross_replica_context()
-            assert not in_update_context()
             assert psync.get_strategy().num_replicas_in_sync == 2
             merged = await context.merge_call(in_merge, (context is None,))
             return context.num_replicas_in_sync, merged

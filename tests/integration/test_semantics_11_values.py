@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import psync
+from inside import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
 from psync.errors import ReplicaValueError, UsageError
 from psync.numerics.replica_values import reduce_distributed, regroup, select
-from psync.replicas.context import cross_replica, get_replica_context, in_update_context
+from psync.replicas.context import cross_replica
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)
@@ -197,7 +198,7 @@ async def test_steps_2_to_4_of_the_standard_pattern_update_a_variable_once() -> 
 
         async def add(variable: Any, total: Any) -> bool:
             await variable.assign_add(total)
-            return in_update_context() and get_replica_context() is None
+            return in_update_context()
 
         async def merge(merged: Any, gradient: Any, variable: Any) -> bool:
             total = await merged.extended.reduce_to(ReduceOp.SUM, gradient, variable)

@@ -16,7 +16,6 @@ import pytest
 import psync
 from psync import ReduceOp, VariableAggregation, VariableSynchronization
 from psync.errors import PartitionError, ReplicaValueError, UsageError
-from psync.replicas.context import get_update_replica_id, in_update_context
 from shared_tasks import SharedTasks, shared_tasks
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -97,13 +96,12 @@ def test_replica_cross_replica_and_update_context(tasks: SharedTasks) -> None:
             assert psync.in_cross_replica_context()
             assert psync.get_strategy() is strategy
 
-        def state() -> tuple[bool, bool, bool]:
-            replica = psync.get_replica_context() is not None
-            return replica, psync.in_cross_replica_context(), in_update_context()
+        def state() -> tuple[bool, bool]:
+            return psync.get_replica_context() is not None, psync.in_cross_replica_context()
 
         async def updating(var: Any, delta: float) -> Any:
             await var.assign_add(delta)
-            return state(), get_update_replica_id()
+            return state()
 
         async def merge_fn(distribution: Any) -> Any:
             inside = await distribution.extended.update(v, updating, args=(2.0,))
@@ -115,8 +113,8 @@ def test_replica_cross_replica_and_update_context(tasks: SharedTasks) -> None:
             return state(), await context.merge_call(merge_fn)
 
         (replica, merged) = strategy.experimental_local_results(await strategy.run(fn))[1]
-        assert replica == (True, False, False)
-        assert merged == ((False, True, False), ((False, False, True), 0))
+        assert replica == (True, False)
+        assert merged == ((False, True), (False, False))
         assert await v.read() == 2  # once, not once for each replica
         with pytest.raises(RuntimeError, match="mixing different strategies"), strategy.scope():
             with psync.ParameterServerStrategy(tasks.resolver).scope():

@@ -9,10 +9,13 @@ import pytest
 
 from backups import W, back_up, create, say, take_over
 from ps_cluster import PsCluster, assign, heard, pull, until
-from psync.errors import DeadlineExceeded
+from psync.errors import DeadlineExceeded, FencedError
+from psync.ps.backup_sender import BackupSender, Served
+from psync.ps.committer import Entry
 from psync.ps_task import PsTask
-from psync.wire.ps_messages import Fence
-from psync.wire.recovery_messages import BeginBackup, FillBackup
+from psync.store.commit_log import CommitLog
+from psync.wire.ps_messages import AttachPs, Fence
+from psync.wire.recovery_messages import BackUp, BeginBackup, FillBackup
 
 
 async def test_over_connections_that_break_each_entry_is_done_once() -> None:
@@ -123,3 +126,19 @@ async def test_a_process_that_was_started_again_does_not_follow() -> None:
         adding.cancel()
         await asyncio.gather(adding, return_exceptions=True)
         await again.close()
+
+
+async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() -> None:
+    """What its ps serves next, from that turn on, is not what was backed up."""
+    cluster, deposed = PsCluster(1), []
+    served = Served(0, AttachPs(100, 0, ["ps0:1"], 15.0), 0, 100)
+    log: CommitLog[Entry] = CommitLog("/job:ps/task:0", 1 << 20)
+    sender = BackupSender(
+        cluster.platform(), served, BackUp(1, "/job:ps/task:1", "ps1:1", False), log,
+        lambda: None, lambda: deposed.append(True),
+    )  # fmt: skip
+    closing = sender.close()
+    assert sender.ended.is_set()
+    sender._fail(FencedError("there is a newer backup"))
+    assert not deposed
+    await closing

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import endpoint_of, ledger_of, points_of, store_of, work_of
+from inside import endpoint_of, ledger_of, points_of, work_of
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -26,9 +26,7 @@ from psync.errors import (
     UnknownVariableError,
     UsageError,
 )
-from psync.ps.committer import Committer, Entry
 from psync.specs import VariableSpec
-from psync.store.commit_log import CommitLog
 from psync.store.ledger import Fresh
 from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
@@ -102,9 +100,8 @@ class TestIdentity:
             release = hold(ps, v)
             pushing = asyncio.create_task(push(cluster.client(host="w"), (v,), (2.0,)))
             await until(lambda: ledger_of(ps).statistics().fresh)
-            log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
-            committer = Committer(ps.task, 100, store_of(ps), log)
-            ps.services.begin_log(committer)
+            committer = ps.services.backup.committer
+            committer.is_begun = True
             cluster.network.cut("w")
             await until(lambda: ledger_of(ps).statistics().in_progress)
             assert committer.waiting == 1

@@ -20,10 +20,8 @@ from psync.replicas.context import (
     forbid_in_merge,
     get_replica_context,
     get_strategy,
-    get_update_replica_id,
     has_strategy,
     in_cross_replica_context,
-    in_update_context,
     replicas_in_sync,
     update_context,
 )
@@ -63,8 +61,6 @@ def test_outside_of_everything_there_is_one_replica():
     assert context.strategy is get_strategy()
     assert not has_strategy()
     assert not in_cross_replica_context()
-    assert not in_update_context()
-    assert get_update_replica_id() is None
 
 
 def test_a_scope_is_cross_replica_context_and_may_be_nested_in_itself():
@@ -109,11 +105,9 @@ def test_the_only_replica_of_a_gang_has_nobody_to_merge_with():
 
 def test_update_context_is_neither_of_the_two():
     mine = strategy()
-    with cross_replica(mine, num_replicas=4), update_context(mine, 2):
+    with cross_replica(mine, num_replicas=4), update_context(mine):
         assert get_replica_context() is None
         assert not in_cross_replica_context()
-        assert in_update_context()
-        assert get_update_replica_id() == 2
         assert get_strategy() is mine
         assert replicas_in_sync() == 4
 

@@ -12,7 +12,7 @@ from psync.replicas.states import CrossReplica, Enter, Merging, Updating, enter_
 
 
 def test_the_innermost_holds_and_blocks_are_left_in_order():
-    outer, inner = CrossReplica("s", 2), Updating("s", 2, 1)
+    outer, inner = CrossReplica("s", 2), Updating("s", 2)
     assert entered() is None
     with Enter(outer, "s") as value:
         assert value == "s"

@@ -79,14 +79,3 @@ def test_what_is_settled_is_not_waited_for() -> None:
     assert gate.unsettled(wanted) == [(W0, 3)]
     ledger.fence(W0[0], 6)
     assert gate.unsettled(wanted) == []
-
-
-def test_what_belongs_to_an_update_elsewhere_is_known_until_it_is_acknowledged() -> None:
-    ledger = Ledger()
-    gate = UpdateGate(ledger, CLOSER[0])
-    first = begun(ledger, W0, 1, spread=[(1, 7), (2, 4)])
-    assert gate.others() == [(1, *W0, 7), (2, *W0, 4)]
-    ledger.finish(first.ticket, "accepted")
-    assert gate.others() == [(1, *W0, 7), (2, *W0, 4)]
-    ledger.acknowledge(W0, 2)
-    assert gate.others() == []

@@ -9,13 +9,18 @@ import weakref
 import numpy as np
 import pytest
 
-from ps_cluster import CHIEF, PsCluster, until
+from backups import back_up, create
+from inside import handlers_of
+from ps_cluster import CHIEF, PsCluster, assign, until
 from psync.client.ps_client import PsClient
-from psync.errors import NotServedError, PsyncError
+from psync.errors import FencedError, NotServedError, PsyncError
+from psync.net.peer import Handler
 from psync.ps.life import Life
+from psync.store.commit_log import LogState
 from psync.sync.ps_services import PsServices
 from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
-from psync.wire.recovery_messages import Gate
+from psync.wire.ps_messages import AttachPs
+from psync.wire.recovery_messages import Gate, LogEntries
 from sync_cluster import SyncCluster, ask
 
 pytestmark = pytest.mark.asyncio
@@ -62,3 +67,37 @@ async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_i
         with pytest.raises(PsyncError):
             await take
         await until(lambda: gc.collect() >= 0 and before() is None)
+
+
+async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -> None:
+    """Its log goes on while a step of the earlier coordinator is brought to its end."""
+    async with PsCluster(2) as cluster:
+        w = await create(cluster)
+        await back_up(cluster)
+        asked, said, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def refuse(*_: object) -> None:
+            asked.set()
+            await said.wait()
+            raise FencedError("there is a newer backup")
+
+        async def step() -> None:
+            await ended.wait()
+
+        handlers_of(cluster.ps[1])[LogEntries] = Handler(refuse)
+        adding = asyncio.create_task(assign(cluster.client(), w, np.ones(6, np.float32), "add"))
+        await asked.wait()
+        former = cluster.ps[0].services
+        assert former.closer is not None
+        former.closer.phases.carry(step())
+        link = cluster.client(CHIEF, 200, host="chief-2").links[0]
+        order = AttachPs(200, 0, ["ps0:1", "ps1:1"], 15.0, keep=True)
+        attaching = asyncio.create_task(link.call(lambda _: order))
+        await until(lambda: cluster.ps[0].services is not former)
+        said.set()
+        await until(lambda: former.backup.committer.log.state is LogState.DEPOSED)
+        assert cluster.ps[0].life is Life.SERVING
+        ended.set()
+        await attaching
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)

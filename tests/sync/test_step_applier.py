@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from inside import store_of, sync_of
+from inside import sync_of
 from ps_cluster import until
 from psync.errors import FencedError
-from psync.ps.committer import Committer, Entry
-from psync.store.commit_log import CommitLog
+from psync.ps.committer import Committer
 from psync.wire.sync_messages import CloseStep
 from sync_cluster import GROUP, SyncCluster
 
@@ -27,12 +26,10 @@ def closing(cluster: SyncCluster, step: int = 0) -> CloseStep:
 async def with_backup() -> AsyncIterator[tuple[SyncCluster, Committer]]:
     """A ps whose log is read by a backup that has nothing yet; a test says what it has."""
     async with SyncCluster() as cluster:
-        ps = cluster.ps[0]
-        log: CommitLog[Entry] = CommitLog(ps.task, 1 << 20)
-        committer = Committer(ps.task, 100, store_of(ps), log)
+        committer = sync_of(cluster.ps[0]).committer
+        committer.is_begun = True
         committer.begin_copy()
-        log.pair()
-        sync_of(ps).commit_with(committer)
+        committer.log.pair()
         yield cluster, committer
         committer.end()
 

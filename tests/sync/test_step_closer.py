@@ -156,7 +156,7 @@ class TestSteps:
             assert await cluster.replica().push((w,), (1.0,)) == accepted(1, 1)
             closer = closer_of(cluster.ps[0])
             assert closer is not None
-            assert closer._all_ps._client is None
+            assert closer.all_ps._client is None
 
     async def test_workers_ask_for_the_step_before_they_send_much(self) -> None:
         async with SyncCluster(first=5) as cluster:

@@ -70,7 +70,7 @@ async def test_where_the_last_step_was_applied_everywhere_nothing_changes() -> N
 async def test_what_no_other_ps_has_heard_of_is_closed_there_and_the_global_step_raised() -> None:
     async with SyncCluster(2) as cluster:
         sync_of(cluster.ps[0]).define(GROUP, cluster.config)
-        sync_of(cluster.ps[0]).closed_before(GROUP, 0)  # as the log has it
+        sync_of(cluster.ps[0]).staging.closed(GROUP, 0)  # as the log has it
         assert await takes_over(cluster, LastStep(0, CLOSED)) == 1
         assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 2
         assert await cluster.global_step() == 1

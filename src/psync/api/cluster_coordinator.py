@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from psync.api.coordinator_options import WorkerChanges, checked_options
+from psync.api.coordinator_options import add_worker, checked_options, remove_worker
 from psync.api.data_shards import Visits
 from psync.api.datasets import PerWorkerDataset, WorkerIterators
 from psync.api.optimizers.registry import optimizers_here
@@ -31,7 +31,7 @@ _of_origin: PerProcess[weakref.WeakValueDictionary[str, ClusterCoordinator]] = P
 """The coordinator of each strategy, by the strategy's token, as long as somebody holds it."""
 
 
-class ClusterCoordinator(WorkerChanges):
+class ClusterCoordinator:
     """Schedules step functions onto the workers of a strategy's cluster.
 
     An async context manager: entering it connects to the cluster, leaving it cancels what is
@@ -339,6 +339,9 @@ class ClusterCoordinator(WorkerChanges):
             return None if known is None else known._coordinator
 
         return WorkerIterators(self._running, present).dataset(dataset_fn)
+
+    add_worker = add_worker
+    remove_worker = remove_worker
 
     def distribute_once(
         self,

@@ -1,6 +1,6 @@
 """Options of a coordinator, validated; and workers added to, or removed from, a running cluster.
 
-Workers that are added to a running cluster, and removed from it.
+``add_worker`` and ``remove_worker`` are methods of ``ClusterCoordinator``.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from psync.api.strategy import ParameterServerStrategy
 from psync.closures.flapping import Flapping
 from psync.cluster import ClusterSpec, parse_task_name
-from psync.coordinator import Coordinator, CoordinatorOptions
+from psync.coordinator import CoordinatorOptions
 from psync.errors import ConfigurationError, DeadlineExceeded
 from psync.net.environment import added_workers
 from psync.net.environment import watchdog_timeout as watchdog_timeout_here
+
+if TYPE_CHECKING:
+    from psync.api.cluster_coordinator import ClusterCoordinator
 
 
 def checked_options(
@@ -82,96 +85,93 @@ def _watchdog_timeout(given: float | None) -> float | None:
     return given or None
 
 
-class WorkerChanges:
-    """What a ClusterCoordinator can do about the workers of a cluster that runs."""
+async def add_worker(
+    self: ClusterCoordinator,
+    address: str,
+    *,
+    index: int | None = None,
+    timeout: float | None = 60.0,
+) -> str:
+    """Take a worker into the cluster that was not there at the start; return its task name.
 
-    strategy: ParameterServerStrategy
+    It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
+    more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
+    "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
+    when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
+    ``psync.run``. Datasets and variables keep the number of workers that they were made for:
+    it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
+    that one's copy of a variable that is synchronized on read.
 
-    def _running(self, operation: str) -> Coordinator:
-        raise NotImplementedError
+    Args:
+        address: Where it listens.
+        index: Its task index; None: the lowest that no worker of the cluster has.
+        timeout: Seconds to wait for it; it may still be starting. None: for ever.
 
-    async def add_worker(
-        self, address: str, *, index: int | None = None, timeout: float | None = 60.0
-    ) -> str:
-        """Take a worker into the cluster that was not there at the start; return its task name.
+    Raises:
+        ConnectFailed: It is not there in time, and is forgotten.
+        ConfigurationError: The address is none, or another task's; or the index is.
+        ProtocolError: Another task answers there, such as a worker of another index.
+        AuthenticationError: It holds another secret.
+        ClosedError: The coordinator is not running.
 
-        It is one that serves under that name, with ``TF_CONFIG`` or a resolver that need not name
-        more than itself: ``{"cluster": {"worker": {"3": "host:port"}}, "task": {"type": "worker",
-        "index": 3}}``. From then on it is like the others: it gets closures, is connected to again
-        when it is lost, takes part in the next ``strategy.run``, and is told to exit at the end of
-        ``psync.run``. Datasets and variables keep the number of workers that they were made for:
-        it reads the share of worker ``get_worker_index() % number``, from its beginning, and shares
-        that one's copy of a variable that is synchronized on read.
+    Cancellation: It is forgotten.
+    """
+    coordinator, cluster = self._running("add_worker"), self.strategy.cluster
+    workers = coordinator.links.workers
+    known = {parse_task_name(name)[1]: at for name, at in workers.addresses().items()}
+    if index is None:
+        index = next(number for number in itertools.count() if number not in known)
+    elif index in known:
+        raise ConfigurationError(
+            f"index: the cluster has a worker {index} already, at {known[index]}",
+            hint="leave it out, or give the task index that the new worker's TF_CONFIG names",
+        )
+    # Is it an address, and nobody else's? Is the index one?
+    ClusterSpec({**cluster.as_dict(), "worker": {**known, index: address}})
+    try:
+        name = await workers.add(address, index, timeout)
+    finally:
+        coordinator.recovery.state.fail_if_gone()  # it may have been the last hope
+    added = added_workers.get()
+    if added is not None:
+        added[name] = address
+    return name
 
-        Args:
-            address: Where it listens.
-            index: Its task index; None: the lowest that no worker of the cluster has.
-            timeout: Seconds to wait for it; it may still be starting. None: for ever.
 
-        Raises:
-            ConnectFailed: It is not there in time, and is forgotten.
-            ConfigurationError: The address is none, or another task's; or the index is.
-            ProtocolError: Another task answers there, such as a worker of another index.
-            AuthenticationError: It holds another secret.
-            ClosedError: The coordinator is not running.
+async def remove_worker(self: ClusterCoordinator, task: str, timeout: float | None = None) -> None:
+    """Ask a worker to leave, and wait until it has; its process exits with code 0.
 
-        Cancellation: It is forgotten.
-        """
-        coordinator, cluster = self._running("add_worker"), self.strategy.cluster
-        workers = coordinator.links.workers
-        known = {parse_task_name(name)[1]: at for name, at in workers.addresses().items()}
-        if index is None:
-            index = next(number for number in itertools.count() if number not in known)
-        elif index in known:
-            raise ConfigurationError(
-                f"index: the cluster has a worker {index} already, at {known[index]}",
-                hint="leave it out, or give the task index that the new worker's TF_CONFIG names",
-            )
-        # Is it an address, and nobody else's? Is the index one?
-        ClusterSpec({**cluster.as_dict(), "worker": {**known, index: address}})
-        try:
-            name = await workers.add(address, index, timeout)
-        finally:
-            coordinator.recovery.state.fail_if_gone()  # it may have been the last hope
-        added = added_workers.get()
-        if added is not None:
-            added[name] = address
-        return name
+    It gives back what it has not begun and finishes the closure that it runs. One that cannot
+    be reached is forgotten at once. Its index may be given to another one. Nobody reads its
+    share of per-worker datasets any more.
 
-    async def remove_worker(self, task: str, timeout: float | None = None) -> None:
-        """Ask a worker to leave, and wait until it has; its process exits with code 0.
+    Args:
+        task: As in ``/job:worker/task:3``.
+        timeout: Seconds to wait; None: as long as its closure takes.
 
-        It gives back what it has not begun and finishes the closure that it runs. One that cannot
-        be reached is forgotten at once. Its index may be given to another one. Nobody reads its
-        share of per-worker datasets any more.
+    Raises:
+        ConfigurationError: The cluster has no such worker.
+        DeadlineExceeded: It has not left in time; it will when its closure has ended.
+        ClosedError: The coordinator is not running.
 
-        Args:
-            task: As in ``/job:worker/task:3``.
-            timeout: Seconds to wait; None: as long as its closure takes.
-
-        Raises:
-            ConfigurationError: The cluster has no such worker.
-            DeadlineExceeded: It has not left in time; it will when its closure has ended.
-            ClosedError: The coordinator is not running.
-
-        Cancellation: It leaves all the same.
-        """
-        coordinator = self._running("remove_worker")
-        workers = coordinator.links.workers
-        known = workers.addresses()
-        if task not in known:
-            raise ConfigurationError(
-                f"task: expected a worker of the cluster ({', '.join(known)}), got {task!r}"
-            )
-        try:
-            async with asyncio.timeout(timeout):
-                await workers.remove(task, "the program removes it")
-        except TimeoutError as exc:
-            raise DeadlineExceeded(
-                f"{task} has not left within {timeout:g} s: what it runs has not ended",
-                hint="it leaves when that has; wait again, or give it up by stopping its process",
-            ) from exc
-        coordinator.recovery.state.fail_if_gone()
-        added = added_workers.get()
-        if added is not None:
-            added.pop(task, None)
+    Cancellation: It leaves all the same.
+    """
+    coordinator = self._running("remove_worker")
+    workers = coordinator.links.workers
+    known = workers.addresses()
+    if task not in known:
+        raise ConfigurationError(
+            f"task: expected a worker of the cluster ({', '.join(known)}), got {task!r}"
+        )
+    try:
+        async with asyncio.timeout(timeout):
+            await workers.remove(task, "the program removes it")
+    except TimeoutError as exc:
+        raise DeadlineExceeded(
+            f"{task} has not left within {timeout:g} s: what it runs has not ended",
+            hint="it leaves when that has; wait again, or give it up by stopping its process",
+        ) from exc
+    coordinator.recovery.state.fail_if_gone()
+    added = added_workers.get()
+    if added is not None:
+        added.pop(task, None)

@@ -418,7 +418,7 @@ class SyncReplicasOptimizer(Optimizer):
         return hook
 
     def _step_meant(self, operation: str) -> Variable:
-        wing = import_module("psync.compat.known_steps")
+        wing = import_module("psync.compat.session_hooks")
         step: Variable = wing.step_meant(operation, self._name, self._group.global_step)
         return step
 

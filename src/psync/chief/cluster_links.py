@@ -345,7 +345,7 @@ class ClusterLinks:
         addresses = list(self._ps.values())
         return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep, self._moves)
 
-    # worker_links.WorkerLinksOwner.
+    # What the connections to workers need of all, see ``worker_links``.
 
     def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a supervisor until the links are closed; its error is that of all."""

@@ -15,49 +15,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.flapping import Flapping
-from psync.closures.membership import Action as MembershipAction
 from psync.closures.membership import Assign, Membership, TaskState, backoff
 from psync.cluster import parse_task_name, task_name
 from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError, WorkerLost
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.wire.recovery_messages import EndSession, LeaveCluster
-from psync.wire.worker_messages import AttachWorker
+
+if TYPE_CHECKING:
+    from psync.chief.cluster_links import ClusterLinks
 
 logger = logging.getLogger(__name__)
 
 STRANGER_PAUSE_S = 5.0
 """Pause before an address is tried again at which something else than our task answered."""
-
-
-class WorkerLinksOwner(Protocol):
-    """The cluster's links, as those to workers need them."""
-
-    incarnation: int  # of the coordinator
-    is_up: bool  # whether the cluster has come up
-
-    async def ask_again(self, refused: int, task: str, address: str) -> None:
-        """A task has served a higher incarnation than ``refused``: get one above that."""
-
-    def supervise(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a supervisor; its error is the cluster's."""
-
-    def perform(self, actions: Sequence[MembershipAction]) -> None:
-        """Do what the membership decided."""
-
-    def ps_addresses(self) -> list[str]:
-        """Return where the ps tasks are."""
-
-    def attachment(self, place: int, num_workers: int, incarnation: int) -> AttachWorker:
-        """What a worker is told."""
-
-    def worker_joined(self) -> None:
-        """A worker takes part."""
 
 
 class _Worker:
@@ -108,7 +84,7 @@ class WorkerLinks:
         self,
         endpoint: Endpoint,
         membership: Membership,
-        owner: WorkerLinksOwner,
+        owner: ClusterLinks,
         workers: dict[str, str],
         flapping: Flapping,
     ) -> None:

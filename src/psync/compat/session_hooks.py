@@ -1,14 +1,18 @@
-"""Session hooks: code that a training session calls at its stages."""
+"""Session hooks: code that a training session calls at its stages.
+
+And the global step that is meant where a program for TensorFlow names none: ``known_step``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from psync.api.global_step import global_step_of
 from psync.api.sync_replicas import SyncReplicasOptimizer
 from psync.api.variables import Variable
-from psync.compat.known_steps import known_step
-from psync.errors import UsageError
+from psync.client.scopes import running_scopes
+from psync.errors import ConfigurationError, UsageError
 
 
 class SessionHook:
@@ -81,3 +85,42 @@ def hook_of(
         await optimizer.init_tokens(step, num_tokens)
 
     return SyncReplicasHook(put_tokens, is_chief)
+
+
+# The global step that is meant.
+
+
+def known_step(last: Variable | None) -> Variable | None:
+    """Return the global step of the last push; else that of the strategy that is running.
+
+    Args:
+        last: That of the last push; None: nothing was pushed in this process.
+    """
+    if last is not None:
+        return last
+    steps = [global_step_of(scope) for scope in running_scopes()]
+    return steps[0] if len(steps) == 1 else None
+
+
+def step_meant(operation: str, name: str, last: Variable | None) -> Variable:
+    """Return the global step that an operation needs.
+
+    Args:
+        operation: For the message.
+        name: Of the optimizer.
+        last: As for ``known_step``.
+
+    Raises:
+        ConfigurationError: It is not known.
+    """
+    step = known_step(last)
+    if step is None:
+        raise ConfigurationError(
+            f"{operation} before apply_gradients of {name} was called in this process, "
+            "and there is no other global step",
+            hint="call it while a coordinator or session is running, with "
+            "psync.get_or_create_global_step(). ps 0 puts the tokens and closes the steps by "
+            "itself; to put other numbers of tokens: "
+            "`await optimizer.init_tokens(global_step, num_tokens)`",
+        )
+    return step

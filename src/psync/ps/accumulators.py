@@ -104,10 +104,10 @@ class AccumulatorService:
         task: Name of the ps, for messages.
         work: What takes long.
         ledger: Which updates were seen, and who has been replaced.
+        committer: In whose order all is done, once it has begun.
         definitions: Those that there are, with their global steps.
 
     Attributes:
-        committer: Of the log in whose order all is done. None: there was never a backup.
         hosted: The accumulators, by their names.
         ledger: As given.
     """
@@ -117,11 +117,12 @@ class AccumulatorService:
         task: str,
         work: LongWork,
         ledger: Ledger,
+        committer: Committer,
         definitions: Iterable[tuple[DefineAccumulator, int]] = (),
     ) -> None:
-        self.committer: Committer | None = None
         self.hosted: dict[str, HostedAccumulator] = {}
         self.ledger = ledger
+        self._committer = committer
         self._task = task
         self._work = work
         self._waits = TakeWaits(task, self._left)
@@ -217,9 +218,9 @@ class AccumulatorService:
         self, client: Client, message: Message, body: Sequence[memoryview] = ()
     ) -> Reply | Awaitable[Reply | None] | None:
         turn = self._turns[type(message)]
-        if self.committer is None:
+        if not self._committer.is_begun:
             return turn(client, message, body)
-        return self.committer.commit(client, message, body, lambda: turn(client, message, body))
+        return self._committer.commit(client, message, body, lambda: turn(client, message, body))
 
     def _notified(self, peer: Peer, message: Message, _: list[memoryview]) -> None:
         with contextlib.suppress(PsyncError):  # nobody hears of it
@@ -277,7 +278,7 @@ class AccumulatorService:
         hosted: HostedAccumulator,
         begin: Callable[[], Pieces[GradientApplied]],
     ) -> Reply | Awaitable[Reply]:
-        in_log = self.committer is not None
+        in_log = self._committer.is_begun
         return self._judge(_Update(client, message, body, hosted, self.ledger, begin, in_log))
 
     def _judge(self, update: _Update) -> Reply | Awaitable[Reply]:
@@ -291,8 +292,8 @@ class AccumulatorService:
         while not ticket.settled:
             await self._work.next_turn()
         answer: Reply | Awaitable[Reply]
-        if self.committer is not None and not update.in_log:  # there is a log since
-            answer = self.committer.commit(
+        if self._committer.is_begun and not update.in_log:  # there is a log since
+            answer = self._committer.commit(
                 update.client, update.message, update.body, lambda: self._judge(update)
             )
         else:
@@ -332,7 +333,7 @@ class AccumulatorService:
 
     def _parts_ways(self, error: Exception) -> bool:
         """Return whether an error would let this ps and its backup come to different ends."""
-        return (self._follows or self.committer is not None) and not isinstance(error, PsyncError)
+        return (self._follows or self._committer.is_begun) and not isinstance(error, PsyncError)
 
     # Takes.
 
@@ -344,7 +345,7 @@ class AccumulatorService:
         client = (peer.task, peer.incarnation)
         name = TakeName(client, message.accumulator, message.take)
         future = self._waits.add(name, peer)
-        in_log = self.committer is not None
+        in_log = self._committer.is_begun
         try:
             turn = self._in_turn(client, message)
         except Exception:

@@ -32,9 +32,9 @@ from psync.errors import (
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.ps.backup_sender import BackupSender, Served
-from psync.ps.committer import MAX_KEPT_BYTES, Build, Committer, Entry
+from psync.ps.committer import Build, Committer, Entry
 from psync.ps.cooperative_work import LongWork
-from psync.store.commit_log import CommitLog, LogState
+from psync.store.commit_log import LogState
 from psync.store.ledger import Client
 from psync.store.snapshot import Frozen
 from psync.store.store import ShardStore
@@ -75,7 +75,8 @@ class BackupService:
         work: What takes long.
         check_coordinator: Raises unless a peer is the coordinator that is served.
         freeze: Holds what is served.
-        begun: Told, once, that from now on every change goes through the committer.
+        committer: In whose order every change is made, once this has begun it.
+        begun: Told, once, that it has.
         deposed: Told that another ps has taken this one's place.
         steps: What is there of synchronous steps.
         accumulators: What is in conditional accumulators.
@@ -89,12 +90,13 @@ class BackupService:
         work: LongWork,
         check_coordinator: Callable[[Peer], None],
         freeze: Callable[[], Frozen],
-        begun: Callable[[Committer], None],
+        committer: Committer,
+        begun: Callable[[], None],
         deposed: Callable[[], None],
         steps: SyncState,
         accumulators: Contents,
     ) -> None:
-        self.committer: Committer | None = None  # None: there was never a backup
+        self.committer = committer
         self._platform = platform
         self._served = served
         self._store = store
@@ -116,7 +118,7 @@ class BackupService:
 
     def statistics(self) -> dict[str, Any]:
         """Return counters."""
-        if self.committer is None:
+        if not self.committer.is_begun:
             return {}
         log = self.committer.log
         return {
@@ -130,18 +132,14 @@ class BackupService:
         Without such a one it was certainly not replaced: the coordinator lets no backup serve
         before it has heard that it is complete, nor after it has said that there is none.
         """
-        if (
-            self.committer is None
-            or self.committer.log.state is not LogState.PAIRED
-            or self._sender is None
-        ):
+        if self.committer.log.state is not LogState.PAIRED or self._sender is None:
             return -1, 0
         order = self._sender.order
         return parse_task_name(order.task)[1], order.epoch
 
     def describe(self) -> list[str]:
         """Say how it stands with the backup; for reports."""
-        if self.committer is None:
+        if not self.committer.is_begun:
             return []
         log = self.committer.log
         where = "" if self._sender is None else f" in the process of {self._sender.order.task}"
@@ -154,7 +152,7 @@ class BackupService:
         """Return a handler that does what another one does in the order of the log."""
 
         def run(peer: Peer, message: Any, body: list[memoryview]) -> Any:
-            if self.committer is None:
+            if not self.committer.is_begun:
                 return handler.run(peer, message, body)
             client = (peer.task, peer.incarnation)
             return self.committer.commit(
@@ -191,15 +189,10 @@ class BackupService:
         self._drop()
         if not message.address:
             return Reply(Done())
-        if self.committer is None:
-            log: CommitLog[Entry] = self._platform.parts.of(CommitLog)(
-                self._store.task, MAX_KEPT_BYTES
-            )
-            self.committer = Committer(
-                self._store.task, served.attach.coordinator, self._store, log
-            )
-            self._begun(self.committer)
         committer = self.committer
+        if not committer.is_begun:
+            committer.is_begun = True
+            self._begun()
         self._sender = sender = self._platform.parts.of(BackupSender)(
             self._platform, served, message, committer.log, committer.advance, self._depose
         )
@@ -261,14 +254,13 @@ class BackupService:
         sender = self._sender
         if sender is not None and sender.order.epoch == message.epoch:
             await sender.ended.wait()
-            if self.committer is not None and self._over:
+            if self._over:
                 raise FencedError(f"{self._store.task} serves something else now")
         return Reply(Done())
 
     def _depose(self) -> None:
         self._deposed()  # first: nobody is to hear of it from here
-        if self.committer is not None:
-            self.committer.depose()
+        self.committer.depose()
 
     def _drop(self) -> None:
         """Go on alone."""
@@ -278,26 +270,19 @@ class BackupService:
             copying.cancel()
         if sender is not None:
             self._work.to_the_end(sender.close())
-        if self.committer is not None:
-            self.committer.on_entry = lambda: None
-            self.committer.log.give_up()
-            self.committer.advance()
+        self.committer.on_entry = lambda: None
+        self.committer.log.give_up()
+        self.committer.advance()
 
     def end(self, error: PsyncError | None = None) -> None:
         """Something else is served from now on, or nothing: whoever waits is told."""
         self._over = True
-        if self.committer is not None:
-            self.committer.end(error)
+        self.committer.end(error)
         sender, self._sender = self._sender, None
         if self._copying is not None:
             self._copying.cancel()
         if sender is not None:
             self._work.to_the_end(sender.close())
-
-    async def drain(self) -> None:
-        """Wait for what is being done. Cancellation: safe."""
-        if self.committer is not None:
-            await self.committer.drain()
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from psync.errors import (
     ConnectFailed,
@@ -293,8 +294,14 @@ class BackupSender:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    async def close(self) -> None:
-        """Send nothing more. Cancellation: a connection may still be closing."""
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Send nothing more, and depose nobody; return what closes its connection.
+
+        The first from this turn on: in the same one its ps may begin to serve something else,
+        which what the backup still answers does not concern.
+
+        Cancellation: A connection may still be closing.
+        """
         self._ships = False
         if self.error is None:
             self.error = PsyncError(f"{self._task}: its backup was given up")
@@ -304,5 +311,9 @@ class BackupSender:
             self._timer.cancel()
         if self._reconnecting is not None:
             self._reconnecting.cancel()
+        return self._disconnect()
+
+    async def _disconnect(self) -> None:
+        if self._reconnecting is not None:
             await asyncio.wait((self._reconnecting,))
         await self._endpoint.close()

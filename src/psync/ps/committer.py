@@ -74,12 +74,16 @@ class Committer:
         coordinator: Incarnation of the coordinator.
         store: What is served.
         log: Their order, and what the backup has.
+
+    Attributes:
+        is_begun: Whether there was ever a backup: until then nothing is to be put into the log.
     """
 
     def __init__(
         self, task: str, coordinator: int, store: ShardStore, log: CommitLog[Entry]
     ) -> None:
         self.log = log
+        self.is_begun = False
         self.on_entry: Callable[[], None] = lambda: None  # something may be shipped
         self._task = task
         self._coordinator = ("/job:chief/task:0", coordinator)

@@ -67,6 +67,7 @@ class GateService:
     ) -> None:
         self.cuts = 0  # for which the gate was shut
         self._task = task
+        self._ledger = ledger
         self._gate = parts.of(UpdateGate)(ledger, exempt)
         self._check_coordinator = check_coordinator
         self._pause_steps = pause_steps
@@ -160,7 +161,7 @@ class GateService:
         await self._pause_steps()
         while self._under_way:
             await self._changed()
-        return Reply(Gated(self._gate.others()))
+        return Reply(Gated(self._ledger.others()))
 
     async def _admit(self, peer: Peer, message: Admit, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from psync.errors import (
     CheckpointCorrupt,
@@ -144,21 +144,6 @@ class _Load:
     given_up: bool = False
 
 
-class Held(Protocol):
-    """A ps, which may be told to serve something else."""
-
-    @property
-    def services(self) -> Freezable:
-        """What is served, as of now."""
-
-    @property
-    def floor(self) -> int:
-        """The lowest incarnation of any task that may be served."""
-
-    def take(self, thawed: Thawed, message: TakeImage) -> None:
-        """Serve this from now on."""
-
-
 class ImageService:
     """The images of one ps.
 
@@ -167,7 +152,9 @@ class ImageService:
         work: What takes long.
         pool: Memory of what is prepared.
         check_coordinator: Raises unless a peer is the coordinator that is served.
-        held: The ps.
+        served: Returns what is served, as of now.
+        floor: Returns the lowest incarnation of any task that may be served.
+        take: Serves a snapshot from now on.
         parts: Of the task.
     """
 
@@ -177,17 +164,19 @@ class ImageService:
         work: LongWork,
         pool: BlockPool,
         check_coordinator: Callable[[Peer], None],
-        held: Held,
+        served: Callable[[], Freezable],
+        floor: Callable[[], int],
+        take: Callable[[Thawed, TakeImage], None],
         parts: Parts,
     ) -> None:
         self._task = task
         self._work = work
         self._pool = pool
         self._check_coordinator = check_coordinator
-        self._held = held
+        self._floor = floor
+        self._serve = take
         self._parts = parts
-        served = parts.of(FrozenImages)
-        self._frozen = served(task, work, check_coordinator, lambda: held.services)
+        self._frozen = parts.of(FrozenImages)(task, work, check_coordinator, served)
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
         self._loads = self._takes = 0
@@ -252,7 +241,7 @@ class ImageService:
 
     def _thawed(self, state: ImageState) -> Thawed:
         store = self._parts.of(ShardStore)(self._task, self._pool)
-        return thaw(state, store, self._parts.of(Ledger)(self._held.floor), unpack_answer)
+        return thaw(state, store, self._parts.of(Ledger)(self._floor()), unpack_answer)
 
     def _give_up(self) -> None:
         load, self._load = self._load, None
@@ -287,7 +276,7 @@ class ImageService:
                 )
             self._load = None
             self._frozen.let_go()
-            self._held.take(thawed, message)
+            self._serve(thawed, message)
             self._taken = message.load
             self._takes += 1
         return Reply(Done())

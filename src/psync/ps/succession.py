@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 from psync.errors import FencedError, UsageError
 from psync.net.peer import Handler, Peer, Reply
@@ -57,51 +56,48 @@ def check_newest(peer: Peer, task: str, newest: int) -> None:
         raise FencedError(f"{task} serves a newer coordinator than {peer.task}")
 
 
-class OwnTask(Protocol):
-    """The ps at the process's own address."""
-
-    @property
-    def newest(self) -> int:
-        """Incarnation of the newest coordinator that was heard of in this process."""
-
-    def primary(self, address: str, epoch: int) -> Primary | None:
-        """Return what a newer coordinator has to know of it; None: it serves nobody."""
-
-    def end_below(self, coordinator: int) -> None:
-        """Hold nothing, if a coordinator that is served is an earlier one."""
-
-
 class ServedService:
     """What one process says of itself to the next coordinator.
 
     Args:
         task: Name of the ps whose process it is.
-        own: The ps.
         host: The backups in this process.
+        newest: Returns the incarnation of the newest coordinator that was heard of in it.
+        primary: Returns what a newer coordinator has to know of the ps; None: it serves nobody.
+        end_below: Lets the ps hold nothing, if a coordinator that is served is an earlier one.
     """
 
-    def __init__(self, task: str, own: OwnTask, host: ReplicaHost) -> None:
+    def __init__(
+        self,
+        task: str,
+        host: ReplicaHost,
+        newest: Callable[[], int],
+        primary: Callable[[str, int], Primary | None],
+        end_below: Callable[[int], None],
+    ) -> None:
         self._task = task
-        self._own = own
         self._host = host
+        self._newest = newest
+        self._primary = primary
+        self._end_below = end_below
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which message."""
         return {AskServed: Handler(self._ask), EndFormer: Handler(self._end)}
 
     async def _ask(self, peer: Peer, message: AskServed, _: list[memoryview]) -> Reply:
-        check_newest(peer, self._task, self._own.newest)
+        check_newest(peer, self._task, self._newest())
         self._host.fence(peer.incarnation)
         primaries, copies = await self._host.found()
-        own = self._own.primary("", 0)
+        own = self._primary("", 0)
         if own is not None:
             primaries.append(own)
         return Reply(ServedHere([dataclasses.astuple(each) for each in primaries], copies))
 
     def _end(self, peer: Peer, message: EndFormer, _: list[memoryview]) -> Reply:
-        check_newest(peer, self._task, self._own.newest)
+        check_newest(peer, self._task, self._newest())
         self._host.end_below(peer.incarnation)
-        self._own.end_below(peer.incarnation)
+        self._end_below(peer.incarnation)
         return Reply(Done())
 
 

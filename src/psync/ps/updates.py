@@ -55,6 +55,7 @@ class PsUpdates:
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        committer: In whose order all is done, once it has begun.
         gate: Who must wait while a cut is taken.
     """
 
@@ -66,10 +67,11 @@ class PsUpdates:
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        committer: Committer,
         gate: GateService,
     ) -> None:
         self.pushes = self.assigns = 0  # that were applied
-        self.committer: Committer | None = None  # None: there was never a backup
+        self._committer = committer
         self._task = task
         self._store = store
         self._ledger = ledger
@@ -109,7 +111,9 @@ class PsUpdates:
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         client = (peer.task, peer.incarnation)
-        if self.committer is None or self._ledger.serves(client):  # else a backup would not know
+        if not self._committer.is_begun or self._ledger.serves(
+            client
+        ):  # else a backup would not know
             self._ledger.refuse(client, message.sequence)
         self._gate.look_again()
 
@@ -167,11 +171,11 @@ class PsUpdates:
     def _judged_now(self, update: Update) -> Reply | Awaitable[Reply]:
         if self._gate.holds(update.client, update.message.sequence):
             return self._when_open(update)
-        if self.committer is not None:
-            return self._commit(self.committer, update)
+        if self._committer.is_begun:
+            return self._commit(update)
         return self._judge(update)
 
-    def _commit(self, committer: Committer, update: Update) -> Awaitable[Reply]:
+    def _commit(self, update: Update) -> Awaitable[Reply]:
         """Do it in its turn. It counts as begun from now on: for cuts, and for who locks shards."""
         message = update.message
         if isinstance(message, AssignLocked):
@@ -184,7 +188,7 @@ class PsUpdates:
             self._gate.ended()
 
         try:
-            return committer.commit(
+            return self._committer.commit(
                 update.client, message, (update.body,) if len(update.body) else (),
                 lambda: self._judge_in_turn(update), keys=update.known.keys, ended=ended,
             )  # fmt: skip
@@ -225,7 +229,7 @@ class PsUpdates:
 
     def _apply(self, update: Update, ticket: Ticket) -> Reply | Awaitable[Reply]:
         try:
-            if isinstance(update.message, AssignLocked) and self.committer is None:
+            if isinstance(update.message, AssignLocked) and not self._committer.is_begun:
                 self._locks.check(update.client, update.message, update.needed)
             update.begin()
         except Exception:

@@ -179,9 +179,9 @@ def cross_replica(
     return Enter((Merging if merging else CrossReplica)(strategy, count), strategy)
 
 
-def update_context(strategy: Any, replica_id: int = 0) -> Enter:
+def update_context(strategy: Any) -> Enter:
     """Return a context manager inside which a variable is updated where it lives."""
-    return Enter(Updating(strategy, replicas_in_sync(), replica_id))
+    return Enter(Updating(strategy, replicas_in_sync()))
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -222,17 +222,6 @@ def in_cross_replica_context() -> bool:
     Source: ``tf.distribute.in_cross_replica_context``.
     """
     return isinstance(_state(), CrossReplica)
-
-
-def get_update_replica_id() -> int | None:
-    """Return the replica whose variable is being updated here; None outside of ``update``."""
-    state = _state()
-    return state.replica_id if isinstance(state, Updating) else None
-
-
-def in_update_context() -> bool:
-    """Return whether a variable is being updated here, in a function given to ``update``."""
-    return isinstance(_state(), Updating)
 
 
 def get_strategy() -> Any:

@@ -43,15 +43,13 @@ class Updating:
     Args:
         strategy: Whose variable.
         num_replicas: How many there are.
-        replica_id: Of the copy that is updated.
     """
 
-    __slots__ = ("num_replicas", "replica_id", "strategy")
+    __slots__ = ("num_replicas", "strategy")
 
-    def __init__(self, strategy: Any, num_replicas: int, replica_id: int) -> None:
+    def __init__(self, strategy: Any, num_replicas: int) -> None:
         self.strategy = strategy
         self.num_replicas = num_replicas
-        self.replica_id = replica_id
 
 
 REPLICAS_ONLY = ("merge_call", "all_reduce", "all_gather", "replica_id_in_sync_group")

@@ -70,7 +70,3 @@ class UpdateGate:
             for client, sequence in updates
             if not self._ledger.is_settled(client, sequence)
         ]
-
-    def others(self) -> list[tuple[int, str, int, int]]:
-        """Return what ``Ledger.others`` does."""
-        return self._ledger.others()

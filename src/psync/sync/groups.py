@@ -118,6 +118,7 @@ class GlobalSteps:
         check_closer: Raises unless a peer is the ps 0 that decides.
         work: Waits for shards that are busy.
         locks: Who must wait.
+        committer: In whose order all is done, once it has begun.
     """
 
     def __init__(
@@ -126,8 +127,9 @@ class GlobalSteps:
         check_closer: Callable[[Peer], None],
         work: LongWork,
         locks: PsLocks,
+        committer: Committer,
     ) -> None:
-        self.committer: Committer | None = None  # None: there was never a backup
+        self._committer = committer
         self._raised: dict[int, int] = {}  # by group: the last step for which it was raised
         self._store = store
         self._check_closer = check_closer
@@ -176,7 +178,7 @@ class GlobalSteps:
     def raise_at_once(self, message: RaiseStep) -> bool:
         """Raise a global step now; False: nothing was done, since that takes longer."""
         key = (message.variable, message.index)
-        if self.committer is not None or self._store.busy(key) or self._locks.table.blocks([key]):
+        if self._committer.is_begun or self._store.busy(key) or self._locks.table.blocks([key]):
             return False
         self._raise(key, message)
         return True
@@ -190,10 +192,10 @@ class GlobalSteps:
         claim = self._locks.claim([key])
         try:
             await self._locks.turn(claim)
-            if self.committer is None:
+            if not self._committer.is_begun:
                 await self._work.when_idle(self._raise, key, message)
             else:
-                await self.committer.commit(
+                await self._committer.commit(
                     client, message, (), lambda: self._work.when_idle(self._raise, key, message)
                 )
         finally:

@@ -29,7 +29,7 @@ from psync.ps.accumulators import AccumulatorService
 from psync.ps.backup import BackupService
 from psync.ps.backup_accumulators import AccumulatorImage
 from psync.ps.backup_sender import Served
-from psync.ps.committer import Committer
+from psync.ps.committer import MAX_KEPT_BYTES, Committer, Entry
 from psync.ps.cooperative_work import LongWork
 from psync.ps.creation import ShardCreation
 from psync.ps.cut_gate import GateService
@@ -39,6 +39,7 @@ from psync.ps.pulls import PsPulls, RowPulls
 from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
+from psync.store.commit_log import CommitLog
 from psync.store.snapshot import Frozen, Thawed, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
@@ -117,13 +118,17 @@ class PsServices:
         self.attach, self.timeline = attach, timeline
         self.store, self.ledger = store, ledger = contents.store, contents.ledger
         self._process = process
+        self._ended = False  # something else is served; a step may still be on its way
         self.locks = PsLocks(task, store)
-        parts, served = platform.parts, (task, store, ledger, work, pool, self.locks)
+        parts = platform.parts
+        log: CommitLog[Entry] = parts.of(CommitLog)(task, MAX_KEPT_BYTES)
+        committer = Committer(task, self.coordinator, store, log)
+        served = (task, store, ledger, work, pool, self.locks, committer)
         serves = life in (Life.SERVING, Life.HOSTED)
         self.sync = parts.of(PsSync)(platform, *served, serves=serves)
         for number, raw in contents.groups.items():
             self.sync.define(number, raw)
-        self.accumulators = AccumulatorService(task, work, ledger, contents.accumulators)
+        self.accumulators = AccumulatorService(task, work, ledger, committer, contents.accumulators)
         self.clocks = ClockService(task, ledger.check_incarnation, lambda: self.in_groups)
         self.closer: StepCloser | None = None
         if attach is not None and not process.index:
@@ -142,7 +147,8 @@ class PsServices:
         self.updates = parts.of(PsUpdates)(*served, self.gate)
         self.backup = BackupService(
             platform, process.served, store, work, process.check_coordinator,
-            lambda: self.freeze()[0], self.begin_log, process.deposed, steps, accumulated.entries,
+            lambda: self.freeze()[0], committer, self._expect_moves, self._deposed, steps,
+            accumulated.entries,
         )  # fmt: skip
         self.follower: SyncFollower | None = None
         self.replayed: dict[type[Message], Handler] = {}
@@ -150,22 +156,16 @@ class PsServices:
             self._follow(accumulated)
 
     def _follow(self, accumulated: AccumulatorImage) -> None:
-        closer = self.closer
-        if closer is not None:
-            closer.expect_moves()
-        self.follower = SyncFollower(
-            self._process.task, self.sync, None if closer is None else closer.shares
-        )
+        self._expect_moves()
+        self.follower = SyncFollower(self._process.task, self.sync, self.shares)
         self.replayed = {
             **self.follower.handlers(), **self.accumulators.replayed(), **accumulated.handlers(),
         }  # fmt: skip
 
-    def begin_log(self, committer: Committer) -> None:
-        """There is a backup: from now on every change is done in the order of a log."""
-        self.updates.committer = self.accumulators.committer = committer
-        self.sync.commit_with(committer)
+    def _expect_moves(self) -> None:
+        """There are backups: a ps that is lost is waited for until it is served elsewhere."""
         if self.closer is not None:
-            self.closer.expect_moves()
+            self.closer.all_ps.expect_moves()
 
     @property
     def coordinator(self) -> int:
@@ -281,7 +281,7 @@ class PsServices:
             return
         self.attach = dataclasses.replace(self.attach, ps_addresses=list(addresses), moves=moves)
         if self.closer is not None:
-            self.closer.moved(addresses)
+            self.closer.all_ps.move(addresses)
             if self.follower is not None:
                 self.closer.follow(self.follower.steps, self.follower.spread)
         self.follower, self.replayed = None, {}
@@ -295,7 +295,7 @@ class PsServices:
     def refuse_below(self, task: str, below: int) -> Awaitable[None] | None:
         """Serve no lower incarnation of a task; return what large work follows from that."""
         self.ledger.fence(task, below)
-        self.sync.fence(task, below)
+        self.sync.staging.fence(task, below)
         self.gate.look_again()
         if self.closer is not None:
             self.closer.lost(task, below)
@@ -323,11 +323,16 @@ class PsServices:
 
     # Ends.
 
+    def _deposed(self) -> None:
+        """The backup serves in place of the ps: of this, and not of what has followed it since."""
+        if not self._ended:
+            self._process.deposed()
+
     async def drain(self) -> None:
         """Let go on who waits for a lock or at the gate; wait for what is being done."""
         self.locks.close()
         self.gate.close()
-        await self.backup.drain()
+        await self.backup.committer.drain()
 
     async def close(self) -> None:
         """Do nothing more, as the ps task ends. Cancellation: links to others may be left open."""
@@ -349,6 +354,7 @@ class PsServices:
                 coordinator that keeps the variables; None: it gets no further.
             torn: Called if it did not.
         """
+        self._ended = True
         task, by = self._process.task, "a newer coordinator"
         why: PsyncError = FencedError(f"{task} serves a newer program")
         if timeline:  # those of the same program say again what they had said

@@ -62,6 +62,7 @@ class PsSync(GroupTable):
         work: What takes long.
         pool: Memory for what comes in.
         locks: Who must wait.
+        committer: In whose order all is done, once it has begun.
         serves: False: no coordinator has attached it yet, or its backup serves in its place.
     """
 
@@ -74,6 +75,7 @@ class PsSync(GroupTable):
         work: LongWork,
         pool: BlockPool,
         locks: PsLocks,
+        committer: Committer,
         *,
         serves: bool = True,
     ) -> None:
@@ -81,11 +83,12 @@ class PsSync(GroupTable):
         self.ledger = ledger
         self.work = work
         self.locks = locks
-        self.committer: Committer | None = None  # None: there was never a backup
+        self.committer = committer
         parts = platform.parts
-        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks)
-        self._staging = Staging(platform.limits.staging_bytes, task)
-        self.applier = parts.of(StepApplier)(task, self, self._staging, work, locks)
+        self.global_steps = parts.of(GlobalSteps)(store, self._check_closer, work, locks, committer)
+        self.staging = Staging(platform.limits.staging_bytes, task)
+        make = parts.of(StepApplier)
+        self.applier = make(task, self, self.staging, work, locks, committer)
         self._serves = serves
         self._pool = pool
 
@@ -99,21 +102,13 @@ class PsSync(GroupTable):
             **self.global_steps.handlers(),
         }
 
-    def commit_with(self, committer: Committer) -> None:
-        """From now on all that changes here is done in the order of a log."""
-        self.committer = self.global_steps.committer = self.applier.committer = committer
-
     def steps(self) -> list[tuple[int, int]]:
         """Return (group, step) of each group that has closed a step here; not to be changed."""
-        return self._staging.steps()
-
-    def fence(self, task: str, below: int) -> None:
-        """Take nothing more from incarnations of ``task`` below ``below``."""
-        self._staging.fence(task, below)
+        return self.staging.steps()
 
     def statistics(self) -> dict[str, int]:
         """Return sizes and counters of what is staged."""
-        return dataclasses.asdict(self._staging.statistics())
+        return dataclasses.asdict(self.staging.statistics())
 
     # Staging.
 
@@ -132,9 +127,7 @@ class PsSync(GroupTable):
         """Take memory for a part that is about to arrive."""
         config = self.define(message.group, message.config)
         replica = (peer.task, peer.incarnation)
-        self._staging.check(
-            message.group, replica, message.push, message.local_step, nbytes, config
-        )
+        self.staging.check(message.group, replica, message.push, message.local_step, nbytes, config)
         # What is stale is dropped once it is here.
         return memory_for(self._pool, nbytes, varies=message.rows is not None)
 
@@ -143,7 +136,7 @@ class PsSync(GroupTable):
     ) -> Reply | Awaitable[Reply]:
         known = set_of(peer, message, self._task).look_up(self.store)
         part = self.part_with(message, known, known.body_of(body, self._task, message.rows))
-        if self.committer is None:
+        if not self.committer.is_begun:
             return Reply(Staged(not self.keep(peer, message, part)))
         client = (peer.task, peer.incarnation)
         return self.committer.commit(
@@ -162,7 +155,7 @@ class PsSync(GroupTable):
     def keep(self, peer: Peer, message: StagePush | Contribute, part: Part) -> bool:
         """Keep a part that has arrived in the memory of ``reserve``; False: it is stale."""
         replica = (peer.task, peer.incarnation)
-        return self._staging.stage(message.group, replica, message.push, message.local_step, part)
+        return self.staging.stage(message.group, replica, message.push, message.local_step, part)
 
     def part_of(self, message: Contribute | CountPush, known: WholeSet, body: memoryview) -> Part:
         """Return what a push that has come whole brings, or ps 0's part that came along.
@@ -179,22 +172,14 @@ class PsSync(GroupTable):
 
     def staged(self, group: int, replica: Replica, push: int) -> Part | None:
         """Return what is kept of a push, if anything."""
-        part: Part | None = self._staging.staged(group, replica, push)
+        part: Part | None = self.staging.staged(group, replica, push)
         return part
-
-    def held(self) -> list[tuple[int, Replica, int, int, Part]]:
-        """Return (group, replica, push, local step, part) of all that is kept."""
-        return self._staging.held()
 
     def keep_judged(
         self, group: int, replica: Replica, push: int, local_step: int, part: Part
     ) -> None:
         """Keep a part that another ps has kept, whose backup this is."""
-        self._staging.keep(group, replica, push, local_step, len(part.body), part)
-
-    def closed_before(self, group: int, step: int) -> None:
-        """Take a step for closed that another ps has closed, whose backup this is."""
-        self._staging.closed(group, step)
+        self.staging.keep(group, replica, push, local_step, len(part.body), part)
 
     def along(self, close: Close) -> list[Sequence[Along]]:
         """Return what belongs to others of each push of a step; on ps 0."""

@@ -55,7 +55,7 @@ class SyncFollower:
         for group, config, step, raised in message.groups:
             self._sync.define(group, config)
             if step >= 0:
-                self._sync.closed_before(group, step - 1)
+                self._sync.staging.closed(group, step - 1)
             self._sync.global_steps.note(group, raised)
         return Reply(Done())
 
@@ -129,7 +129,7 @@ class SyncImage:
         """Return (client, message, segments) of entries that give a backup all of it."""
         closer, sync = self._closer, self._sync
         return entries_of_image(
-            sync.raw_configs(), dict(sync.steps()), sync.global_steps.raised, sync.held(),
+            sync.raw_configs(), dict(sync.steps()), sync.global_steps.raised, sync.staging.held(),
             () if closer is None else closer.steps.pending(),
             () if closer is None else closer.spread,
         )  # fmt: skip

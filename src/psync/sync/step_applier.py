@@ -35,6 +35,7 @@ class StepApplier:
         staging: Parts of pushes.
         work: What takes long.
         locks: Who must wait.
+        committer: In whose order steps are applied, once it has begun.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class StepApplier:
         staging: Staging,
         work: LongWork,
         locks: PsLocks,
+        committer: Committer,
     ) -> None:
-        self.committer: Committer | None = None  # None: there was never a backup
+        self._committer = committer
         self._task = task
         self._table = groups
         self._store = groups.store
@@ -107,15 +109,15 @@ class StepApplier:
         group, step = message.group, message.step
         known = self._table.known(group, message.config)
         is_closed = self._is_closed(known, message)
-        if self.committer is None or is_closed:
+        if not self._committer.is_begun or is_closed:
             begun()
         if is_closed:
             return None if known.closing is None else self._closed_by_another(known, group, step)
         update = self._gather(message, known, along)
-        if self.committer is None and not self._locks.table.blocks(update.touched):
+        if not self._committer.is_begun and not self._locks.table.blocks(update.touched):
             return self._apply(update, known)
         known.closing = step
-        if self.committer is None:
+        if not self._committer.is_begun:
             act = functools.partial(self._apply, update, known)
             return self._work.to_the_end(self._when_unlocked(update, known, act))
 
@@ -124,7 +126,9 @@ class StepApplier:
             return self._apply(update, known)
 
         entry, body = closing_entry(message, known.raw, along)
-        commit = functools.partial(self.committer.commit, FROM_CLOSER, entry, body, begin_and_apply)
+        commit = functools.partial(
+            self._committer.commit, FROM_CLOSER, entry, body, begin_and_apply
+        )
         # Not as work under way: for that a copy waits, which may be before it in the log.
         task = asyncio.get_running_loop().create_task(self._when_unlocked(update, known, commit))
         self._in_log.add(task)

@@ -26,7 +26,6 @@ from psync.errors import ClosedError, FencedError, GradientError, PsyncError
 from psync.net.peer import Handler, Later, Peer, Received, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
-from psync.ps.committer import Committer
 from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import FOR_VALUES, ShareNumbers, Values, WholeSet, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
@@ -64,6 +63,11 @@ class StepCloser:
         waits_changed: Called when ``steps.waiting`` may have changed.
         timeline: How often the cluster has gone back to an image.
         shares: Numbers of before that.
+
+    Attributes:
+        all_ps: The ps tasks, and where they are served.
+        steps: The rule.
+        phases: How far each group is.
     """
 
     def __init__(
@@ -80,8 +84,8 @@ class StepCloser:
         self.phases = GroupPhases()
         self._coordinator = (task_name("chief", 0), attach.coordinator)
         self._sync = sync
-        self._all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
-        self._rounds = platform.parts.of(StepRounds)(self._all_ps, sync)
+        self.all_ps = AllPs(platform, attach, sync, pool, timeline, shares)
+        self._rounds = platform.parts.of(StepRounds)(self.all_ps, sync)
         self._waits_changed = waits_changed
         self._loop = asyncio.get_running_loop()
         self._report_version = 0
@@ -100,7 +104,7 @@ class StepCloser:
     @property
     def shares(self) -> ShareNumbers:
         """Numbers of what other ps tasks hold of sets that connections to this ps use."""
-        return self._all_ps.shares
+        return self.all_ps.shares
 
     @property
     def spread(self) -> Collection[int]:
@@ -122,14 +126,6 @@ class StepCloser:
         self._waits.refuse_all(self._over)
 
     # A backup that goes on.
-
-    def expect_moves(self) -> None:
-        """From now on wait for a ps that is lost until it is served elsewhere, see ``moved``."""
-        self._all_ps.expect_moves()
-
-    def moved(self, addresses: Sequence[str]) -> None:
-        """Take note of where each ps is served now."""
-        self._all_ps.move(addresses)
 
     def follow(self, steps: FollowedSteps[ClosedStep], spread: Iterable[int]) -> None:
         """Go on with the steps of the one whose backup this was; it was told of these moves.
@@ -166,7 +162,7 @@ class StepCloser:
         self.phases.drop()
         if self._timer is not None:
             self._timer.cancel()
-        await self._all_ps.close()
+        await self.all_ps.close()
         await self.phases.drain()  # all ends with its links
 
     # Messages.
@@ -212,14 +208,14 @@ class StepCloser:
         if not self._is_ready(group, message.config):
             await self._begin(group, message.config)
         if brought is not None and group not in brought.checked_for:
-            await self._all_ps.describe(brought, group, self._sync.raw_config(group))
+            await self.all_ps.describe(brought, group, self._sync.raw_config(group))
         if wanted is not None and FOR_VALUES not in wanted.checked_for:
-            await self._all_ps.describe(wanted, FOR_VALUES, None)
+            await self.all_ps.describe(wanted, FOR_VALUES, None)
         self._check(peer)
         return self._judge(peer, message, brought, body, wanted)
 
     def _set_of(self, peer: Peer, number: int, members: Sequence[Sequence[int]] | None) -> WholeSet:
-        return whole_set_of(peer, number, members, self._all_ps.shares, CLOSER)
+        return whole_set_of(peer, number, members, self.all_ps.shares, CLOSER)
 
     def _judge(
         self,
@@ -239,19 +235,19 @@ class StepCloser:
         key = (message.group, replica, message.push)
         step, counted = self.steps.step(message.group), self.steps.is_counted(*key)
         actions = self.steps.contribute(message.group, push)
-        if self._sync.committer is not None and not counted and self.steps.is_counted(*key):
-            self._log_count(self._sync.committer, message.group, step, push)
+        if self._sync.committer.is_begun and not counted and self.steps.is_counted(*key):
+            self._log_count(message.group, step, push)
         waiter = self._waits.add(key, wanted)
         self._perform(actions)
         return waiter
 
-    def _log_count(self, committer: Committer, group: int, step: int, push: Contribution) -> None:
+    def _log_count(self, group: int, step: int, push: Contribution) -> None:
         """Let the backup know of a push before anybody hears that it counts."""
         entry, body = counted_entry(
             group, step, push, self._sync.staged(group, push.replica, push.number),
             self._sync.raw_config(group), spread=group in self._rounds.spread,
         )  # fmt: skip
-        committer.commit(push.replica, entry, body, lambda: None)
+        self._sync.committer.commit(push.replica, entry, body, lambda: None)
 
     def _ask_step(self, peer: Peer, message: AskStep, _: list[memoryview]) -> Reply:
         self._check(peer)
@@ -273,14 +269,14 @@ class StepCloser:
         replaying = functools.partial(self.phases.of, Phase.REPLAYING)
         while self._over is None and (replaying() or not self.steps.is_settled):
             self._perform(self.steps.finish())
-            if not await self.phases.settled() and self._sync.committer is not None:
-                await self._when_in_log(self._sync.committer)
+            if not await self.phases.settled() and self._sync.committer.is_begun:
+                await self._when_in_log()
         return Reply(Done())
 
-    async def _when_in_log(self, committer: Committer) -> None:
+    async def _when_in_log(self) -> None:
         """What was decided is done at its turn."""
         try:
-            await committer.at_turn(lambda: None)
+            await self._sync.committer.at_turn(lambda: None)
         except PsyncError:
             if self._over is None:
                 raise
@@ -322,7 +318,7 @@ class StepCloser:
     def fence(self, task: str, below: int) -> None:
         """Let the other ps tasks refuse incarnations of ``task`` below ``below``."""
         message = Fence(task, below)
-        if calls := self._all_ps.ask_others(message):
+        if calls := self.all_ps.ask_others(message):
             self.phases.carry(_fence_others(calls))
 
     # Decisions.
@@ -334,7 +330,7 @@ class StepCloser:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Do what the rule has decided, then look when it wants to be asked again."""
-        if self._sync.committer is None:
+        if not self._sync.committer.is_begun:
             self._act(actions)
         elif actions:  # once the backup has what they come from
             self._sync.committer.at_turn(functools.partial(self._act, actions))
@@ -382,7 +378,7 @@ class StepCloser:
             raise
 
     async def _read_first(self, group: int, config: SyncConfig) -> None:
-        self._define(group, config, await self._all_ps.read_global_step(config))
+        self._define(group, config, await self.all_ps.read_global_step(config))
 
     def _define(self, group: int, config: SyncConfig, first: int) -> None:
         self.phases.move(group, GroupEvent.DEFINE)

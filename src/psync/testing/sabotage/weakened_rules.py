@@ -127,8 +127,8 @@ class OpenGate(UpdateGate):
         """Return whether a message has to wait."""
         return False
 
-    def others(self) -> list[tuple[int, str, int, int]]:
-        """Return what belongs to updates that have begun, and is for other ps tasks."""
+    def unsettled(self, updates: Iterable[tuple[Client, int]]) -> list[tuple[Client, int]]:
+        """Return those messages that may still change something here: none is waited for."""
         return []
 
 

@@ -344,7 +344,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "cut_knows_no_others": Mutant(
         "a cut has all parts of an update or none", ("checkpoint",),
-        ((UpdateGate, "others", _does_nothing([])),),
+        ((Ledger, "others", _does_nothing([])),),
     ),
     "locks_of_two": Mutant(
         "who writes under a lock is alone", ("any",), ((LockTable, "claim", _writes_are_let_in),)

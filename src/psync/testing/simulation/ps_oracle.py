@@ -77,7 +77,8 @@ def faults_of_rest(
         # Of pushes that were told duplicate, and of runs that were lost, they wait for the end of
         # the step that is open.
         waiting = sum(
-            local >= steps.get(group, 0) for group, *_, local, _ in task.services.sync.held()
+            local >= steps.get(group, 0)
+            for group, *_, local, _ in task.services.sync.staging.held()
         )
         if staging["parts"] != waiting or (staging["bytes"] and not waiting):
             yield "left over", f"{name}: parts of steps that are closed: {staging}"
@@ -96,7 +97,7 @@ def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
     """Return the backup of a ps, if both have done all entries of its log."""
     service = primary.services.backup
     committer, sender = service.committer, service._sender
-    if committer is None or sender is None or committer.log.state is not LogState.PAIRED:
+    if sender is None or committer.log.state is not LogState.PAIRED:
         return None
     host = tasks.get(f"ps-{parse_task_name(sender.order.task)[1]}")
     backup = host._host._backups.get(primary._index) if host is not None else None
