@@ -116,9 +116,7 @@ class PsTask:
             **self._adoption.handlers(),
             **self._images.handlers(),
             **self._host.handlers(),
-            **dict.fromkeys(
-                ON_EACH_PS if index else ON_PS_0 + ON_EACH_PS, Handler(self._of_session)
-            ),
+            **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else served.handlers()),
             **granting.handlers(),
             **self.services.handlers(),
