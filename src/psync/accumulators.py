@@ -17,7 +17,6 @@ weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
 from __future__ import annotations
 
 import enum
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,23 +27,12 @@ import numpy as np
 from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
 from psync.numerics.casting import overflow
 from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
-from psync.specs import Outcome, dtype_name, dtype_of
+from psync.specs import Outcome, as_integer, dtype_name, dtype_of
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-def as_integer(value: object) -> int | None:
-    """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # any object: it decides
-    except TypeError:
-        return None
-    return number if -(1 << 63) <= number < 1 << 63 else None
 
 
 class TakeState(enum.Enum):
