@@ -3,10 +3,10 @@
 An accumulator holds the gradients of one step. To *take* their mean raises the step
 by one, leaves nothing behind, and what was computed against the step before is stale from then
 on. A take waits until enough gradients are there; takes are served in the order in which they
-came, so a small one waits behind a large one. Nothing here blocks: a take that has to wait is
-returned as it is, and the call that completes it returns it.
+came, so a small one waits behind a large one. Nothing here blocks: a take is entered, and the call
+that completes it returns it.
 
-For an event loop there are the same calls in pieces: ``offering``, and ``enter`` with ``serving``.
+Arrays are worked on in pieces, for an event loop: ``offer_pieces`` and ``complete_pieces``.
 Between two pieces no other call is allowed, but for ``enter``, ``withdraw`` and what only reads.
 
 Source: ``ConditionalAccumulator`` of TensorFlow. Different here: the outcome of a gradient is
@@ -17,7 +17,6 @@ weights, bfloat16, ``max_staleness``, ``forbid_nonfinite``.
 from __future__ import annotations
 
 import enum
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,26 +24,15 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from psync.errors import ConfigurationError, GradientError, PartitionError, UsageError
+from psync.errors import BusyError, ConfigurationError, GradientError, PartitionError, UsageError
 from psync.numerics.casting import overflow
-from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, at_once, check_weight, cuts
-from psync.specs import Outcome, dtype_name, dtype_of
+from psync.numerics.sums import DenseSum, Pieces, Reduction, SparseSum, check_weight, cuts
+from psync.specs import Outcome, as_integer, dtype_name, dtype_of
 
 GradientT = TypeVar("GradientT")
 ResultT = TypeVar("ResultT")
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-
-
-def as_integer(value: object) -> int | None:
-    """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]  # any object: it decides
-    except TypeError:
-        return None
-    return number if -(1 << 63) <= number < 1 << 63 else None
 
 
 class TakeState(enum.Enum):
@@ -83,10 +71,12 @@ class Take(Generic[ResultT]):
         return self._result
 
     def _ready(self, result: ResultT, count: int, step: int) -> None:
+        assert self.state is TakeState.WAITING, "it is among those that wait"
         self._result, self.count, self.step = result, count, step
         self.state = TakeState.READY
 
     def _failed(self, error: Exception) -> None:
+        assert self.state is TakeState.WAITING, "it is among those that wait"
         self.error = error
         self.state = TakeState.FAILED
 
@@ -123,6 +113,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         self.max_staleness = staleness
         self._step = 0
         self._count = 0
+        self._is_offered = False  # a gradient is between two pieces
         self._takes: dict[Take[ResultT], None] = {}  # that wait, in the order of their coming
 
     @property
@@ -149,39 +140,28 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
             return f"{self}: the step went back from {before} to {new}"
         return None
 
-    def take_grad(self, num_required: int) -> Take[ResultT]:
+    def enter(self, num_required: int) -> Take[ResultT]:
         """Ask for what at least ``num_required`` gradients amount to.
 
         Returns:
-            The take: READY or FAILED if enough gradients are there and no earlier take waits,
-            otherwise WAITING, until a later call returns it among those completed.
+            A take, WAITING even if enough gradients are there: ``complete_pieces`` completes it.
 
         Raises:
             ConfigurationError: If ``num_required`` is not an integer above 0.
         """
-        take = self.enter(num_required)
-        at_once(self.serving())
-        return take
-
-    def enter(self, num_required: int) -> Take[ResultT]:
-        """Do ``take_grad``, but leave it to ``serving`` to complete the take."""
         take: Take[ResultT] = Take(self.as_required(num_required))
         self._takes[take] = None
         return take
 
-    def cancel(self, take: Take[ResultT]) -> tuple[Take[ResultT], ...]:
+    def withdraw(self, take: Take[ResultT]) -> bool:
         """Cancel a waiting take; it consumes nothing. One that has ended stays as it is.
 
         Returns:
-            Takes behind it that were completed by that.
+            Whether it was waiting. ``complete_pieces`` then completes those behind it that can be.
 
         Raises:
             UsageError: If the take waits in another accumulator.
         """
-        return at_once(self.serving()) if self.withdraw(take) else ()
-
-    def withdraw(self, take: Take[ResultT]) -> bool:
-        """Do ``cancel`` without looking at those behind; return whether the take was waiting."""
         if take.state is not TakeState.WAITING:
             return False
         if take not in self._takes:
@@ -190,7 +170,7 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         take.state = TakeState.CANCELLED
         return True
 
-    def offering(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
+    def offer_pieces(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
         """Judge a gradient, and add it unless it is stale.
 
         The order is TensorFlow's: a stale gradient is dropped whatever its shape, one from the
@@ -198,11 +178,25 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
 
         Args:
             given: The gradient; of a sparse one (indices, values, dense_shape).
-            local_step, weight: See ``apply_grad``.
+            local_step: Step it was computed against.
+            weight: What it counts in the mean; above 0.
+
+        Returns:
+            STALE; or ACCEPTED, with the takes that it completed.
 
         Raises:
             GradientError: If anything about it is wrong; nothing has changed.
+            BusyError: If another one is between two of its pieces; nothing has changed.
         """
+        if self._is_offered:
+            raise BusyError(f"{self}: another gradient is being added")
+        self._is_offered = True
+        try:
+            return (yield from self._offer(given, local_step, weight))
+        finally:
+            self._is_offered = False
+
+    def _offer(self, given: Any, local_step: int, weight: float) -> Pieces[Applied[ResultT]]:
         computed_at, weight = self.as_call(local_step, weight)
         gradient = self._convert(given)
         if computed_at < self._step - self.max_staleness:
@@ -210,10 +204,10 @@ class Accumulator(ABC, Generic[GradientT, ResultT]):
         yield from self._check(gradient)
         yield from self._add(gradient, weight)
         self._count += 1
-        completed = yield from self.serving()
+        completed = yield from self.complete_pieces()
         return Applied(Outcome.ACCEPTED, self._count, self._step, completed)
 
-    def serving(self) -> Pieces[tuple[Take[ResultT], ...]]:
+    def complete_pieces(self) -> Pieces[tuple[Take[ResultT], ...]]:
         """Complete takes from the first on, as long as there are enough gradients for it.
 
         Returns:
@@ -350,8 +344,8 @@ class ArrayAccumulator(Accumulator[GradientT, ResultT]):
         self.shape = None if shape is None else tuple(self._dimension(dim) for dim in shape)
         self.reduction: Reduction = "mean" if reduction_type == "MEAN" else "sum"
         self.forbid_nonfinite = forbid_nonfinite
-
-    _sum: DenseSum | SparseSum | None = None  # of this step; None before its first gradient
+        # Of this step; None before its first gradient.
+        self._sum: DenseSum | SparseSum | None = None
 
     @property
     def nbytes(self) -> int:

@@ -86,7 +86,7 @@ class Coordinator:
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
         own: This program's optimizers, if it goes on with what another one has left.
-        replicate: Whether each ps has a backup.
+        has_backups: Whether each ps has a backup.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Coordinator:
         program: str,
         main_by_name: bool,
         own: OwnOptimizers,
-        replicate: bool,
+        has_backups: bool,
     ) -> None:
         self._options = options
         self._own = own
-        self.attached = False  # whether there was something to go on with
+        self.continues_program = False  # whether there was something to go on with
         self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -115,7 +115,7 @@ class Coordinator:
         self.links = ClusterLinks(
             platform, cluster,
             origin=origin, program=program, ps_timeout_s=options.ps_timeout_s,
-            max_flaps=options.max_flaps, keep=options.attach, may_move=replicate,
+            max_flaps=options.max_flaps, keep=options.attach, may_move=has_backups,
         )  # fmt: skip
         self.links.workers.on_joined = self._worker_joined
         self.links.workers.on_lost = self._worker_lost
@@ -136,7 +136,7 @@ class Coordinator:
         )
         self.recovery = ClusterRecovery(
             self._state, self.links, self._queue, self._creation, self.events,
-            ps_timeout_s=options.ps_timeout_s, replicate=replicate,
+            ps_timeout_s=options.ps_timeout_s, has_backups=has_backups,
         )  # fmt: skip
         service = self.parts.of(ClosureService)(
             self._queue, self._closures, self.functions, self._reports, self.workers,
@@ -154,13 +154,15 @@ class Coordinator:
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False
         self._creating: asyncio.Task[None] | None = None
-        self._reporting: asyncio.Task[None] | None = None
-        self._watches: list[asyncio.Task[None]] = []  # over what takes too long
+        self._watches: list[asyncio.Task[None]] = []  # that run until the coordinator is closed
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
-        """Connect to the cluster; see ``ClusterLinks.start``."""
+        """Connect to the cluster; see ``ClusterLinks.start``.
+
+        Cancellation: Half connected: call ``close``.
+        """
         options = self._options
         await self.links.start(options.min_workers, options.connect_timeout_s)
         self.recovery.links_started()
@@ -168,17 +170,29 @@ class Coordinator:
             self._creation.reattachment = await reattach(
                 self.links.ps, self.links.incarnation, self._own
             )
-            self.attached = self._creation.reattachment is not None
+            self.continues_program = self._creation.reattachment is not None
             await self._creation.ensure()  # what does not fit is told here, as far as it is known
-        await self.recovery.first_backups(options.connect_timeout_s, attached=self.attached)
-        self._reporting = self._reporter.start()
+        await self.recovery.first_backups(
+            options.connect_timeout_s, attached=self.continues_program
+        )
+        self._watch(self._reporter.start(), "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             watch = closure_timeout.watch(self._queue, options.closure_timeout_s, self._give_up)
-            self._watches.append(self._loop.create_task(watch))
+            self._watch(self._loop.create_task(watch), "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
             watch = watchdog.watch(options.watchdog_timeout_s, self._progress, stalled)
-            self._watches.append(self._loop.create_task(watch))
+            self._watch(self._loop.create_task(watch), "the watchdog is off")
+
+    def _watch(self, task: asyncio.Task[None], ended: str) -> None:
+        """Keep a task until ``close``; log ``ended`` if it fails, since nothing awaits it."""
+
+        def log_failure(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("%s", ended, exc_info=error)
+
+        task.add_done_callback(log_failure)
+        self._watches.append(task)
 
     async def close(self) -> None:
         """Cancel what is not final and close all connections.
@@ -193,7 +207,7 @@ class Coordinator:
         self.gangs.fail(error)
         self.perform(actions)
         try:
-            tasks = (*self._watches, self._creating, self._reporting)
+            tasks = (*self._watches, self._creating)
             helpers = [task for task in tasks if task is not None]
             for task in helpers:
                 task.cancel()
@@ -257,6 +271,8 @@ class Coordinator:
             timeout_s: Seconds, or None.
             finish_steps: Whether gradients that were counted in a synchronous step are to be
                 applied if nothing is left that might complete it.
+
+        Cancellation: Safe; closures go on.
         """
         if self._closed:
             raise ClosedError("join on a closed coordinator")
@@ -272,7 +288,10 @@ class Coordinator:
             await self._finish_steps(deadline, timeout_s)
 
     async def collect_into(self, error: Exception) -> None:
-        """Collect the error that a join would raise; see ``Joins.collect_into``."""
+        """Collect the error that a join would raise; see ``Joins.collect_into``.
+
+        Cancellation: Safe; closures go on.
+        """
         if not self._closed and self._queue.has_failed:
             await self.joins.collect_into(error, self._queue.next_id)
 
@@ -332,7 +351,7 @@ class Coordinator:
     def _prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
         if self.links.workers.all_given_up():
-            self._loop.call_soon(self._dispatch)  # where it is said
+            self._loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 
     def _create_if_declared(self) -> None:

@@ -1,6 +1,6 @@
 """Partitioners: the number of shards of a variable, the rows of each, and their placement.
 
-A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of parts
+A partitioner is any callable ``(shape, dtype) -> list[int]`` that returns the number of partitions
 per axis. As in TensorFlow only axis 0 may be cut; the three classes here are TensorFlow's.
 ``div_split`` is the one layout that psync has, called "div": shards of consecutive rows whose
 numbers differ by at most one, the larger ones first.
@@ -21,7 +21,9 @@ import numpy as np
 
 from psync.cluster import device_name
 from psync.errors import ConfigurationError, PartitionError
-from psync.specs import dtype_name, dtype_of
+from psync.specs import as_integer, dtype_name, dtype_of
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
 
 class Partitioner(ABC):
@@ -33,7 +35,7 @@ class Partitioner(ABC):
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any) -> Sequence[int]:
-        """Return the number of parts per axis: all 1 but the first.
+        """Return the number of partitions per axis: all 1 but the first.
 
         Args:
             shape: Of the variable, at least one axis.
@@ -45,7 +47,7 @@ class _ByRows(Partitioner):
     """A rule that says how many shards it wants, and gets no more than there are rows."""
 
     def __call__(self, shape: Sequence[int], dtype: object) -> list[int]:
-        """Return the number of parts per axis: all 1 but the first.
+        """Return the number of partitions per axis: all 1 but the first.
 
         Args:
             shape: Of the variable, at least one axis.
@@ -186,16 +188,12 @@ def div_split(dim0: int, num_shards: int) -> list[tuple[int, int]]:
     Raises:
         PartitionError: If a shard would be empty (one empty shard of an empty variable is legal).
     """
-    base, extra = _div(dim0, num_shards)
-    return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
-
-
-def _div(dim0: int, num_shards: int) -> tuple[int, int]:
     if not 1 <= num_shards <= max(1, dim0):
         raise PartitionError(
             f"{dim0} rows cannot be cut into {num_shards} shards: expected 1 to {max(1, dim0)}"
         )
-    return divmod(dim0, num_shards)
+    base, extra = divmod(dim0, num_shards)
+    return [(i * base + min(i, extra), base + 1 if i < extra else base) for i in range(num_shards)]
 
 
 def _checked_shape(what: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -366,5 +364,6 @@ class Placer:
             )
         return placement
 
-    def _is_ps(self, ps: Any) -> bool:
-        return isinstance(ps, Integral) and not isinstance(ps, bool) and 0 <= ps < self._num_ps  # type: ignore[operator]
+    def _is_ps(self, ps: object) -> bool:
+        index = as_integer(ps)
+        return index is not None and 0 <= index < self._num_ps

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,17 @@ DTYPE_NAMES = (
 
 
 _NUMPY_DTYPES = {name: np.dtype(name) for name in DTYPE_NAMES if name != "bfloat16"}
+
+
+def as_integer(value: object) -> int | None:
+    """Return the value of an int64 scalar of Python, numpy or the like; None for all else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]  # any object: it decides
+    except TypeError:
+        return None
+    return number if -(1 << 63) <= number < 1 << 63 else None
 
 
 def dtype_of(name: str) -> np.dtype:

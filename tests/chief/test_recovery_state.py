@@ -34,6 +34,7 @@ class World:
             workers=SimpleNamespace(
                 end_sessions=lambda error: self.said.append("sessions end"),
                 all_given_up=lambda: self.all_gone,
+                given_up={"w": "has ended"},
             )
         )
         gangs: Any = Gangs()

@@ -15,6 +15,7 @@ from psync.closures.membership import (
     ParameterServerBack,
     ParameterServerIsLost,
     ParameterServerUnreachable,
+    SessionEnd,
     TaskEvent,
     TaskState,
     WorkerIsLost,
@@ -336,6 +337,42 @@ def test_incarnations_grow_and_each_ps_has_heard_of_every_loss(
                     assert below <= membership.incarnation(worker)
                 elif membership.state(ps) is TaskState.ALIVE:
                     assert below == membership.incarnation(worker) + 1
+
+
+# --- the end of a worker's session -----------------------------------------------------------
+
+LEFT = SessionEnd(in_order=True, blame=False, counts=False)
+ENDED = SessionEnd(in_order=False, blame=False, counts=False)
+TOO_SLOW = SessionEnd(in_order=False, blame=True, counts=False)
+GIVES_UP = SessionEnd(in_order=False, blame=False, counts=True)
+LOST = SessionEnd(in_order=False, blame=True, counts=True)
+
+
+@pytest.mark.parametrize("misses_ps", [False, True])
+@pytest.mark.parametrize(
+    ("leaving", "sent_away", "reason", "end"),
+    [
+        (False, None, "", LOST),
+        (False, False, "", ENDED),
+        (False, True, "", TOO_SLOW),
+        (False, False, "no memory", ENDED),
+        (False, True, "no memory", TOO_SLOW),
+        (True, None, "preempted", LEFT),
+        (True, False, "preempted", LEFT),
+        (True, True, "", LEFT),
+    ],
+)
+def test_the_end_of_a_session_means(
+    leaving: bool, sent_away: bool | None, reason: str, end: SessionEnd, misses_ps: bool
+) -> None:
+    assert SessionEnd.of(leaving, sent_away, reason, misses_ps=misses_ps) == end
+
+
+@pytest.mark.parametrize(("misses_ps", "end"), [(False, GIVES_UP), (True, ENDED)])
+def test_a_worker_that_cannot_go_on_counts_as_lost_unless_a_ps_is_missing(
+    misses_ps: bool, end: SessionEnd
+) -> None:
+    assert SessionEnd.of(False, None, "no memory", misses_ps=misses_ps) == end
 
 
 # --- back-off --------------------------------------------------------------------------------

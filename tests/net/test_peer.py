@@ -311,7 +311,7 @@ async def test_a_deadline_ends_a_call_and_not_the_connection() -> None:
         with pytest.raises(DeadlineExceeded) as caught:
             await pair.peer.call(AskStatistics(), deadline=start + 2.5)
         assert loop.time() == start + 2.5
-        assert caught.value.message == f"{PS} did not answer AskStatistics in time"
+        assert caught.value.message == f"{PS} did not answer AskStatistics within 2.5 s"
         assert isinstance(caught.value, TimeoutError)
         await settle()
         assert gate.cancelled == 1
@@ -467,7 +467,7 @@ async def test_repr_tells_how_a_connection_stands() -> None:
         assert repr(pair.peer) == f"<Peer {PS} bulk open, 0 calls>"
         assert repr(pair.back) == f"<Peer {WORKER} bulk open, 0 calls>"
         call = asyncio.create_task(pair.peer.call(AskStatistics()))
-        await asyncio.sleep(0)
+        await settle()
         assert repr(pair.peer) == f"<Peer {PS} bulk open, 1 calls>"
         gate.open.set()
         await call

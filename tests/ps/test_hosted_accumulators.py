@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from accumulator_tools import take_grad
 from psync.numerics.sums import Pieces, at_once
 from psync.ps.cooperative_work import INLINE_BYTES
 from psync.ps.takes import (
@@ -61,7 +62,7 @@ def test_a_gradient_without_rows_has_no_bytes() -> None:
 def test_what_was_taken_is_sent_without_a_copy() -> None:
     rule = SparseConditionalAccumulator("float32", (None, 2), name="g")
     rule.apply_grad([4, 1], np.ones((2, 2), np.float32))
-    take = rule.take_grad(1)
+    take = take_grad(rule, 1)
     message, (indices, values) = reply_of(take)
     assert message == GradientTaken(1, 1, [2, 2], [-1, 2])
     assert bytes(indices) == np.array([1, 4]).tobytes()
@@ -73,7 +74,7 @@ def test_what_is_large_is_not_done_at_once() -> None:
     hosted = HostedAccumulator(definition_of(ConditionalAccumulator("float32", name="g")))
     assert hosted.fits_now(INLINE_BYTES)
     assert not hosted.fits_now(INLINE_BYTES + 1)
-    at_once(hosted.rule.offering([1.0], 0, 1.0))
+    at_once(hosted.rule.offer_pieces([1.0], 0, 1.0))
     assert not hosted.fits_now(INLINE_BYTES)
 
 

@@ -37,7 +37,7 @@ class Scene:
         return self.takes.enter(self.held, client, TakeGradient("g", number, acked, required))
 
     def give(self, *values: float) -> None:
-        applied = at_once(self.held.rule.offering(np.array(values, np.float32), 0, 1.0))
+        applied = at_once(self.held.rule.offer_pieces(np.array(values, np.float32), 0, 1.0))
         self.takes.complete(self.held, applied.completed)
 
     def answer(self, client: Any, number: int) -> Any:

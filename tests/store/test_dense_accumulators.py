@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from accumulator_tools import accumulator, array, refusal
+from accumulator_tools import accumulator, array, refusal, take_grad
 from psync.errors import GradientError
 from psync.store.dense_accumulators import ConditionalAccumulator, fits
 
@@ -21,19 +21,19 @@ class TestReduction:
         held = accumulator()
         held.apply_grad(array(1, 2))
         held.apply_grad(array(3, 6))
-        assert held.take_grad(2).result().tolist() == [2, 4]
+        assert take_grad(held, 2).result().tolist() == [2, 4]
 
     def test_a_sum_is_not_divided(self) -> None:
         held = accumulator(reduction_type="SUM")
         held.apply_grad(array(1, 2))
         held.apply_grad(array(3, 6))
-        assert held.take_grad(1).result().tolist() == [4, 8]
+        assert take_grad(held, 1).result().tolist() == [4, 8]
 
     def test_a_mean_is_over_the_actual_number_not_the_one_asked_for(self) -> None:
         held = accumulator((1,))
         for value in range(10):
             held.apply_grad(array(value))
-        take = held.take_grad(1)
+        take = take_grad(held, 1)
         assert take.result().tolist() == [4.5]
         assert take.count == 10
 
@@ -42,29 +42,29 @@ class TestReduction:
         for _ in range(4):
             held.apply_grad(array(1))
         assert held.num_accumulated() == 4
-        assert held.take_grad(2).count == 4
+        assert take_grad(held, 2).count == 4
         assert held.num_accumulated() == 0
         held.apply_grad(array(7), local_step=1)
-        assert held.take_grad(1).result().tolist() == [7]
+        assert take_grad(held, 1).result().tolist() == [7]
 
     def test_a_weighted_mean_is_divided_by_the_weights(self) -> None:
         held = accumulator((1,))
         held.apply_grad(array(1), weight=3)
         held.apply_grad(array(5), weight=1)
         assert held.num_accumulated() == 2  # who waits counts gradients
-        assert held.take_grad(2).result().tolist() == [2]
+        assert take_grad(held, 2).result().tolist() == [2]
 
     def test_a_weighted_sum_is_multiplied(self) -> None:
         held = accumulator((1,), reduction_type="SUM")
         held.apply_grad(array(1), weight=3)
         held.apply_grad(array(5))
-        assert held.take_grad(2).result().tolist() == [8]
+        assert take_grad(held, 2).result().tolist() == [8]
 
     def test_2049_ones_of_float16_are_1_on_average(self) -> None:
         held = accumulator((1,), "float16")
         for _ in range(2049):
             held.apply_grad(np.ones(1, np.float16))
-        result = held.take_grad(2049).result()
+        result = take_grad(held, 2049).result()
         assert result.tolist() == [1]
         assert result.dtype == np.float16
 
@@ -72,28 +72,28 @@ class TestReduction:
     def test_results_are_of_the_accumulators_dtype(self, dtype: object) -> None:
         held = accumulator(dtype=dtype)
         held.apply_grad(np.ones(2, held.dtype))
-        assert held.take_grad(1).result().dtype == held.dtype
+        assert take_grad(held, 1).result().dtype == held.dtype
 
     def test_a_gradient_is_not_kept_and_a_result_is_the_takers_own(self) -> None:
         held, gradient = accumulator(), array(1, 2)
         held.apply_grad(gradient)
         gradient[:] = 9
-        first = held.take_grad(1).result()
+        first = take_grad(held, 1).result()
         held.apply_grad(array(5, 5), local_step=1)
         assert first.tolist() == [1, 2]
         first[:] = 9
-        assert held.take_grad(1).result().tolist() == [5, 5]
+        assert take_grad(held, 1).result().tolist() == [5, 5]
 
     def test_big_endian_gradients_are_of_the_same_dtype(self) -> None:
         held = accumulator()
         held.apply_grad(np.array([1, 2], ">f4"))
-        assert held.take_grad(1).result().tolist() == [1, 2]
+        assert take_grad(held, 1).result().tolist() == [1, 2]
 
     def test_numbers_of_python_take_the_accumulators_dtype(self) -> None:
         held = accumulator(dtype="float16")
         held.apply_grad([1, 2])
         held.apply_grad([0.5, math.inf])
-        assert held.take_grad(2).result().tolist() == [0.75, math.inf]
+        assert take_grad(held, 2).result().tolist() == [0.75, math.inf]
 
     @pytest.mark.parametrize("given", [[0.5, 1e9], [65520, 1], [0, -(10**5)]])
     def test_numbers_that_the_dtype_cannot_hold_are_refused(self, given: list[float]) -> None:
@@ -105,7 +105,7 @@ class TestReduction:
         held = accumulator(())
         held.apply_grad(1.0)
         held.apply_grad(np.float32(2.0))
-        assert held.take_grad(2).result() == 1.5
+        assert take_grad(held, 2).result() == 1.5
 
 
 class TestShapes:
@@ -132,12 +132,12 @@ class TestShapes:
         held = accumulator(None)
         for step, shape in enumerate([(2, 5), (3,), ()]):
             held.apply_grad(np.ones(shape, np.float32), step)
-            assert held.take_grad(1).result().shape == shape
+            assert take_grad(held, 1).result().shape == shape
 
     def test_empty_arrays_are_gradients(self) -> None:
         held = accumulator((0, None))
         held.apply_grad(np.ones((0, 3), np.float32))
-        assert held.take_grad(1).result().shape == (0, 3)
+        assert take_grad(held, 1).result().shape == (0, 3)
 
     def test_fits_compares_what_is_known(self) -> None:
         assert fits((2, 3), (2, None))
@@ -166,6 +166,6 @@ def test_an_accumulator_goes_on_from_what_another_one_holds(dtype: str) -> None:
     assert second.num_accumulated() == 1
     for each in (first, second):
         each.apply_grad([0.7, 1e-3], weight=2.0)
-    results = [each.take_grad(2).result() for each in (first, second)]
+    results = [take_grad(each, 2).result() for each in (first, second)]
     assert results[0].tobytes() == results[1].tobytes()
     assert second.held() is None

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accumulator_tools import cancel, take_grad
 from psync.accumulators import Applied, TakeState
 from psync.errors import ConfigurationError, GradientError
 from psync.specs import Outcome
@@ -39,7 +40,7 @@ def refusal(call, *args, error: type[Exception] = GradientError, **options) -> s
 
 
 def taken(held: SparseConditionalAccumulator) -> tuple[list[int], list, tuple[int, ...]]:
-    result = held.take_grad(1).result()
+    result = take_grad(held, 1).result()
     return result.indices.tolist(), result.values.tolist(), result.dense_shape
 
 
@@ -65,7 +66,7 @@ class TestReduction:
         for gradient in dense:
             rows = np.flatnonzero(gradient.any(axis=1))
             held.apply_grad(rows, gradient[rows].astype(float))
-        result = held.take_grad(2).result()
+        result = take_grad(held, 2).result()
         full = np.zeros(result.dense_shape)
         full[result.indices] = result.values
         assert (full == sum(dense) / 2).all()
@@ -97,13 +98,13 @@ class TestReduction:
         held = accumulator(dtype="float16")
         for _ in range(2049):
             held.apply_grad([5], np.ones(1, np.float16))
-        result = held.take_grad(2049).result()
+        result = take_grad(held, 2049).result()
         assert result.values.tolist() == [1]
         assert result.values.dtype == np.float16
 
     def test_an_empty_gradient_counts(self) -> None:
         held = accumulator((4, 2))
-        take = held.take_grad(2)
+        take = take_grad(held, 2)
         assert held.apply_grad([], zeros(0, 2)) == Applied(ACCEPTED, 1, 0)
         assert held.apply_grad([3], [[2, 4]]) == Applied(ACCEPTED, 0, 1, (take,))
         assert take.result().values.tolist() == [[2, 4]]
@@ -112,7 +113,7 @@ class TestReduction:
     def test_of_empty_gradients_alone_comes_an_empty_one(self) -> None:
         held = accumulator((4, 2))
         held.apply_grad(np.empty(0, np.int32), zeros(0, 2))
-        result = held.take_grad(1).result()
+        result = take_grad(held, 1).result()
         assert result.indices.dtype == np.int64
         assert (result.indices.shape, result.values.shape) == ((0,), (0, 2))
         assert result.dense_shape == (4, 2)
@@ -121,7 +122,7 @@ class TestReduction:
         held, indices, values = accumulator(), np.array([1]), np.ones(1, np.float32)
         held.apply_grad(indices, values)
         indices[:], values[:] = 8, 8
-        first = held.take_grad(1).result()
+        first = take_grad(held, 1).result()
         assert (first.indices.tolist(), first.values.tolist()) == ([1], [1])
         first.indices[:], first.values[:] = 8, 8
         held.apply_grad([2], [3], local_step=1)
@@ -169,7 +170,7 @@ class TestShapes:
     ) -> None:
         held = accumulator(shape)
         held.apply_grad([1], zeros(*values))
-        result = held.take_grad(1).result()
+        result = take_grad(held, 1).result()
         assert result.dense_shape == dense_shape
         assert result.values.shape == values
 
@@ -177,13 +178,13 @@ class TestShapes:
         held = accumulator((None, 2))
         for step, shape in enumerate([(1, 2), (1, 2, 3), (2, 2)]):
             held.apply_grad(range(shape[0]), zeros(*shape), None, step)
-            assert held.take_grad(1).result().values.shape == shape
+            assert take_grad(held, 1).result().values.shape == shape
 
     @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint64, np.int64, ">i4"])
     def test_indices_of_all_integer_types_become_int64(self, dtype: object) -> None:
         held = accumulator()
         held.apply_grad(np.array([3, 1], dtype), zeros(2))
-        result = held.take_grad(1).result()
+        result = take_grad(held, 1).result()
         assert result.indices.dtype == np.int64
         assert result.indices.tolist() == [1, 3]
 
@@ -203,7 +204,7 @@ class TestSlices:
     def test_a_result_is_a_gradient_for_another_accumulator(self) -> None:
         first, second = accumulator((None, 1)), accumulator((4, 1))
         first.apply_grad([2], [[5]])
-        second.apply_indexed_slices_grad(first.take_grad(1).result())
+        second.apply_indexed_slices_grad(take_grad(first, 1).result())
         assert taken(second) == ([2], [[5]], (4, 1))
 
     def test_the_shape_of_slices_is_checked(self) -> None:
@@ -286,7 +287,7 @@ class TestOrderOfChecks:
     ) -> None:
         held = accumulator((3, 2, None))
         held.apply_grad([1], zeros(1, 2, 4), dense_shape)
-        assert held.take_grad(1).result().dense_shape == (3, 2, 4)
+        assert take_grad(held, 1).result().dense_shape == (3, 2, 4)
 
     @pytest.mark.parametrize(
         ("indices", "message"),
@@ -345,7 +346,7 @@ class TestOrderOfChecks:
 
     def test_a_refused_gradient_changes_nothing(self) -> None:
         held = accumulator((3, 2))
-        take = held.take_grad(2)
+        take = take_grad(held, 2)
         held.apply_grad([0], [[1, 1]])
         for indices, values in [([3], [[1, 1]]), ([0], [[1, 1, 1]]), ([0, 1], [[1, 1]])]:
             refusal(held.apply_grad, indices, values)
@@ -372,9 +373,9 @@ class TestOptions:
 
     def test_takes_wait_and_are_cancelled_as_those_of_all_accumulators(self) -> None:
         held = accumulator()
-        large, small = held.take_grad(2), held.take_grad(1)
+        large, small = take_grad(held, 2), take_grad(held, 1)
         held.apply_grad([0], [1])
-        assert held.cancel(large) == (small,)
+        assert cancel(held, large) == (small,)
         assert small.result().indices.tolist() == [0]
 
 
@@ -407,6 +408,6 @@ def test_an_accumulator_goes_on_from_what_another_one_holds(divisor: str) -> Non
     assert second.num_accumulated() == 2
     for each in (first, second):
         each.apply_grad([7, 4], [[0.7], [1e-3]], weight=2.0)
-    one, other = (each.take_grad(3).result() for each in (first, second))
+    one, other = (take_grad(each, 3).result() for each in (first, second))
     assert one.indices.tolist() == other.indices.tolist() == [1, 4, 7]
     assert one.values.tobytes() == other.values.tobytes()

@@ -15,6 +15,8 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import cluster_of, coordinating, event_of
+from psync.chief import closure_timeout, watchdog
+from psync.chief.schedule_reporter import ScheduleReporter
 from psync.errors import (
     ClosureError,
     PartitionError,
@@ -98,6 +100,7 @@ async def test_nothing_is_kept_of_closures_that_have_ended(ends: str):
         assert sum(trace.size for trace in snapshot.traces) < 100 << 10
 
 
+@pytest.mark.virtual_time
 async def test_a_worker_whose_step_computes_has_little_unread():
     async with coordinating(num_workers=1) as (cluster, coordinator):
         pieces: list[int] = []
@@ -120,12 +123,32 @@ async def test_a_worker_whose_step_computes_has_little_unread():
         memory_cluster.shared["computing"] = True
         arrays = [np.zeros(15 << 10, np.uint8) for _ in range(50)]
         values = [coordinator.schedule(use, args=(array,)) for array in arrays]
-        chained = [coordinator.schedule(use, args=([value, value],)) for value in values[:0]]
         await asyncio.sleep(0.02)
         memory_cluster.shared["computing"] = False
         assert sum(pieces) < (64 << 10) + 4096
         event_of("go on").set()
-        assert await coordinator.fetch(values + chained) == [15 << 10] * 50
+        assert await coordinator.fetch(values) == [15 << 10] * 50
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize(
+    ("where", "name", "ended"),
+    [
+        (closure_timeout, "watch", "the closure timeout is off"),
+        (watchdog, "watch", "the watchdog is off"),
+        (ScheduleReporter, "_run", "the schedule is not reported any more"),
+    ],
+)
+async def test_a_watch_that_fails_is_logged_at_once(where, name, ended, monkeypatch, caplog):
+    async def failing(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(where, name, failing)
+    async with coordinating(closure_timeout=5, watchdog_timeout=5) as (_, coordinator):
+        await coordinator.schedule(lambda: 1)
+        (record,) = [r for r in caplog.records if r.levelno >= logging.ERROR]
+        assert record.message == ended
+        assert "ZeroDivisionError: a bug" in caplog.text
 
 
 async def test_a_model_does_not_pass_through_the_coordinator():

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from psync.errors import PartitionError
-from psync.specs import DTYPE_NAMES, Outcome, ShardSpec, VariableSpec, dtype_name, dtype_of
+from psync.specs import (
+    DTYPE_NAMES,
+    Outcome,
+    ShardSpec,
+    VariableSpec,
+    as_integer,
+    dtype_name,
+    dtype_of,
+)
 
 
 @pytest.mark.parametrize("name", DTYPE_NAMES)
@@ -76,3 +84,16 @@ def test_outcomes_are_what_the_wire_says() -> None:
     assert [outcome.value for outcome in Outcome] == [
         "accepted", "stale", "duplicate", "rolled_back",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [0, -3, np.int64(7), np.array(7, np.uint8)], ids=repr)
+def test_integers_of_all_kinds_are_integers(value: object) -> None:
+    assert as_integer(value) == value
+    assert type(as_integer(value)) is int
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.True_, 1.0, np.float32(1), "1", None, [1], np.array([1]), np.array(True)]
+)
+def test_nothing_else_is_an_integer(value: object) -> None:
+    assert as_integer(value) is None

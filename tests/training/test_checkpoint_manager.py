@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import psync
 from local_training import training
 from psync.api.cluster_coordinator import coordinator_of
-from psync.checkpoints.files import remove
+from psync.checkpoints.files import checkpoints_in, remove
 from psync.errors import CheckpointError, ConfigurationError
 from psync.store.snapshot_state import ImageState
+from psync.training import checkpoint_manager
+from psync.training.checkpoint_manager import superseded
 
 
 async def test_the_newest_are_kept_and_some_for_ever(tmp_path: Path) -> None:
@@ -83,6 +86,66 @@ def test_arguments_that_are_none_are_refused(tmp_path: Path) -> None:
         psync.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)
     with pytest.raises(ConfigurationError, match="expected a Checkpoint, got str"):
         psync.CheckpointManager("checkpoint", tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_to_keep", "keep_every_n_steps"])
+def test_how_many_are_kept_is_a_whole_number(name: str, tmp_path: Path) -> None:
+    checkpoint = psync.Checkpoint(state=psync.SavedState())
+    for number in (True, 1.5, "2", -1):
+        with pytest.raises(ConfigurationError, match=f"expected {name} above 0, or None, got"):
+            psync.CheckpointManager(checkpoint, tmp_path, **{name: number})
+    psync.CheckpointManager(checkpoint, tmp_path, **{name: np.int64(2)})
+
+
+async def test_a_number_of_numpy_that_has_no_sign_is_taken(tmp_path: Path) -> None:
+    async with training():
+        manager = psync.CheckpointManager(
+            psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path,
+            max_to_keep=np.uint8(2),  # type: ignore[arg-type]
+        )  # fmt: skip
+        saved = [await manager.save() for _ in range(3)]
+        assert manager.checkpoints == saved[1:]
+
+
+@pytest.mark.parametrize(
+    ("max_to_keep", "keep_every", "in_use", "removed"),
+    [
+        (1, None, (), [0, 1, 2, 5, 8]),
+        (3, None, (), [0, 1, 2]),
+        (6, None, (), []),
+        (9, None, (), []),
+        (1, 1, (), []),
+        (1, 2, (), [1, 5]),  # 0 is a multiple, too
+        (2, None, (1, 9), [0, 2, 5]),
+        (2, 5, (2, None), [1]),
+    ],
+)
+def test_superseded_are_the_oldest_but_for_some(
+    max_to_keep: int, keep_every: int | None, in_use: Any, removed: list[int]
+) -> None:
+    found = [(number, Path(f"ckpt-{number}")) for number in (0, 1, 2, 5, 8, 9)]
+    used = [None if number is None else Path(f"ckpt-{number}") for number in in_use]
+    assert superseded(found, max_to_keep, keep_every, used) == [
+        Path(f"ckpt-{number}") for number in removed
+    ]
+
+
+async def test_the_directory_is_not_read_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noting(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return checkpoints_in(*arguments)
+
+    async with training():
+        manager = psync.CheckpointManager(psync.Checkpoint(state=psync.SavedState(x=1)), tmp_path)
+        monkeypatch.setattr(checkpoint_manager, "checkpoints_in", noting)
+        await manager.save(last=True)
+        await manager.restore_or_initialize()
+    assert len(threads) == 3
+    assert threading.get_ident() not in threads
 
 
 def source_of(strategy: psync.ParameterServerStrategy) -> Any:

@@ -177,7 +177,7 @@ class ClusterCoordinator:
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            replicate=self.strategy.ps_recovery == "replica",
+            has_backups=self.strategy.ps_recovery == "replica",
         )
         self._starting = True
         try:
@@ -200,7 +200,7 @@ class ClusterCoordinator:
 
         False without ``attach=True``, and where nothing was left: then restore a checkpoint.
         """
-        return self._coordinator is not None and self._coordinator.attached
+        return self._coordinator is not None and self._coordinator.continues_program
 
     async def close(self) -> None:
         """Cancel what is not done, and close all connections; tasks go on waiting for a chief.

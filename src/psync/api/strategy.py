@@ -90,8 +90,8 @@ class ParameterServerStrategy(ReplicaRuns):
         forbid_in_step("making a strategy")
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise ConfigurationError(
-                "variable_partitioner: expected a callable (shape, dtype) -> parts per axis, got "
-                f"{variable_partitioner!r}",
+                "variable_partitioner: expected a callable (shape, dtype) -> partitions per axis, "
+                f"got {variable_partitioner!r}",
                 hint="psync.partitioners has some: psync.FixedShardsPartitioner(2)",
             )
         spec, task_type, task_id = training_cluster(cluster_resolver)

@@ -142,6 +142,10 @@ class SavedImages:
         """Note a checkpoint that is complete."""
         self._paths.append(path)
 
+    def handed_since(self, asked: int) -> Path | None:
+        """Return the checkpoint handed out last; None: none since it was asked ``asked`` times."""
+        return self.handed if self.asked != asked else None
+
     def __call__(self) -> list[StoredImage] | None:
         """Return the images of the newest one that can be read; None: there is none."""
         for path in reversed(self._paths):

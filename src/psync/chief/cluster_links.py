@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from psync.chief.enquiry import ServedSearch, absent, enquire
-from psync.chief.worker_links import WorkerLinks, closed
+from psync.chief.worker_links import WorkerLinks
 from psync.client.ps_client import PsClient
 from psync.client.ps_link import PsLink
 from psync.closures.flapping import LIMIT, Flapping
@@ -321,7 +321,7 @@ class ClusterLinks:
                 logger.warning("%s is reachable again", link.task)
             first = False
             self._changed.set()
-            await closed(peer)
+            await peer.wait_closed()
             self.perform(self.membership.disconnected(link.task, loop.time()))
 
     async def attach_ps(self, link: PsLink) -> None:

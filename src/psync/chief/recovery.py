@@ -34,7 +34,7 @@ class ClusterRecovery:
         creation: Knows what was created, and what is adopted.
         events: Where a recovery is told.
         ps_timeout_s: A ps that cannot be reached for this many seconds is lost.
-        replicate: Whether each ps has a backup.
+        has_backups: Whether each ps has a backup.
 
     Attributes:
         state: As it was given.
@@ -51,7 +51,7 @@ class ClusterRecovery:
         events: Events,
         *,
         ps_timeout_s: float,
-        replicate: bool,
+        has_backups: bool,
     ) -> None:
         self.state = state
         self._links = links
@@ -60,7 +60,7 @@ class ClusterRecovery:
             state, links, queue, creation, events, max(ps_timeout_s, RESTART_S)
         )
         self.replicas = (
-            ReplicaRecovery(state, links, events, self.from_checkpoint) if replicate else None
+            ReplicaRecovery(state, links, events, self.from_checkpoint) if has_backups else None
         )
         if self.replicas is not None:
             state.on_recovered = self.replicas.resume

@@ -1,14 +1,8 @@
 """The coordinator's connections to workers: lost and re-established, workers that join and leave.
 
 One supervising coroutine per worker: connect, attach, wait for the end, classify it, again.
-The meaning of an end is known before it comes, or by the worker's last message:
-
-| the end | its closures | the worker |
-|---|---|---|
-| without a word | come back, and are blamed | is lost; set aside if that is often |
-| the worker leaves | come back, if any are left | is not waited for; may return |
-| the worker cannot go on, and says why | come back | is lost; set aside if that is often |
-| the coordinator has ended the session | come back; are blamed if one was too slow | begins again |
+``closures.membership.SessionEnd`` has the table of ends; what it asks is known before an end comes,
+or by the worker's last message.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from psync.chief.attached_workers import AttachedWorkers
 from psync.closures.flapping import Flapping
-from psync.closures.membership import Assign, Membership, TaskState, backoff
+from psync.closures.membership import Assign, Membership, SessionEnd, TaskState, backoff
 from psync.cluster import parse_task_name, task_name
 from psync.errors import ConnectFailed, FencedError, PsyncError, TransportError, WorkerLost
 from psync.net.endpoint import Endpoint
@@ -40,8 +34,8 @@ class _Worker:
     """One worker of the cluster, whether it is there or not."""
 
     __slots__ = (
-        "address", "is_kept", "leaving", "name", "on_gone", "on_joined", "peers", "place",
-        "reason", "sent_away", "supervisor",
+        "address", "gone", "is_kept", "joined", "leaving", "name", "peers", "place", "reason",
+        "sent_away", "supervisor",
     )  # fmt: skip
 
     def __init__(self, name: str, address: str, place: int) -> None:
@@ -50,9 +44,9 @@ class _Worker:
         self.place = place  # what steps call its index
         self.supervisor: asyncio.Task[None] | None = None
         self.is_kept = True  # it is connected to again; False: it is not wanted any more
-        self.on_joined: asyncio.Future[None] | None = None  # whoever added it waits for that
-        self.on_gone = asyncio.Event()  # set while it does not take part
-        self.on_gone.set()
+        self.joined: asyncio.Future[None] | None = None  # whoever added it waits for that
+        self.gone = asyncio.Event()  # set while it does not take part
+        self.gone.set()
         self.begin()
 
     def begin(self) -> None:
@@ -148,15 +142,16 @@ class WorkerLinks:
         Cancellation: It is forgotten, as after an error.
         """
         name = task_name("worker", index)
+        assert name not in self._workers, "add_worker has looked"
         place = self._places.setdefault(name, len(self._places))
         worker = self._workers[name] = _Worker(name, address, place)
         self.given_up.pop(name, None)
         self._membership.add_worker(name, address)
-        worker.on_joined = self._loop.create_future()
+        worker.joined = self._loop.create_future()
         worker.supervisor = self._owner.supervise(self._keep(worker))
         try:
             async with asyncio.timeout(timeout_s):
-                await worker.on_joined
+                await worker.joined
         except BaseException as exc:
             await self._forget(worker)
             if isinstance(exc, TimeoutError) and not isinstance(exc, PsyncError):
@@ -166,7 +161,7 @@ class WorkerLinks:
                 ) from exc
             raise
         finally:
-            worker.on_joined = None
+            worker.joined = None
         return name
 
     async def remove(self, name: str, reason: str) -> None:
@@ -181,7 +176,7 @@ class WorkerLinks:
                 await worker.peers[0].call(LeaveCluster(reason))
             except TransportError as exc:
                 logger.info("%s was not told to leave: %s", name, exc)
-            await worker.on_gone.wait()
+            await worker.gone.wait()
         await self._forget(worker)
 
     async def give_up(self, name: str, reason: str) -> None:
@@ -197,7 +192,7 @@ class WorkerLinks:
         if worker is None:
             return  # it was removed meanwhile
         worker.is_kept = False
-        await worker.on_gone.wait()  # its connections end as it did: it is lost, or has left
+        await worker.gone.wait()  # its connections end as it did: it is lost, or has left
         await self._forget(worker)
         if name not in self._workers:
             self.given_up[name] = reason
@@ -278,8 +273,8 @@ class WorkerLinks:
                 if not self._owner.is_up and isinstance(exc, FencedError):
                     await self._owner.ask_again(mine, worker.name, worker.address)
                     continue
-                if worker.on_joined is not None and not worker.on_joined.done():
-                    worker.on_joined.set_exception(exc)
+                if worker.joined is not None and not worker.joined.done():
+                    worker.joined.set_exception(exc)
                     return
                 if not self._owner.is_up or isinstance(exc, FencedError):
                     raise
@@ -295,13 +290,13 @@ class WorkerLinks:
             failures, returns = 0, True
             worker.begin()
             worker.peers = lanes
-            worker.on_gone.clear()
+            worker.gone.clear()
             self.attached.joined(worker.name, *lanes)
             self.on_joined(worker.name)
             self._owner.worker_joined()
-            if worker.on_joined is not None and not worker.on_joined.done():
-                worker.on_joined.set_result(None)
-            await closed(*lanes)
+            if worker.joined is not None and not worker.joined.done():
+                worker.joined.set_result(None)
+            await wait_any_closed(*lanes)
             self._end(worker)
             for peer in lanes:
                 peer.abort()
@@ -312,29 +307,28 @@ class WorkerLinks:
             return  # it had left before its connections ended
         control, bulk = worker.peers
         worker.peers = None
-        blame = counts = False
-        if worker.leaving:
+        end = SessionEnd.of(
+            worker.leaving, worker.sent_away, worker.reason, misses_ps=self._misses_ps()
+        )
+        if end.in_order:
             logger.info("%s has left (%s)", worker.name, worker.reason)
             self._owner.perform(self._membership.left(worker.name))
         else:
             self._lost(worker.name)
             error = control.error or bulk.error or "it closed the connection"
-            what = f"{worker.name} is lost ({error})"
-            if worker.sent_away is not None:
-                blame = worker.sent_away
-                what = what if blame else f"the session of {worker.name} was ended ({error})"
-            elif worker.reason:
-                what = f"{worker.name} cannot go on ({worker.reason})"
-                counts = not self._misses_ps()  # else that is the reason
+            if end.blame:
+                what = f"{worker.name} is lost ({error})"
+            elif worker.sent_away is not None:
+                what = f"the session of {worker.name} was ended ({error})"
             else:
-                blame = counts = True
+                what = f"{worker.name} cannot go on ({worker.reason})"
             logger.warning("%s; its closures run again", what)
-            if counts:
+            if end.counts:
                 self._count_loss(worker)
         worker.leaving = False
         self.attached.gone(worker.name)
-        self.on_lost(worker.name, blame)
-        worker.on_gone.set()
+        self.on_lost(worker.name, end.blame)
+        worker.gone.set()
 
     def _count_loss(self, worker: _Worker) -> None:
         pause = self._flapping.lost(worker.name, self._loop.time())
@@ -382,7 +376,8 @@ class WorkerLinks:
 
     def _connected(self, worker: str) -> int:
         # In our own range, whatever the worker's clock says: ps tasks refuse whoever worked for an
-        # earlier coordinator, and nobody who works for the next one. See ``coordinator_grants``.
+        # earlier coordinator, and nobody who works for the next one. See
+        # ``ps.succession.CoordinatorGrants``.
         actions = self._membership.connected(worker, self._owner.incarnation)
         self._owner.perform(actions)
         return next(action.incarnation for action in actions if isinstance(action, Assign))
@@ -412,10 +407,13 @@ class WorkerLinks:
         self._workers.pop(worker.name, None)
 
 
-async def closed(*peers: Peer) -> None:
+async def wait_any_closed(*peers: Peer) -> None:
     """Wait until one of the connections is gone. Cancellation: safe."""
     gone = asyncio.Event()
-    listener: Callable[[Peer], None] = lambda _: gone.set()  # noqa: E731
+
+    def listener(_: Peer) -> None:
+        gone.set()
+
     for peer in peers:
         if peer.is_closed:
             return

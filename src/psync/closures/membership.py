@@ -51,6 +51,45 @@ class TaskState(Enum):
     LEFT = "left"  # a worker that went in order, or is not wanted any more: nobody waits for it
 
 
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """The consequences of the end of a coordinator's session with a worker.
+
+    | the end | its closures | the worker |
+    |---|---|---|
+    | without a word | come back, and are blamed | is lost, which counts |
+    | the worker leaves | come back, if any are left | is not waited for; may return |
+    | it cannot go on, and says why | come back | is lost, which counts unless a ps is missing |
+    | the coordinator ends it | come back; are blamed if one was too slow | begins again |
+
+    A worker whose losses count is set aside if there are too many; see ``Flapping``.
+    """
+
+    in_order: bool  # the worker has left
+    blame: bool  # what it ran may be the cause
+    counts: bool  # as a loss of the worker
+
+    @classmethod
+    def of(
+        cls, leaving: bool, sent_away: bool | None, reason: str, *, misses_ps: bool
+    ) -> SessionEnd:
+        """Return what an end means.
+
+        Args:
+            leaving: Whether the worker has said that it leaves.
+            sent_away: None unless the coordinator ends it; then whether what runs is to blame.
+            reason: What the worker gave as its reason for not going on, or "".
+            misses_ps: Whether a ps cannot be reached, which is a reason not to go on.
+        """
+        if leaving:
+            return cls(in_order=True, blame=False, counts=False)
+        if sent_away is not None:
+            return cls(in_order=False, blame=sent_away, counts=False)
+        if reason:
+            return cls(in_order=False, blame=False, counts=not misses_ps)
+        return cls(in_order=False, blame=True, counts=True)
+
+
 class TaskEvent(Enum):
     CONNECT = "connect"
     LOSE_WORKER = "lose its connection (worker)"

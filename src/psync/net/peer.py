@@ -54,10 +54,10 @@ class Peer:
         pool: Memory for received segments.
         limits: In force for both directions.
         spawn: Starts a handler that takes time.
-        on_opened: Told when the handshake is over.
-        on_closed: Told when the connection is gone, unless it was never made.
+        report_opened: Told when the handshake is over.
+        report_closed: Told when the connection is gone, unless it was never made.
         admit: See ``wire.protocol.Protocol``.
-        refused: Likewise.
+        refused: See ``wire.protocol.Protocol``.
         server: Serves the peer's requests.
     """
 
@@ -68,8 +68,8 @@ class Peer:
         pool: BlockPool,
         limits: Limits,
         spawn: Spawn,
-        on_opened: Callable[[Peer], None],
-        on_closed: Callable[[Peer, Exception | None], None],
+        report_opened: Callable[[Peer], None],
+        report_closed: Callable[[Peer, Exception | None], None],
         admit: Admit | None = None,
         refused: Refused | None = None,
         server: type[RequestServer] = RequestServer,
@@ -86,8 +86,8 @@ class Peer:
         self.on_closed: list[Callable[[Peer], None]] = []  # told once, in order
         self._pool = pool
         self._limits = limits
-        self._report_opened = on_opened
-        self._report_closed = on_closed
+        self._report_opened = report_opened
+        self._report_closed = report_closed
         self._calls: dict[int, Call] = {}
         self._next_id = 1
         self._server = server(self, handlers, limits, spawn)
@@ -128,7 +128,7 @@ class Peer:
 
         Raises:
             ConnectionLost: The connection went; the request may or may not have been served.
-            DeadlineExceeded: Likewise.
+            DeadlineExceeded: There is no reply in time; the request may or may not be served.
             LocalProtocolError: The request is larger than the limits allow.
             PsyncError: What the handler there raised; RemoteError for foreign exceptions.
 
@@ -140,7 +140,8 @@ class Peer:
         future: asyncio.Future[Received] = self._loop.create_future()
         call = self._calls[request_id] = Call(future, into)
         if deadline is not None:
-            call.timer = self._loop.call_at(deadline, self._expire, call, message)
+            seconds = deadline - self._loop.time()
+            call.timer = self._loop.call_at(deadline, self._expire, call, message, seconds)
         self.connection.send(buffers)
         if at_once:
             self.connection.flush()
@@ -235,8 +236,9 @@ class Peer:
         lost.__cause__ = self.error
         return lost
 
-    def _expire(self, call: Call, message: Message) -> None:
-        what = f"{self.task} did not answer {type(message).__name__} in time"
+    def _expire(self, call: Call, message: Message, seconds: float) -> None:
+        limit = f"{round(max(0.0, seconds), 3):g} s"
+        what = f"{self.task} did not answer {type(message).__name__} within {limit}"
         fail(call.future, DeadlineExceeded(what))
 
     def encode(

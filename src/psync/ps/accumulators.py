@@ -249,12 +249,12 @@ class AccumulatorService:
         hosted = self._known(client, message.accumulator)
         given = gradient_of(message, body, hosted.rule)
 
-        def offering() -> Pieces[GradientApplied]:
-            applied = yield from hosted.rule.offering(given, message.local_step, message.weight)
+        def offer() -> Pieces[GradientApplied]:
+            applied = yield from hosted.rule.offer_pieces(given, message.local_step, message.weight)
             self._takes.complete(hosted, applied.completed)
             return GradientApplied(applied.outcome.value, applied.count, applied.step)
 
-        return self._update(client, message, body, hosted, offering)
+        return self._update(client, message, body, hosted, offer)
 
     def _set_step(
         self, client: Client, message: SetAccumulatorStep, _: Sequence[memoryview]

@@ -404,18 +404,18 @@ class GradientTakes:
         large = []
         for hosted in changed:
             if hosted.fits_now(0):
-                self.complete(hosted, at_once(hosted.rule.serving()))
+                self.complete(hosted, at_once(hosted.rule.complete_pieces()))
             else:
                 large.append(hosted)
         return self._work.to_the_end(self._serve_slowly(large)) if large else None
 
     async def _serve_slowly(self, changed: Iterable[HostedAccumulator]) -> None:
-        def serving(hosted: HostedAccumulator) -> Pieces[None]:
-            completed = yield from hosted.rule.serving()
+        def complete(hosted: HostedAccumulator) -> Pieces[None]:
+            completed = yield from hosted.rule.complete_pieces()
             self.complete(hosted, completed)
 
         for hosted in changed:
-            await hosted.in_turn(functools.partial(serving, hosted))
+            await hosted.in_turn(functools.partial(complete, hosted))
 
     def complete(self, hosted: HostedAccumulator, takes: Iterable[Take[Any]]) -> None:
         """Answer those who wait for takes that have ended."""

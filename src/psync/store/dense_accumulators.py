@@ -41,7 +41,7 @@ class ConditionalAccumulator(ArrayAccumulator[np.ndarray, np.ndarray]):
                 dtype another; or if it is not stale and its shape does not fit, or it holds
                 infinities or NaN and these are forbidden. Nothing has changed.
         """
-        return at_once(self.offering(gradient, local_step, weight))
+        return at_once(self.offer_pieces(gradient, local_step, weight))
 
     def as_gradient(self, given: object) -> np.ndarray:
         """Return a gradient as an array, checked as far as it can be without those held.

@@ -16,8 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from psync.accumulators import Applied, ArrayAccumulator, Held, as_integer
+from psync.accumulators import Applied, ArrayAccumulator, Held
 from psync.numerics.sums import Pieces, SparseSum, at_once
+from psync.specs import as_integer
 
 
 class Slices(Protocol):
@@ -105,7 +106,7 @@ class SparseConditionalAccumulator(ArrayAccumulator[GivenSlices, SparseGradient]
         Raises:
             GradientError: As there. Nothing has changed.
         """
-        return at_once(self.offering((indices, values, dense_shape), local_step, weight))
+        return at_once(self.offer_pieces((indices, values, dense_shape), local_step, weight))
 
     def apply_indexed_slices_grad(
         self, slices: Slices, local_step: int = 0, weight: float = 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from psync.api.variables import scope_of
@@ -23,6 +24,7 @@ from psync.checkpoints.files import (
 from psync.checkpoints.stored_snapshots import SavedImages, stored_images, why_not
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError, ConfigurationError
+from psync.specs import as_integer
 from psync.training.checkpoint import PREFIX, Checkpoint, coordinator_for
 
 logger = logging.getLogger(__name__)
@@ -57,13 +59,6 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         keep_every_n_steps: int | None = None,
     ) -> None:
-        for name, value in (
-            ("max_to_keep", max_to_keep), ("keep_every_n_steps", keep_every_n_steps),
-        ):  # fmt: skip
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigurationError(
-                    f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
-                )
         if not isinstance(checkpoint, Checkpoint):
             raise ConfigurationError(
                 f"checkpoint manager: expected a Checkpoint, got {type(checkpoint).__name__}",
@@ -71,8 +66,8 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._directory = Path(directory)
-        self._max_to_keep = max_to_keep
-        self._keep_every = keep_every_n_steps
+        self._max_to_keep = _positive("max_to_keep", max_to_keep)
+        self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
         self._images = SavedImages("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
 
@@ -104,6 +99,16 @@ class CheckpointManager:
         Args:
             checkpoint_number: From 0, such as the global step. Default: one more than the highest.
             last: Whether no other one follows; see ``finish``.
+
+        Returns:
+            The path of the new checkpoint.
+
+        Raises:
+            CheckpointError: As ``Checkpoint.save``; also if an old one cannot be removed, or no
+                mark be left that this is the last: the new one is complete then.
+            ConfigurationError, UsageError, ParameterServerLost: As ``Checkpoint.save``.
+
+        Cancellation: As ``Checkpoint.save``; old ones may be left.
         """
         asked = self._images.asked
         self._under_way += 1
@@ -116,12 +121,12 @@ class CheckpointManager:
         if coordinator is not None:
             self._offer(path, coordinator)
             coordinator.recovery.from_checkpoint.saved(images)
-        in_use = self._images.handed if self._images.asked != asked else None
+        # Not after an await: a recovery that asks from now on is given ``path``, which stays.
+        in_use = self._images.handed_since(asked)
         if self._max_to_keep is not None:
-            for number, old in checkpoints_in(self._directory, PREFIX)[: -self._max_to_keep]:
-                kept = self._keep_every is not None and not number % self._keep_every
-                if not kept and old not in (path, in_use):
-                    await asyncio.to_thread(remove, old)
+            found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
+            for old in superseded(found, self._max_to_keep, self._keep_every, (path, in_use)):
+                await asyncio.to_thread(remove, old)
         if not self._under_way:
             number = int(path.name.rpartition("-")[2])
             await asyncio.to_thread(remove_leftovers, self._directory, PREFIX, number)
@@ -142,7 +147,7 @@ class CheckpointManager:
 
         Cancellation: It may have been said.
         """
-        newest = self.latest_checkpoint
+        newest = await asyncio.to_thread(latest_checkpoint, self._directory)
         if newest is not None:
             await asyncio.to_thread(mark_last, newest)
         return newest
@@ -158,7 +163,7 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.restore``.
         """
-        latest = self.latest_checkpoint
+        latest = await asyncio.to_thread(latest_checkpoint, self._directory)
         if latest is not None:
             await self._checkpoint.restore(latest)
             await asyncio.to_thread(unmark_last, latest)
@@ -196,6 +201,38 @@ class CheckpointManager:
             self._offer(path, coordinator)
         else:
             logger.info("before the first save a lost ps cannot be recovered: %s", reason)
+
+
+def superseded(
+    found: Sequence[tuple[int, Path]],
+    max_to_keep: int,
+    keep_every: int | None,
+    in_use: Collection[Path | None],
+) -> list[Path]:
+    """Return which checkpoints are to be removed.
+
+    Args:
+        found: Number and path of all, the oldest first.
+        max_to_keep: How many of the newest stay, at least 1.
+        keep_every: Those whose number is a multiple of this stay; None: no others.
+        in_use: These stay.
+    """
+    return [
+        path
+        for number, path in found[:-max_to_keep]
+        if path not in in_use and (keep_every is None or number % keep_every)
+    ]
+
+
+def _positive(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    number = as_integer(value)
+    if number is None or number < 1:
+        raise ConfigurationError(
+            f"checkpoint manager: expected {name} above 0, or None, got {value!r}"
+        )
+    return number
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | None:

@@ -189,10 +189,10 @@ def _one_is_missing(original: Callable[..., Any]) -> Any:
 
 
 def _is_of_now(original: Callable[..., Any]) -> Any:
-    def offering(self: Accumulator[Any, Any], given: Any, local_step: int, weight: float) -> Any:
+    def offer(self: Accumulator[Any, Any], given: Any, local_step: int, weight: float) -> Any:
         return original(self, given, max(local_step, self._step), weight)
 
-    return offering
+    return offer
 
 
 def _takes_leave_it(original: Callable[..., Any]) -> Any:
@@ -375,7 +375,7 @@ MUTANTS: Mapping[str, Mutant] = {
     ),
     "stale_gradient_is_held": Mutant(
         "a gradient of an old step is in no take", ("async",),
-        ((Accumulator, "offering", _is_of_now),),
+        ((Accumulator, "offer_pieces", _is_of_now),),
     ),
     "ahead_by_one_more": Mutant(
         "no worker is further ahead than a bound of staleness allows", ("async",),
