@@ -350,7 +350,7 @@ class Coordinator:
 
     def _prepare(self) -> None:
         """Create what is declared; the queue is paused meanwhile."""
-        if self.links.workers.all_given_up():
+        if self._state.is_gone:
             self._loop.call_soon(self._dispatch)  # it fails the gang that is prepared now
         self._create_if_declared()
 

@@ -52,6 +52,24 @@ def heard_by(task: Any, *kinds: type[Message]) -> Iterator[list[Any]]:
 
 
 @pytest.mark.virtual_time
+async def test_a_run_after_a_ps_was_lost_for_good_ends_with_that_error() -> None:
+    async def step() -> int:
+        return 1
+
+    async with coordinating(1, 2) as (cluster, coordinator):
+        declared(coordinator)
+        await coordinator.strategy.run(step)
+        await cluster.stop("ps-0")
+        coordinator.schedule(step)
+        await asyncio.sleep(60)
+        for _ in range(2):  # also where a join has collected the error
+            with pytest.raises(ParameterServerLost):
+                await coordinator.join()
+            with pytest.raises(ParameterServerLost):
+                await coordinator.strategy.run(step)
+
+
+@pytest.mark.virtual_time
 async def test_a_lost_ps_is_an_error_at_join_and_of_what_is_scheduled_later() -> None:
     async with cluster_of() as cluster:
         strategy = cluster.strategy()

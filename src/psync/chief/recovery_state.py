@@ -72,14 +72,17 @@ class RecoveryState:
             self._gone = error
             self.fail(error)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing can be done any more, or perhaps so: workers were given up."""
+        return self._gone is not None or bool(self._links.workers.given_up)
+
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
-        if self._gone is None and not self._links.workers.given_up:
-            return
-        if self._queue.has_failed:
+        if not self.is_gone or self._queue.has_failed:
             return
         if self._gone is not None:
-            self._perform(self._queue.fail(self._gone))
+            self.fail(self._gone)
             return
         workers_gone = self._links.workers.all_given_up()
         if workers_gone is not None and (
