@@ -12,7 +12,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync.errors import ClosedError, ConfigurationError, GradientError, UsageError
 
 
@@ -219,9 +219,9 @@ class TestTraining:
             assert np.array_equal(weights, np.arange(12).reshape(6, 2))  # its own since then
             assert bias.tolist() == [5, 6]  # those of now, not the initial ones
 
-    async def test_a_step_reads_averages_and_declares_none(self) -> None:
+    async def test_a_step_reads_averages(self) -> None:
         async with training() as (strategy, coordinator):
-            w, b = variables(strategy)
+            w, _ = variables(strategy)
             ema = psync.ExponentialMovingAverage(0.9)
             ema.apply([w])
 
@@ -233,8 +233,15 @@ class TestTraining:
             (pulled,), read = await in_step(coordinator, evaluate)
             assert np.array_equal(pulled, read)
             assert np.array_equal(read, np.arange(12).reshape(6, 2))
-            with pytest.raises(UsageError, match="declaring moving averages inside a step"):
-                await in_step(coordinator, lambda: ema.apply([b]))
+
+    def test_a_step_declares_none(self) -> None:
+        _, b = variables(strategy_of())
+        ema = psync.ExponentialMovingAverage(0.9)
+        with (
+            inside_a_step(),
+            pytest.raises(UsageError, match="declaring moving averages inside a step"),
+        ):
+            ema.apply([b])
 
     async def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
         async with training() as (strategy, _):
@@ -301,15 +308,15 @@ class TestUpdating:
             with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
                 await in_step(coordinator, update)
 
-    async def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
+    def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
         strategy = strategy_of()
         w, _ = variables(strategy)
         ema = psync.ExponentialMovingAverage(0.9)
         with pytest.raises(UsageError, match="update of moving averages: nothing is averaged"):
-            await ema.update()
+            at_once(ema.update())
         ema.apply([w])
         with pytest.raises(UsageError, match="update of moving averages: no connection to the ps"):
-            await ema.update()
+            at_once(ema.update())
 
     @pytest.mark.virtual_time
     async def test_an_update_in_a_closure_that_runs_twice_happens_once(self) -> None:
