@@ -65,25 +65,22 @@ VALUES = {"a": float(ord("a")), "b": float(ord("b"))}
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "names"),
     [
-        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}),
-        (lambda a, b: [a, b], lambda b, a: [b, a]),
-        (lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}]),
-        (lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))}),
+        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}, "ba"),
+        (lambda a, b: [a, b], lambda b, a: [b, a], "ba"),
+        (lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}], "ba"),
+        (lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))}, "ba"),
+        # What is no variable has no name.
+        (lambda a, b: {"a": a, "rate": 0.5, "others": [1, {}]}, lambda a: {"a": a}, "a"),
     ],
-    ids=["dict", "list", "list of dicts", "dict of tuples"],
+    ids=["dict", "list", "list of dicts", "dict of tuples", "with other things"],
 )
 async def test_a_program_that_nests_its_variables_in_another_order_gets_their_own_values(
-    tmp_path: Path, before: Any, after: Any
+    tmp_path: Path, before: Any, after: Any, names: str
 ) -> None:
     await saved(before, tmp_path, "a", "b")
-    assert await resumed(after, tmp_path, "b", "a") == VALUES
-
-
-async def test_what_is_no_variable_has_no_name(tmp_path: Path) -> None:
-    await saved(lambda a: {"a": a, "rate": 0.5, "others": [1, {}]}, tmp_path, "a")
-    assert await resumed(lambda a: {"a": a}, tmp_path, "a") == {"a": VALUES["a"]}
+    assert await resumed(after, tmp_path, *names) == {name: VALUES[name] for name in names}
 
 
 @pytest.mark.parametrize(
@@ -214,21 +211,26 @@ class TestCheckpointsOfEarlierVersions:
         await self.save(tmp_path, "a", "b")
         assert await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a") == VALUES
 
-    async def test_an_evaluator_is_told_them_as_well(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b")
-        b, a = declared(strategy_of(1), "b", "a")
+    @pytest.mark.parametrize(
+        ("shapes", "forgets"),
+        [
+            (((2,), (2,)), False),  # told by what each ps held
+            (((2,), (3,)), True),  # told by the shapes, as each occurs once
+        ],
+    )
+    async def test_an_evaluator_is_told_them_as_well(
+        self, tmp_path: Path, shapes: Any, forgets: bool
+    ) -> None:
+        path = await self.save(tmp_path, "a", "b", shapes=shapes)
+        if forgets:
+            self.forget_names(path)
+        (b,) = declared(strategy := strategy_of(1), "b", shape=shapes[1])
+        (a,) = declared(strategy, "a", shape=shapes[0])
         values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
         np.testing.assert_equal(
-            values["model"], {name: np.full(2, value) for name, value in VALUES.items()}
+            values["model"],
+            {name: np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True)},
         )
-
-    async def test_shapes_that_occur_once_tell_them_too(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b", shapes=((2,), (3,)))
-        self.forget_names(path)
-        (b,) = declared(strategy := strategy_of(1), "b", shape=(3,))
-        (a,) = declared(strategy, "a")
-        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
-        assert {name: value[0] for name, value in values["model"].items()} == VALUES
 
     async def test_where_nothing_tells_them_it_is_refused_with_both_names(
         self, tmp_path: Path
