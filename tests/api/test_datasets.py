@@ -56,20 +56,29 @@ async def test_every_worker_reads_its_own():
 
 
 @pytest.mark.parametrize(
-    "dataset",
-    [lambda: [1, 2, 3], lambda: (n for n in (1, 2, 3)), lambda: range(1, 4)],
-    ids=["list", "generator", "range"],
+    ("dataset", "batches"),
+    [
+        (lambda: [1, 2, 3], [1, 2, 3]),
+        (lambda: (n for n in (1, 2, 3)), [1, 2, 3]),
+        (lambda: range(1, 4), [1, 2, 3]),
+        (  # arrays are cut into batches on the worker
+            psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3),
+            [([0, 1, 2], [0, 2, 4]), ([3, 4], [6, 8])],
+        ),
+    ],
+    ids=["list", "generator", "range", "arrays"],
 )
-async def test_a_dataset_is_any_iterable(dataset):
+async def test_a_dataset_is_any_iterable(dataset, batches):
     async with coordinating(num_workers=1) as (_, coordinator):
         per_worker = coordinator.create_per_worker_dataset(dataset)
         iterator = iter(per_worker)
-        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(3)]
-        assert await coordinator.fetch(values) == [1, 2, 3]
+        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in batches]
+        np.testing.assert_equal(await coordinator.fetch(values), batches)
         # Each iter() starts anew; a step may capture the iterator.
         again = iter(per_worker)
-        assert await coordinator.schedule(lambda: next(again)) == 1
-        assert await coordinator.schedule(lambda: next(again)) == 2
+        for batch in batches[:2]:
+            found = await coordinator.schedule(lambda: next(again))
+            np.testing.assert_equal(found, batch)
 
 
 async def test_the_end_of_data_is_raised_by_join_when_all_else_is_done():
@@ -193,21 +202,6 @@ async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
         assert iterators_of(cluster) == [0]
 
 
-@pytest.mark.virtual_time
-async def test_after_its_worker_was_lost_an_iterator_starts_from_the_beginning():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
-
-        async def step(batches):
-            return next(batches)
-
-        assert await coordinator.schedule(step, args=(iterator,)) == 0
-        assert await coordinator.schedule(step, args=(iterator,)) == 1
-        await cluster.stop("worker-0")
-        await cluster.start("worker-0")
-        assert await coordinator.schedule(step, args=(iterator,)) == 0
-
-
 def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
     dataset = per_worker(lambda: [1])
     iterator = iter(dataset)
@@ -316,15 +310,6 @@ async def test_every_worker_gets_the_whole_of_an_iterable():
         assert await coordinator.fetch(values) == ["ab", "ab"]
 
 
-async def test_arrays_are_cut_into_batches_on_the_worker():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        arrays = psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3)
-        iterator = iter(coordinator.create_per_worker_dataset(arrays))
-        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
-        (x, y), (x_rest, _) = await coordinator.fetch(values)
-        assert (x.tolist(), y.tolist(), x_rest.tolist()) == ([0, 1, 2], [0, 2, 4], [3, 4])
-
-
 async def test_a_torch_data_loader_is_a_dataset():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     async with coordinating(num_workers=1) as (_, coordinator):
@@ -422,15 +407,17 @@ async def test_an_iterator_goes_on_from_the_positions_of_another_one():
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator():
+@pytest.mark.parametrize("position", [0, 5])
+async def test_after_its_worker_was_lost_an_iterator_starts_from_its_position(position):
     async with coordinating(num_workers=1) as (cluster, coordinator):
         per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
-        iterator = per_worker.iterator(5)
-        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        iterator = per_worker.iterator(position) if position else iter(per_worker)
+        assert await coordinator.schedule(take, args=(iterator,)) == position
+        assert await coordinator.schedule(take, args=(iterator,)) == position + 1
         await cluster.stop("worker-0")
-        assert await iterator.positions() == {0: 5}
+        assert await iterator.positions() == {0: position}
         await cluster.start("worker-0")
-        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        assert await coordinator.schedule(take, args=(iterator,)) == position
 
 
 @pytest.mark.parametrize(

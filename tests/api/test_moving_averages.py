@@ -243,9 +243,10 @@ class TestTraining:
         ):
             ema.apply([b])
 
-    async def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
-        async with training() as (strategy, _):
-            w, _ = variables(strategy)
+    def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
+        strategy = strategy_of()
+        w, _ = variables(strategy)
+        strategy.created = True  # as a coordinator leaves it
         with pytest.raises(ClosedError, match="the coordinator of this strategy was closed"):
             psync.ExponentialMovingAverage(0.9).apply([w])
 
@@ -294,19 +295,16 @@ class TestUpdating:
                 for ema in (by_true, by_step):
                     assert await psync.pull(ema.averages(v)) == pytest.approx([expected] * 2)
 
-    async def test_without_a_global_step_there_is_none_to_follow(self) -> None:
-        async with training() as (strategy, coordinator):
-            w, _ = variables(strategy)
-            ema = psync.ExponentialMovingAverage(0.9, True)
-            ema.apply([w])
+    def test_without_a_global_step_there_is_none_to_follow(self) -> None:
+        strategy = strategy_of()
+        w, _ = variables(strategy)
+        ema = psync.ExponentialMovingAverage(0.9, True)
+        ema.apply([w])
+        with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
+            at_once(ema.update())
+        with inside_a_step(strategy.origin):
             with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-                await ema.update()
-
-            async def update() -> None:
-                await ema.update()
-
-            with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-                await in_step(coordinator, update)
+                at_once(ema.update())
 
     def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
         strategy = strategy_of()

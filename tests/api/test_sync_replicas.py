@@ -329,12 +329,13 @@ async def test_plain_and_coroutine_steps_wait_for_their_push_of_all_shards(
         assert await m.value() == -2
 
 
-async def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
-        with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
-            await m.run(m.pushing(optimizer), float("nan"))
-        assert await m.global_step() == 0
+def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
+    with strategy_of().scope():
+        v, step = psync.Variable(np.zeros(2, np.float32)), psync.get_or_create_global_step()
+    optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
+    bad = np.full(2, np.nan, np.float32)
+    with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
+        at_once(optimizer.apply_gradients([(bad, v)], step))
 
 
 # --- which step a push is of -------------------------------------------------------------------
@@ -613,36 +614,34 @@ async def test_the_program_is_no_replica() -> None:
 # --- the other methods -------------------------------------------------------------------------
 
 
-async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> None:
+@pytest.mark.parametrize(
+    ("value_and_grad", "var_list", "loss", "w"),
+    [
+        # Without a list the trainable variables are meant.
+        (lambda v, w: (float(w * v.sum()), [np.full(2, w), np.float32(1)]), None, 0, 3),
+        (lambda v: (7.0, [np.full(2, 4, np.float32)]), "v", 7, 4),
+    ],
+)
+async def test_minimize_pushes_gradients_of_variables_and_returns_the_loss(
+    value_and_grad: Any, var_list: Any, loss: float, w: float
+) -> None:
     async with model(1) as m:
         with m.strategy.scope():
-            w = psync.Variable(np.float32(4), name="w")
+            other = psync.Variable(np.float32(4), name="w")
         optimizer = SyncReplicasOptimizer(sgd(), 1)
         global_step = m.step
-
-        def loss(v: np.ndarray, w: np.ndarray) -> tuple[float, list[np.ndarray]]:
-            return float(w * v.sum()), [np.full(2, w), np.float32(1)]
+        variables = None if var_list is None else [m.v]
 
         async def step() -> Any:
-            return await optimizer.minimize(loss, global_step)
-
-        assert await in_step(m.coordinator, step) == 0
-        assert (await m.value(), await w.read(), await m.global_step()) == (-4, 3, 1)
-
-
-async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 1)
-        v, global_step = m.v, m.step
-
-        async def step() -> Any:
-            return await optimizer.minimize(
-                lambda v: (7.0, [np.ones(2, np.float32)]), global_step, [v],
+            if variables is None:
+                return await optimizer.minimize(value_and_grad, global_step)
+            return await optimizer.minimize(  # with TensorFlow's arguments
+                value_and_grad, global_step, variables,
                 SyncReplicasOptimizer.GATE_GRAPH, None, True, "train", None,
             )  # fmt: skip
 
-        assert await in_step(m.coordinator, step) == 7
-        assert await m.value() == -1
+        assert await in_step(m.coordinator, step) == loss
+        assert (await m.value(), await other.read(), await m.global_step()) == (-4, w, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,25 @@ from psync.api.gradient_arguments import value_and_gradients
 from psync.errors import GradientError
 
 
-async def test_the_loss_comes_with_a_gradient_for_each_variable() -> None:
+def nested(values: Any) -> Any:
+    a, b = values["layers"][0]["v"], values["w"]
+    return a * b, {"layers": [{"v": b}], "w": a}, "predictions, which are not used"
+
+
+@pytest.mark.parametrize(
+    ("value_and_grad", "tree"),
+    [
+        (lambda a, b: (a * b, (b, a)), lambda v, w: [v, w]),  # an argument for each
+        (nested, lambda v, w: {"layers": [{"v": v}], "w": w}),  # one, and gradients nested alike
+    ],
+)
+async def test_the_loss_comes_with_a_gradient_for_each_variable(
+    value_and_grad: Any, tree: Any
+) -> None:
     async with training() as (strategy, _):
         with strategy.scope():
             v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
-        loss, pairs = await value_and_gradients(lambda a, b: (a * b, (b, a)), [v, w])
+        loss, pairs = await value_and_gradients(value_and_grad, tree(v, w))
     assert (loss, pairs) == (12, [(4, v), (3, w)])
 
 
@@ -32,17 +46,6 @@ def test_a_function_that_returns_no_gradients_is_an_error(answer: Any) -> None:
         at_once(value_and_gradients(lambda: answer, []))
 
 
-async def test_of_a_nesting_the_values_are_one_argument_and_gradients_are_nested_alike() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
-
-        def value_and_grad(values: Any) -> Any:
-            a, b = values["layers"][0]["v"], values["w"]
-            return a * b, {"layers": [{"v": b}], "w": a}, "predictions, which are not used"
-
-        tree = {"layers": [{"v": v}], "w": w}
-        loss, pairs = await value_and_gradients(value_and_grad, tree)
-        assert (loss, pairs) == (12, [(4, v), (3, w)])
-        with pytest.raises(GradientError, match="gradients: expected a dict with the keys"):
-            await value_and_gradients(lambda values: (0, [1, 2]), tree)
+def test_gradients_that_are_nested_otherwise_are_an_error() -> None:
+    with pytest.raises(GradientError, match="gradients: expected a dict with the keys"):
+        at_once(value_and_gradients(lambda values: (0, [1, 2]), {"rate": 0.5}))

@@ -17,7 +17,6 @@ from local_training import at_once, in_step, strategy_of, training
 from psync.checkpoints import writer
 from psync.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
     ClosedError,
@@ -178,13 +177,6 @@ class TestMistakes:
         with pytest.raises(ConfigurationError, match="'~' cannot be a name"):
             psync.Checkpoint(**{"~": psync.SavedState()})
 
-    async def test_a_state_that_would_not_come_back_is_refused(self, tmp_path: Path) -> None:
-        async with training():
-            for value in (np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]):
-                with pytest.raises(CheckpointError, match="'state'"):
-                    await psync.Checkpoint(state=psync.SavedState(x=value)).save(tmp_path)
-        assert list(tmp_path.iterdir()) == []
-
     async def test_the_loss_of_a_training_that_failed_can_be_saved(self, tmp_path: Path) -> None:
         state = psync.SavedState(losses=[1.5, float("inf"), float("nan")], best=None)
         async with training():
@@ -279,10 +271,10 @@ async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
             np.testing.assert_array_equal(await w.read(), np.ones(3))
 
 
-async def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.zeros(1), name="w")
-        checkpoint = psync.Checkpoint(w=w)
+def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
+    strategy = strategy_of()
+    with strategy.scope():
+        w = psync.Variable(np.zeros(1), name="w")
+    strategy.created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError):
-        await checkpoint.save(tmp_path)
+        at_once(psync.Checkpoint(w=w).save(tmp_path))

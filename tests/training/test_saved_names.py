@@ -67,20 +67,33 @@ VALUES = {"a": float(ord("a")), "b": float(ord("b"))}
 @pytest.mark.parametrize(
     ("before", "after", "names"),
     [
-        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}, "ba"),
-        (lambda a, b: [a, b], lambda b, a: [b, a], "ba"),
-        (lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}], "ba"),
-        (lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))}, "ba"),
+        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}, {"b": "b", "a": "a"}),
+        (lambda a, b: [a, b], lambda b, a: [b, a], {"b": "b", "a": "a"}),
+        (
+            lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}],
+            {"b": "b", "a": "a"},
+        ),
+        (
+            lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))},
+            {"b": "b", "a": "a"},
+        ),
         # What is no variable has no name.
-        (lambda a, b: {"a": a, "rate": 0.5, "others": [1, {}]}, lambda a: {"a": a}, "a"),
+        (
+            lambda a, b: {"a": a, "rate": 0.5, "others": [1, {}]}, lambda a: {"a": a},
+            {"a": "a"},
+        ),
+        # One that has got another name keeps it.
+        (lambda a, b: {"weight": a}, lambda b: {"weight": b}, {"b": "a"}),
     ],
-    ids=["dict", "list", "list of dicts", "dict of tuples", "with other things"],
-)
-async def test_a_program_that_nests_its_variables_in_another_order_gets_their_own_values(
-    tmp_path: Path, before: Any, after: Any, names: str
+    ids=["dict", "list", "list of dicts", "dict of tuples", "with other things", "renamed"],
+)  # fmt: skip
+async def test_a_program_that_nests_or_names_its_variables_otherwise_gets_their_own_values(
+    tmp_path: Path, before: Any, after: Any, names: dict[str, str]
 ) -> None:
+    """``names``: those by now, and what they were called before."""
     await saved(before, tmp_path, "a", "b")
-    assert await resumed(after, tmp_path, *names) == {name: VALUES[name] for name in names}
+    found = await resumed(after, tmp_path, *names)
+    assert found == {name: VALUES[earlier] for name, earlier in names.items()}
 
 
 @pytest.mark.parametrize(
@@ -167,10 +180,6 @@ class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
             assert values["averages"][name].tolist() == [20 + number] * 2
             assert values["optimizer"]["momentum"][name].tolist() == [10 + number] * 2
 
-    async def test_a_variable_that_got_another_name_keeps_it(self, tmp_path: Path) -> None:
-        await saved(lambda a: {"weight": a}, tmp_path, "a")
-        assert await resumed(lambda b: {"weight": b}, tmp_path, "b") == {"b": VALUES["a"]}
-
     async def test_where_nothing_tells_its_names_those_of_now_are_looked_for(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -212,25 +221,28 @@ class TestCheckpointsOfEarlierVersions:
         assert await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a") == VALUES
 
     @pytest.mark.parametrize(
-        ("shapes", "forgets"),
+        ("shapes", "forgets", "objects"),
         [
-            (((2,), (2,)), False),  # told by what each ps held
-            (((2,), (3,)), True),  # told by the shapes, as each occurs once
+            # Told by what each ps held.
+            (((2,), (2,)), False, lambda a, b: {"model": {"b": b, "a": a}}),
+            # Told by the shapes, as each occurs once.
+            (((2,), (3,)), True, lambda a, b: {"model": {"b": b, "a": a}}),
+            # In the order in which it was saved.
+            (((2,), (2,)), True, lambda a, b: {"variables": [a, b]}),
         ],
     )
     async def test_an_evaluator_is_told_them_as_well(
-        self, tmp_path: Path, shapes: Any, forgets: bool
+        self, tmp_path: Path, shapes: Any, forgets: bool, objects: Any
     ) -> None:
         path = await self.save(tmp_path, "a", "b", shapes=shapes)
         if forgets:
             self.forget_names(path)
-        (b,) = declared(strategy := strategy_of(1), "b", shape=shapes[1])
+        strategy = strategy_of(1)
+        (b,) = declared(strategy, "b", shape=shapes[1])
         (a,) = declared(strategy, "a", shape=shapes[0])
-        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
-        np.testing.assert_equal(
-            values["model"],
-            {name: np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True)},
-        )
+        values = await psync.Checkpoint(**objects(a, b)).read(path)
+        expected = (np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True))
+        np.testing.assert_equal(values, objects(*expected))
 
     async def test_where_nothing_tells_them_it_is_refused_with_both_names(
         self, tmp_path: Path
@@ -249,10 +261,3 @@ class TestCheckpointsOfEarlierVersions:
         await self.save(tmp_path, "a", "b")
         with pytest.raises(CheckpointMismatch, match='\'variables/1\' of "b"; declared here: "c"'):
             await resumed(lambda c, a: {"c": c, "a": a}, tmp_path, "c", "a")
-
-    async def test_it_is_restored_in_the_order_in_which_it_was_saved(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b")
-        self.forget_names(path)
-        a, b = declared(strategy_of(1), "a", "b")
-        values = await psync.Checkpoint(variables=[a, b]).read(path)
-        assert [value[0] for value in values["variables"]] == list(VALUES.values())

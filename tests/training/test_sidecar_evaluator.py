@@ -141,21 +141,26 @@ class TestRules:
             await save.manager.restore_or_initialize()
             assert not is_last(path)
 
-    async def test_a_run_that_a_launcher_ends_has_its_newest_checkpoint_evaluated(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("saves", [False, True])
+    async def test_a_run_that_a_launcher_ends_has_its_newest_checkpoint_evaluated_if_there_is_one(
+        self, tmp_path: Path, saves: bool
     ) -> None:
         over = asyncio.Event()
         run_over.set(over)
         evaluator = psync.SidecarEvaluator(declared(), value_of, tmp_path, poll_interval=1000)
         async with saving(tmp_path) as save:
-            await save(1, last=True)  # of an earlier run
+            if saves:
+                await save(1, last=True)  # of an earlier run
+            else:
+                over.set()
             running = asyncio.create_task(evaluator.run())
             await asyncio.sleep(10)
-            await save(2)
-            await save(3)
+            if saves:
+                await save(2)
+                await save(3)
             over.set()
             began = asyncio.get_running_loop().time()
-            assert brief(await running) == [(1, 1.0), (3, 3.0)]
+            assert brief(await running) == ([(1, 1.0), (3, 3.0)] if saves else [])
             assert asyncio.get_running_loop().time() - began < 10
 
     async def test_it_ends_when_training_has_and_says_what_it_waits_for(
@@ -181,12 +186,6 @@ class TestRules:
             assert running.done()
             assert brief(await running) == [(1, 1.0), (2, 2.0)]
         assert "the evaluator ends: nobody trains any more (/job:ps/task:0 at ps:1)" in caplog.text
-
-    async def test_a_run_without_any_checkpoint_may_end(self, tmp_path: Path) -> None:
-        over = asyncio.Event()
-        over.set()
-        run_over.set(over)
-        assert await psync.SidecarEvaluator(declared(), value_of, tmp_path).run() == []
 
 
 @pytest.mark.virtual_time

@@ -183,16 +183,22 @@ def test_variables_that_are_not_trained_have_no_slots() -> None:
     assert [sgd.get_slot(variable, "momentum") for variable in others] == [None] * 3
 
 
-async def test_a_variable_that_is_not_trainable_has_slots_once_it_is_trained_all_the_same() -> None:
+async def test_floating_variables_that_are_trained_have_slots() -> None:
+    adam = optimizers.Adam(0.5)
     sgd = optimizers.SGD(0.5, momentum=0.5)
     async with training() as (strategy, _):
         with strategy.scope():
+            w = psync.Variable(np.float32(4))
+            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
             v = psync.Variable(np.float32(0), trainable=False)
+        assert [slot.variable for slot in adam.variables()] == [w, w]
+        for slot in adam.variables():  # so that a checkpoint can ask for all
+            assert await slot.read() == 0
         assert sgd.get_slot(v, "momentum") is None
-        await sgd.apply_gradients([(np.float32(2), v)])
-        slot = sgd.get_slot(v, "momentum")
-        assert slot is not None
-        assert await slot.read() == -1
+        await sgd.apply_gradients([(np.float32(2), v)])  # one that is trained all the same
+        momentum = sgd.get_slot(v, "momentum")
+        assert momentum is not None
+        assert await momentum.read() == -1
 
 
 # --- compute_gradients, minimize ---------------------------------------------------------------
@@ -362,14 +368,3 @@ async def test_an_optimizer_that_another_process_made_is_refused() -> None:
         "optimizer 'mine' was made on this worker, where nobody shares its slots\n"
         "hint: make it in main(), on the coordinator, and let the step capture it"
     )
-
-
-async def test_only_floating_variables_have_slots_so_a_checkpoint_can_ask_for_all() -> None:
-    adam = optimizers.Adam(0.5)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.float32(4))
-            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
-        assert [slot.variable for slot in adam.variables()] == [w, w]
-        for slot in adam.variables():
-            assert await slot.read() == 0
