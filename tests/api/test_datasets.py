@@ -33,7 +33,7 @@ def iterators_of(cluster: memory_cluster.MemoryCluster) -> list[int]:
     return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
-async def test_every_worker_reads_its_own():
+async def test_every_worker_reads_its_own_and_the_position_is_what_its_steps_were_handed():
     async with coordinating(num_workers=2) as (_, coordinator):
 
         def dataset(context):
@@ -45,6 +45,7 @@ async def test_every_worker_reads_its_own():
             return psync.get_worker_index(), next(batches)
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        assert await iterator.positions() == {0: 0, 1: 0}
         values = [coordinator.schedule(step, args=(iterator,)) for _ in range(20)]
         await coordinator.join()
         seen: dict[int, list[int]] = {0: [], 1: []}
@@ -53,6 +54,7 @@ async def test_every_worker_reads_its_own():
             seen[worker].append(i)
         for numbers in seen.values():  # closures that were moved may run after later ones
             assert sorted(numbers) == list(range(len(numbers)))
+        assert await iterator.positions() == {0: len(seen[0]), 1: len(seen[1])}
 
 
 @pytest.mark.parametrize(

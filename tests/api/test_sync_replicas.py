@@ -291,17 +291,25 @@ async def test_moving_averages_follow_each_step(
 async def test_the_rule_is_applied_once_to_the_mean_and_its_slots_are_the_optimizers() -> None:
     async with model(2) as m:
         optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 2)
-        slot = optimizer.get_slot(m.v, "momentum")
-        assert slot is not None
-        assert (await slot.read()).tolist() == [0, 0]  # before the first push
         await m.run(m.pushing(optimizer), 1.0, 3.0)
-        assert (await slot.read()).tolist() == [-2, -2]
         await m.run(m.pushing(optimizer), 1.0, 3.0)
         assert await m.value() == -2 - (0.5 * 2 + 2)
+        slot = optimizer.get_slot(m.v, "momentum")
+        assert slot is not None
         assert (await slot.read()).tolist() == [-3, -3]
         assert optimizer.get_slot_names() == ["momentum"]
         assert optimizer.get_slot(m.v, "other") is None
         assert [(slot.variable, slot.name) for slot in optimizer.variables()] == [(m.v, "momentum")]
+
+
+async def test_a_slot_can_be_read_before_the_first_push() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1)
+        slot = optimizer.get_slot(m.v, "momentum")
+        assert slot is not None
+        assert (await slot.read()).tolist() == [0, 0]
+        await m.run(m.pushing(optimizer), 3.0)
+        assert (await slot.read()).tolist() == [-3, -3]
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
@@ -614,34 +622,36 @@ async def test_the_program_is_no_replica() -> None:
 # --- the other methods -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value_and_grad", "var_list", "loss", "w"),
-    [
-        # Without a list the trainable variables are meant.
-        (lambda v, w: (float(w * v.sum()), [np.full(2, w), np.float32(1)]), None, 0, 3),
-        (lambda v: (7.0, [np.full(2, 4, np.float32)]), "v", 7, 4),
-    ],
-)
-async def test_minimize_pushes_gradients_of_variables_and_returns_the_loss(
-    value_and_grad: Any, var_list: Any, loss: float, w: float
-) -> None:
+async def test_minimize_takes_the_trainable_variables_and_returns_the_loss() -> None:
     async with model(1) as m:
         with m.strategy.scope():
-            other = psync.Variable(np.float32(4), name="w")
+            w = psync.Variable(np.float32(4), name="w")
         optimizer = SyncReplicasOptimizer(sgd(), 1)
         global_step = m.step
-        variables = None if var_list is None else [m.v]
+
+        def loss(v: np.ndarray, w: np.ndarray) -> tuple[float, list[np.ndarray]]:
+            return float(w * v.sum()), [np.full(2, w), np.float32(1)]
 
         async def step() -> Any:
-            if variables is None:
-                return await optimizer.minimize(value_and_grad, global_step)
-            return await optimizer.minimize(  # with TensorFlow's arguments
-                value_and_grad, global_step, variables,
+            return await optimizer.minimize(loss, global_step)
+
+        assert await in_step(m.coordinator, step) == 0
+        assert (await m.value(), await w.read(), await m.global_step()) == (-4, 3, 1)
+
+
+async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
+    async with model(1) as m:
+        optimizer = SyncReplicasOptimizer(sgd(), 1)
+        v, global_step = m.v, m.step
+
+        async def step() -> Any:
+            return await optimizer.minimize(
+                lambda v: (7.0, [np.ones(2, np.float32)]), global_step, [v],
                 SyncReplicasOptimizer.GATE_GRAPH, None, True, "train", None,
             )  # fmt: skip
 
-        assert await in_step(m.coordinator, step) == loss
-        assert (await m.value(), await other.read(), await m.global_step()) == (-4, w, 1)
+        assert await in_step(m.coordinator, step) == 7
+        assert await m.value() == -1
 
 
 @pytest.mark.parametrize(

@@ -244,20 +244,27 @@ class TestCheckpointsOfEarlierVersions:
         expected = (np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True))
         np.testing.assert_equal(values, objects(*expected))
 
-    async def test_where_nothing_tells_them_it_is_refused_with_both_names(
-        self, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("forgets", "tree", "names", "text", "hint"),
+        [
+            # Nothing tells which is which.
+            (
+                True, lambda b, a: {"b": b, "a": a}, "ba",
+                '\'variables/0\' may be the value of "b" or "a"', "psync.Checkpoint(variables=[…]",
+            ),
+            # One is not declared.
+            (
+                False, lambda c, a: {"c": c, "a": a}, "ca",
+                '\'variables/1\' of "b"; declared here: "c"', "",
+            ),
+        ],
+    )  # fmt: skip
+    async def test_where_they_are_not_clear_it_is_refused_with_the_names_that_are_declared(
+        self, tmp_path: Path, forgets: bool, tree: Any, names: str, text: str, hint: str
     ) -> None:
         path = await self.save(tmp_path, "a", "b")
-        self.forget_names(path)
-        with pytest.raises(
-            CheckpointMismatch, match='\'variables/0\' may be the value of "b" or "a"'
-        ) as caught:
-            await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a")
-        assert "psync.Checkpoint(variables=[…]" in (caught.value.hint or "")
-
-    async def test_a_name_that_is_not_declared_is_refused_with_those_that_are(
-        self, tmp_path: Path
-    ) -> None:
-        await self.save(tmp_path, "a", "b")
-        with pytest.raises(CheckpointMismatch, match='\'variables/1\' of "b"; declared here: "c"'):
-            await resumed(lambda c, a: {"c": c, "a": a}, tmp_path, "c", "a")
+        if forgets:
+            self.forget_names(path)
+        with pytest.raises(CheckpointMismatch, match=text) as caught:
+            await resumed(tree, tmp_path, *names)
+        assert hint in (caught.value.hint or "")
