@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, inside_a_step, strategy_of
 from psync.errors import ClosedError, ConfigurationError, UsageError
 
 
@@ -74,42 +74,31 @@ def test_outside_a_scope_none_is_declared():
         psync.ConditionalAccumulator("float32")
 
 
-async def test_in_a_step_none_is_declared():
-    async with training(1) as (_, coordinator):
-
-        async def step() -> None:
-            psync.ConditionalAccumulator("float32")
-
-        with pytest.raises(UsageError, match="inside a step"):
-            await in_step(coordinator, step)
+def test_in_a_step_none_is_declared():
+    with inside_a_step(), pytest.raises(UsageError, match="inside a step"):
+        psync.ConditionalAccumulator("float32")
 
 
-async def test_without_a_coordinator_there_is_no_way_to_the_ps():
+def test_without_a_coordinator_there_is_no_way_to_the_ps():
     with strategy_of(1).scope():
         held = psync.ConditionalAccumulator("float32")
     with pytest.raises(UsageError, match=r'take_grad of accumulator "conditional_accumulator": no'):
-        await held.take_grad(1)
+        at_once(held.take_grad(1))
 
 
-async def test_after_the_coordinator_was_closed_there_is_none_either():
-    async with training(1) as (strategy, _):
-        with strategy.scope():
-            held = psync.ConditionalAccumulator("float32")
-        await held.apply_grad(1.0)
+def test_after_the_coordinator_was_closed_there_is_none_either():
+    with strategy_of(1).scope() as strategy:
+        held = psync.ConditionalAccumulator("float32")
+    strategy.created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError, match="the coordinator or session was closed"):
-        await held.num_accumulated()
+        at_once(held.num_accumulated())
 
 
-async def test_an_accumulator_of_another_strategy_is_refused():
+def test_an_accumulator_of_another_strategy_is_refused():
     with strategy_of(1).scope():
         foreign = psync.ConditionalAccumulator("float32")
-    async with training(1) as (_, coordinator):
-
-        async def step() -> None:
-            await foreign.apply_grad(1.0)
-
-        with pytest.raises(UsageError, match="belongs to another program or strategy"):
-            await in_step(coordinator, step)
+    with inside_a_step(), pytest.raises(UsageError, match="belongs to another program or strat"):
+        at_once(foreign.apply_grad(1.0))
 
 
 def test_a_handle_that_arrives_twice_is_one_object():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import logging
 import threading
 from typing import Any
@@ -14,9 +13,10 @@ import pytest
 
 import memory_cluster
 import psync
-from inside import chief_of
-from local_training import training
+from local_training import at_once, strategy_of, training
 from memory_cluster import cluster_of, coordinating, event_of
+from psync.api.datasets import PerWorkerDataset, capture_dataset
+from psync.closures.closure import Closure
 from psync.errors import (
     AuthenticationError,
     CaptureError,
@@ -30,6 +30,8 @@ from psync.errors import (
     UsageError,
 )
 from psync.serialization.captures import StaleCaptureWarning
+from psync.serialization.functions import FunctionTable
+from psync.serialization.remote_value import RemoteValue
 from psync.wire.limits import Limits
 
 
@@ -45,15 +47,42 @@ class Custom(Exception):
 # --- values ----------------------------------------------------------------------------------
 
 
-async def test_values_come_back_in_the_order_of_schedule():
+async def double(x):
+    return 2 * x
+
+
+async def seven():
+    return 7
+
+
+async def difference(a, *, b=0):
+    return a - b
+
+
+CALLS = {
+    "a coroutine function": [(double, (i,), None, 2 * i) for i in range(300)],
+    "a lambda made anew for each call": [(lambda i=i: i, (), None, i) for i in range(30)],
+    "a plain function that returns a coroutine": [
+        (lambda: seven(), (), None, 7), (functools.partial(seven), (), None, 7),
+    ],
+    "keyword arguments": [(difference, (), {"a": 5, "b": 4}, 1), (difference, [2], None, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
+async def test_values_come_back_in_the_order_of_schedule(calls):
     async with coordinating() as (_, coordinator):
+        values = [coordinator.schedule(fn, args, kwargs) for fn, args, kwargs, _ in calls]
+        assert await coordinator.fetch(values) == [expected for *_, expected in calls]
 
-        async def double(x):
-            return 2 * x
 
-        values = [coordinator.schedule(double, args=(i,)) for i in range(300)]
+async def test_values_are_fetched_in_the_nesting_in_which_they_stand():
+    async with coordinating() as (_, coordinator):
+        one, two = coordinator.schedule(double, (1,)), coordinator.schedule(double, (2,))
         await coordinator.join()
-        assert await coordinator.fetch(values) == [2 * i for i in range(300)]
+        found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
+        assert found == {"x": [2, (4, "text")], "y": None}
+        assert one.result() == 2
 
 
 async def test_schedule_never_blocks_and_nothing_runs_before_the_program_awaits():
@@ -86,39 +115,6 @@ async def test_a_plain_step_runs_in_a_thread_and_waits_through_psync():
         assert worker in (0, 1)
 
 
-async def test_a_plain_step_that_returns_a_coroutine_has_it_awaited():
-    async with coordinating() as (_, coordinator):
-
-        async def later():
-            return 7
-
-        assert await coordinator.schedule(lambda: later()) == 7
-        assert await coordinator.schedule(functools.partial(later)) == 7
-
-
-async def test_keyword_arguments_and_nested_structures_are_fetched():
-    async with coordinating() as (_, coordinator):
-
-        async def step(a, *, b=0):
-            return a - b
-
-        one = coordinator.schedule(step, kwargs={"a": 5, "b": 4})
-        two = coordinator.schedule(step, args=[2])
-        found = await coordinator.fetch({"x": [one, (two, "text")], "y": None})
-        assert found == {"x": [1, (2, "text")], "y": None}
-
-
-async def test_what_is_fetched_is_the_same_object_every_time():
-    async with coordinating() as (_, coordinator):
-
-        async def step():
-            return [1]
-
-        value = coordinator.schedule(step)
-        assert await value is await value
-        assert value.result() is await coordinator.fetch(value)
-
-
 async def test_arguments_are_captured_when_schedule_is_called():
     async with coordinating() as (_, coordinator):
         array = np.zeros(10_000)
@@ -133,30 +129,19 @@ async def test_arguments_are_captured_when_schedule_is_called():
         assert await value == (0.0, [1])
 
 
-async def test_a_lambda_made_anew_for_each_call_is_sent_each_time():
-    async with coordinating() as (_, coordinator):
-        values = [coordinator.schedule(lambda i=i: i) for i in range(30)]
-        assert await coordinator.fetch(values) == list(range(30))
-
-
-async def test_a_large_argument_reaches_the_step():
+async def test_large_arguments_and_results_travel():
     async with coordinating() as (_, coordinator):
         array = np.arange(8 << 20, dtype=np.float64)  # 64 MiB
 
-        async def step(array):
+        async def last(array):
             return array[-1], array.flags.writeable
 
-        assert await coordinator.schedule(step, args=(array,)) == ((8 << 20) - 1, True)
-
-
-async def test_a_large_result_comes_back():
-    async with coordinating() as (_, coordinator):
-
-        async def step(n):
+        async def full(n):
             return np.full(n, 3.0)
 
-        values = [coordinator.schedule(step, args=(1 << 18,)) for _ in range(6)]
-        small = coordinator.schedule(step, args=(2,))
+        assert await coordinator.schedule(last, args=(array,)) == ((8 << 20) - 1, True)
+        values = [coordinator.schedule(full, args=(1 << 18,)) for _ in range(6)]
+        small = coordinator.schedule(full, args=(2,))
         await coordinator.join()
         for value in values:
             assert (await value == 3.0).all()
@@ -172,45 +157,25 @@ async def test_remote_values_are_replaced_by_their_values_at_any_depth():
         async def make(n):
             return np.full(n, n)
 
-        async def total(items, *, more):
+        async def nothing():
+            return None
+
+        async def total(items, *, more, none=None):
+            assert none is None
             return sum(int(item.sum()) for item in items["arrays"]) + int(more.sum())
 
         small = coordinator.schedule(make, args=(2,))
         large = coordinator.schedule(make, args=(10_000,))
+        none = coordinator.schedule(nothing)  # a value like any other
         result = coordinator.schedule(
-            total, args=({"arrays": [small, large, small]},), kwargs={"more": small}
+            total,
+            args=({"arrays": [small, large, small]},),
+            kwargs={"more": small, "none": none},
         )
         assert await result == 4 + 10_000**2 + 4 + 4
         # Once more, when the inputs have ended.
         again = coordinator.schedule(total, args=({"arrays": [large]},), kwargs={"more": small})
         assert await again == 10_000**2 + 4
-
-
-async def test_an_array_that_the_program_changes_goes_on_to_later_steps_unchanged():
-    async with coordinating() as (_, coordinator):
-
-        async def make():
-            return np.zeros(10_000)
-
-        async def total(array):
-            return float(array.sum())
-
-        value = coordinator.schedule(make)
-        array = await value
-        array += 1
-        assert await coordinator.schedule(total, args=(value,)) == 0.0
-
-
-async def test_none_can_be_an_input():
-    async with coordinating() as (_, coordinator):
-
-        async def nothing():
-            return None
-
-        async def check(x):
-            return x is None
-
-        assert await coordinator.schedule(check, args=(coordinator.schedule(nothing),)) is True
 
 
 async def test_a_closure_whose_input_fails_is_not_run():
@@ -247,19 +212,6 @@ async def test_a_remote_value_of_another_coordinator_is_refused():
         value = one.schedule(step)
         with pytest.raises(UsageError, match="belongs to another coordinator"):
             two.schedule(step, args=(value,))
-
-
-async def test_a_dropped_remote_value_is_not_kept():
-    async with coordinating() as (_, coordinator):
-
-        async def step():
-            return np.zeros(1 << 16)
-
-        for _ in range(50):
-            coordinator.schedule(step)
-        await coordinator.join()
-        gc.collect()
-        assert chief_of(coordinator).done()
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -303,44 +255,52 @@ async def test_further_errors_are_notes():
         assert notes in ([], [f"also failed: Custom: code {other}"])
 
 
-async def test_an_exception_type_that_cannot_be_imported_becomes_a_remote_error():
+async def raises_what_cannot_be_imported():
+    class Local(Exception):
+        def __reduce__(self):
+            raise TypeError("no")
+
+    raise Local("deep")
+
+
+async def times_out():
+    async with asyncio.timeout(0.001):
+        await asyncio.sleep(10)
+
+
+async def returns_a_lock():
+    return threading.Lock()
+
+
+async def declares():
+    psync.Variable(np.zeros(3))
+
+
+async def coordinates():
+    psync.ClusterCoordinator(None)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (
+            raises_what_cannot_be_imported,
+            RemoteError,
+            r"Local on /job:worker/task:.*: deep",
+        ),
+        (times_out, TimeoutError, None),  # not DeadlineExceeded, which is the join's own
+        (returns_a_lock, CaptureError, r'the result of step "returns_a_lock".*the coordinator'),
+        (declares, UsageError, "inside a step"),
+        (coordinates, ConfigurationError, "expected a ParameterServerStrategy"),
+    ],
+)
+async def test_join_raises_what_a_step_has_failed_with(step, error, text):
     async with coordinating() as (_, coordinator):
-
-        async def step():
-            class Local(Exception):
-                def __reduce__(self):
-                    raise TypeError("no")
-
-            raise Local("deep")
-
         coordinator.schedule(step)
-        with pytest.raises(RemoteError, match=r"Local on /job:worker/task:.*: deep"):
-            await coordinator.join()
-
-
-async def test_a_timeout_error_of_a_step_is_not_taken_for_joins_own():
-    async with coordinating() as (_, coordinator):
-
-        async def step():
-            async with asyncio.timeout(0.001):
-                await asyncio.sleep(10)
-
-        coordinator.schedule(step)
-        with pytest.raises(TimeoutError) as info:
+        with pytest.raises(error, match=text) as info:
             await coordinator.join(timeout=20)
-        assert not isinstance(info.value, DeadlineExceeded)
-        assert isinstance(info.value.__cause__, RemoteError)
-
-
-async def test_a_result_that_cannot_be_pickled_names_the_step():
-    async with coordinating() as (_, coordinator):
-
-        async def leaky():
-            return threading.Lock()
-
-        coordinator.schedule(leaky)
-        with pytest.raises(CaptureError, match=r'the result of step ".*leaky".*the coordinator'):
-            await coordinator.join()
+        assert type(info.value) is error
+        assert (error is RemoteError) == (info.value.__cause__ is None)
 
 
 async def test_an_error_cancels_what_is_queued_and_what_runs():
@@ -385,26 +345,16 @@ async def test_what_is_scheduled_after_an_error_ends_cancelled_and_only_join_rai
         await coordinator.join()
 
 
-async def test_fetch_of_what_has_failed_collects_the_error():
-    """As in a notebook, where no join follows in the cell that has failed."""
-    async with coordinating() as (_, coordinator):
-
-        async def step(i):
-            if i == 1:
-                raise Custom(1)
-            await event_of("never").wait()
-
-        failing = [coordinator.schedule(step, args=(i,)) for i in range(20)]
-        with pytest.raises(Custom, match="code 1"):
-            await coordinator.fetch({"losses": failing[1:]})
-        assert all(value.done() for value in failing)
-        assert await coordinator.fetch(coordinator.schedule(lambda: 2)) == 2
-        await coordinator.join()
-        with pytest.raises(Custom):
-            await coordinator.fetch(failing[1])
-
-
-async def test_fetch_of_what_another_error_has_cancelled_names_that():
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [
+        (1, Custom),  # as in a notebook, where no join follows in the cell that has failed
+        (0, ClosureCancelled),  # by the error of another one, which it names
+    ],
+)
+async def test_fetch_of_what_has_failed_or_was_cancelled_by_an_error_collects_the_error(
+    first, error
+):
     async with coordinating() as (_, coordinator):
 
         async def step(i):
@@ -413,24 +363,32 @@ async def test_fetch_of_what_another_error_has_cancelled_names_that():
             await event_of("never").wait()
 
         values = [coordinator.schedule(step, args=(i,)) for i in range(20)]
-        with pytest.raises(ClosureCancelled) as caught:
-            await coordinator.fetch(values)
-        assert isinstance(caught.value.__cause__, Custom)
+        with pytest.raises(error) as caught:
+            await coordinator.fetch({"losses": values[first:]})
+        custom = caught.value if error is Custom else caught.value.__cause__
+        assert isinstance(custom, Custom)
+        assert custom.code == 1
+        assert all(value.done() for value in values)
+        assert await coordinator.fetch(coordinator.schedule(lambda: 2)) == 2
         await coordinator.join()
+        with pytest.raises(error):
+            await coordinator.fetch(values[first])
 
 
-async def test_a_join_that_waits_gets_the_error_that_fetch_collects():
+@pytest.mark.parametrize("fetches", [False, True])
+async def test_all_joins_that_wait_get_the_error_that_one_of_them_or_fetch_collects(fetches):
     async with coordinating() as (_, coordinator):
 
-        async def step():
+        async def bad():
+            await asyncio.sleep(0.01)
             raise Custom(1)
 
-        value = coordinator.schedule(step)
-        joining = asyncio.create_task(coordinator.join())
-        fetching = asyncio.create_task(coordinator.fetch(value))
-        for waiting in (joining, fetching):
-            with pytest.raises(Custom):
-                await waiting
+        value = coordinator.schedule(bad)
+        waiting = [asyncio.create_task(coordinator.join()) for _ in range(3)]
+        if fetches:
+            waiting.append(asyncio.create_task(coordinator.fetch(value)))
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(each) for each in found] == [Custom] * len(waiting)
         await coordinator.join()
 
 
@@ -449,43 +407,6 @@ async def test_fetch_of_a_value_that_was_cancelled_alone_leaves_the_others():
         assert await coordinator.fetch(other) == 1
 
 
-async def test_all_joins_that_wait_get_the_error():
-    async with coordinating() as (_, coordinator):
-
-        async def bad():
-            await asyncio.sleep(0.01)
-            raise Custom(1)
-
-        coordinator.schedule(bad)
-        joins = [asyncio.create_task(coordinator.join()) for _ in range(3)]
-        found = await asyncio.gather(*joins, return_exceptions=True)
-        assert [type(each) for each in found] == [Custom] * 3
-        await coordinator.join()
-
-
-async def test_a_join_does_not_wait_for_what_is_scheduled_later():
-    async with coordinating() as (_, coordinator):
-
-        async def wait_for(name):
-            await event_of(name).wait()
-
-        coordinator.schedule(wait_for, args=("a",))
-        join = asyncio.create_task(coordinator.join())
-        await asyncio.sleep(0)
-        late = coordinator.schedule(wait_for, args=("b",))
-        event_of("a").set()
-        await join
-        assert not late.done()
-        event_of("b").set()
-        await coordinator.join()
-
-
-async def test_join_with_nothing_scheduled_returns_at_once():
-    async with coordinating() as (_, coordinator):
-        await coordinator.join()
-        await coordinator.join(timeout=0)
-
-
 @pytest.mark.virtual_time
 async def test_a_join_that_times_out_says_what_runs_where():
     async with coordinating(num_workers=1) as (_, coordinator):
@@ -493,6 +414,7 @@ async def test_a_join_that_times_out_says_what_runs_where():
         async def slow():
             await asyncio.sleep(100)
 
+        await coordinator.join(timeout=0)  # nothing was scheduled
         for _ in range(3):
             coordinator.schedule(slow)
         with pytest.raises(DeadlineExceeded) as info:
@@ -692,38 +614,18 @@ async def test_a_task_left_running_by_a_step_cannot_push():
 # --- bad input -------------------------------------------------------------------------------
 
 
-async def test_what_cannot_be_scheduled_says_why():
-    async with coordinating() as (_, coordinator):
-
-        async def step(x=None):
-            return x
-
-        def generator():
-            yield 1
-
-        with pytest.raises(CaptureError, match="expected a function, got int"):
-            coordinator.schedule(3)
-        coroutine = step()
-        with pytest.raises(CaptureError, match=r"expected a function, got the coroutine .*step"):
-            coordinator.schedule(coroutine)
-        coroutine.close()
-        with pytest.raises(CaptureError, match="is a generator function"):
-            coordinator.schedule(generator)
-        with pytest.raises(CaptureError, match=r"args: expected a tuple, got int"):
-            coordinator.schedule(step, args=3)
-        with pytest.raises(CaptureError, match="kwargs: expected a dict, got list"):
-            coordinator.schedule(step, kwargs=["x"])
-        value = coordinator.schedule(step)
-        with pytest.raises(CaptureError, match="args: expected a tuple, got RemoteValue"):
-            coordinator.schedule(step, args=value)
-        with pytest.raises(CaptureError, match=r'argument 0 of step ".*step"'):
-            coordinator.schedule(step, args=(threading.Lock(),))
-        with pytest.raises(CaptureError, match=r'argument "x" of step ".*step"'):
-            coordinator.schedule(step, kwargs={"x": threading.Lock()})
-        lock = threading.Lock()
-        with pytest.raises(CaptureError, match=r'step ".*lock.*" .*lock'):
-            coordinator.schedule(lambda: lock)
-        await coordinator.join()
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        (3, None, "args: expected a tuple, got int"),
+        (RemoteValue(Closure(0), print), None, "args: expected a tuple, got RemoteValue"),
+        ((), ["x"], "kwargs: expected a dict, got list"),
+    ],
+)
+def test_arguments_of_a_step_are_a_tuple_and_a_dict(args, kwargs, text):
+    coordinator = psync.ClusterCoordinator(strategy_of())
+    with pytest.raises(CaptureError, match=text):
+        coordinator.schedule(double, args=args, kwargs=kwargs)
 
 
 async def test_what_no_message_can_carry_is_refused_with_its_size():
@@ -744,7 +646,7 @@ async def test_what_no_message_can_carry_is_refused_with_its_size():
             coordinator.schedule(make, args=(np.zeros(100_001, np.uint8),))
 
 
-async def test_a_coordinator_that_starts_cannot_be_started_again():
+async def test_a_coordinator_that_starts_or_runs_cannot_be_started_again():
     async with cluster_of() as cluster:
         coordinator = psync.ClusterCoordinator(cluster.strategy())
         start = asyncio.create_task(coordinator.start())
@@ -752,39 +654,23 @@ async def test_a_coordinator_that_starts_cannot_be_started_again():
         with pytest.raises(UsageError, match="is running already"):
             await coordinator.start()
         await start
+        with pytest.raises(UsageError, match="is running already"):
+            await coordinator.start()
         await coordinator.close()
 
 
-async def test_what_lives_on_the_coordinator_cannot_be_captured():
-    async with coordinating() as (_, coordinator):
-        strategy = coordinator.strategy
-        local = psync.LocalCluster(1, 1, processes=False)
-        dataset = coordinator.create_per_worker_dataset(lambda: [1])
-        for captured, text in (
-            (coordinator, "the coordinator lives on the chief"),
-            (strategy, "the strategy lives on the coordinator"),
-            (local, "the cluster's processes belong to the chief"),
-            (dataset, r"pass iter\(dataset\), the iterator, to steps"),
-        ):
-            with pytest.raises(CaptureError, match=text):
-                coordinator.schedule(lambda captured=captured: captured)
-
-
-async def test_variables_and_optimizers_are_not_made_in_a_step():
-    async with coordinating() as (_, coordinator):
-
-        async def variable():
-            psync.Variable(np.zeros(3))
-
-        async def cluster():
-            psync.ClusterCoordinator(None)
-
-        coordinator.schedule(variable)
-        with pytest.raises(UsageError, match=r"inside a step"):
-            await coordinator.join()
-        coordinator.schedule(cluster)
-        with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy"):
-            await coordinator.join()
+def test_what_lives_on_the_coordinator_cannot_be_captured() -> None:
+    functions = FunctionTable()
+    strategy = strategy_of()
+    dataset = PerWorkerDataset(*capture_dataset(lambda: [1], functions), 1, print, print)
+    for captured, text in (
+        (psync.ClusterCoordinator(strategy), "the coordinator lives on the chief"),
+        (strategy, "the strategy lives on the coordinator"),
+        (psync.LocalCluster(1, 1, processes=False), "the cluster's processes belong to the chief"),
+        (dataset, r"pass iter\(dataset\), the iterator, to steps"),
+    ):
+        with pytest.raises(CaptureError, match=text):
+            functions.register(lambda captured=captured: captured)
 
 
 async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
@@ -804,48 +690,35 @@ async def test_a_captured_name_that_is_rebound_is_warned_of_at_the_call():
 # --- life ------------------------------------------------------------------------------------
 
 
-async def test_outside_the_context_manager_everything_says_so():
-    async with cluster_of() as cluster:
-        coordinator = psync.ClusterCoordinator(cluster.strategy())
-        for call in (
-            lambda: coordinator.schedule(lambda: 1),
-            coordinator.done,
-            coordinator.statistics,
-            lambda: coordinator.create_per_worker_dataset(lambda: [1]),
-        ):
-            with pytest.raises(ClosedError, match="the coordinator is not running") as info:
-                call()
-            assert "use it inside `async with ClusterCoordinator" in str(info.value)
-        with pytest.raises(ClosedError, match="join: the coordinator is not running"):
-            await coordinator.join()
-        async with coordinator:
-            assert await coordinator.schedule(lambda: 1) == 1
-        with pytest.raises(ClosedError, match="schedule: the coordinator is not running"):
-            coordinator.schedule(lambda: 1)
-        with pytest.raises(ClosedError, match="was closed, its variables are gone"):
-            await coordinator.start()
+def test_before_it_runs_everything_says_so() -> None:
+    coordinator = psync.ClusterCoordinator(strategy_of())
+    for call in (
+        lambda: coordinator.schedule(lambda: 1),
+        coordinator.done,
+        coordinator.statistics,
+        lambda: coordinator.create_per_worker_dataset(lambda: [1]),
+    ):
+        with pytest.raises(ClosedError, match="the coordinator is not running") as info:
+            call()
+        assert "use it inside `async with ClusterCoordinator" in str(info.value)
+    with pytest.raises(ClosedError, match="join: the coordinator is not running"):
+        at_once(coordinator.join())
 
 
-async def test_there_is_one_coordinator_for_a_strategy():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        coordinator = psync.ClusterCoordinator(strategy, min_workers=1)
-        assert psync.ClusterCoordinator(strategy) is coordinator
-        async with coordinator:
-            with pytest.raises(UsageError, match="is running already"):
-                await coordinator.start()
-            assert psync.ClusterCoordinator(strategy) is coordinator
+def test_there_is_one_coordinator_for_a_strategy() -> None:
+    strategy = strategy_of()
+    coordinator = psync.ClusterCoordinator(strategy, min_workers=1)
+    assert psync.ClusterCoordinator(strategy) is coordinator
+    assert psync.ClusterCoordinator(strategy_of()) is not coordinator
 
 
-async def test_bad_options_are_refused():
+def test_bad_options_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected a ParameterServerStrategy, got int"):
         psync.ClusterCoordinator(3)
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        with pytest.raises(ConfigurationError, match="min_workers: expected 1 to 2, got 3"):
-            psync.ClusterCoordinator(strategy, min_workers=3)
-        with pytest.raises(ConfigurationError, match="closure_timeout: expected seconds above 0"):
-            psync.ClusterCoordinator(strategy, closure_timeout=0)
+    with pytest.raises(ConfigurationError, match="min_workers: expected 1 to 1, got 3"):
+        psync.ClusterCoordinator(strategy_of(), min_workers=3)
+    with pytest.raises(ConfigurationError, match="closure_timeout: expected seconds above 0"):
+        psync.ClusterCoordinator(strategy_of(), closure_timeout=0)
 
 
 def test_an_evaluator_cannot_take_training_away_from_the_chief():
@@ -893,6 +766,10 @@ async def test_closing_in_the_middle_ends_everything_and_frees_the_workers():
                 await value
         with pytest.raises((ClosureCancelled, ClosedError)):
             await waiting
+        with pytest.raises(ClosedError, match="schedule: the coordinator is not running"):
+            coordinator.schedule(forever)
+        with pytest.raises(ClosedError, match="was closed, its variables are gone"):
+            await coordinator.start()
         await event_of("stopped").wait()
         async with psync.ClusterCoordinator(cluster.strategy()) as second:
             assert await second.fetch([second.schedule(lambda: 1) for _ in range(4)]) == [1] * 4

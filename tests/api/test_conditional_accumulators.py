@@ -13,7 +13,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import in_step, training
+from local_training import at_once, in_step, strategy_of, training
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, session_cluster
 from psync.errors import (
     ClosureCancelled,
@@ -27,6 +27,8 @@ ACCEPTED, STALE, DUPLICATE = (
     psync.Outcome.STALE,
     psync.Outcome.DUPLICATE,
 )
+
+ONES = np.ones((1, 3), np.float32)
 
 
 class Scene:
@@ -127,26 +129,19 @@ async def scene_of_another(
 
 
 @pytest.mark.virtual_time
-async def test_the_step_can_be_set():
+async def test_steps_and_weights_are_passed_on():
     async with scene_of() as scene:
         held = scene.held
-        await held.apply_grad([1.0, 1.0])
+        await held.apply_grad([1.0, 2.0], weight=3)
         await held.set_global_step(5)
         assert await held.num_accumulated() == 1
         result = await held.apply_grad([1.0, 1.0], local_step=4)
         assert result == psync.GradientResult(STALE, 1, 5)
         await held.set_global_step(2)
-        assert (await held.apply_grad([1.0, 1.0], local_step=4)).outcome is ACCEPTED
+        result = await held.apply_grad([5.0, 6.0], local_step=4)
+        assert (result.outcome, result.count) == (ACCEPTED, 2)
         assert await held.step() == 2
-
-
-@pytest.mark.virtual_time
-async def test_weights_count_in_the_mean():
-    async with scene_of() as scene:
-        await scene.held.apply_grad([1.0, 2.0], weight=3)
-        result = await scene.held.apply_grad([5.0, 6.0])
-        assert result.count == 2
-        assert (await scene.held.take_grad(2)).tolist() == [2.0, 3.0]
+        assert (await held.take_grad(2)).tolist() == [2.0, 3.0]
 
 
 @pytest.mark.virtual_time
@@ -169,28 +164,26 @@ async def test_programs_that_train_in_sessions_share_what_all_of_them_declare():
 
 
 @pytest.mark.virtual_time
-async def test_a_cancelled_take_consumes_nothing():
+@pytest.mark.parametrize("ends", ["cancelled", "timeout"])
+async def test_a_take_that_is_cancelled_or_whose_timeout_passes_consumes_nothing(ends: str):
     async with scene_of() as scene:
-        taking = asyncio.create_task(scene.held.take_grad(2))
+
+        async def take() -> None:
+            async with asyncio.timeout(3 if ends == "timeout" else None):
+                await scene.held.take_grad(2)
+
+        taking = asyncio.create_task(take())
         await asyncio.sleep(1)
         assert scene.counters()["waiting"] == 1
-        taking.cancel()
-        await asyncio.sleep(1)
+        if ends == "cancelled":
+            taking.cancel()
+        await asyncio.sleep(3)
+        assert taking.cancelled() or isinstance(taking.exception(), TimeoutError)
         assert scene.counters()["waiting"] == 0
-        await scene.held.apply_grad([1.0, 1.0])
+        assert (await scene.held.apply_grad([1.0, 1.0])).count == 1
         await scene.held.apply_grad([3.0, 3.0])
         assert await scene.held.num_accumulated() == 2
         assert (await scene.held.take_grad(1)).tolist() == [2.0, 2.0]
-
-
-@pytest.mark.virtual_time
-async def test_a_take_with_a_timeout_consumes_nothing_when_it_passes():
-    async with scene_of() as scene:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3):
-                await scene.held.take_grad(1)
-        await asyncio.sleep(1)
-        assert (await scene.held.apply_grad([1.0, 1.0])).count == 1
 
 
 @pytest.mark.virtual_time
@@ -281,24 +274,19 @@ async def test_a_worker_that_dies_while_it_takes_consumes_nothing():
 
 
 @pytest.mark.virtual_time
-async def test_a_take_survives_a_lost_connection():
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_take_survives_a_lost_connection_and_a_ps_keeps_no_value_that_has_arrived(
+    cut: bool,
+):
     async with scene_of() as scene:
-        taking = asyncio.create_task(scene.held.take_grad(1))
-        await asyncio.sleep(1)
-        scene.cluster.network.cut("ps-0:1")
-        await asyncio.sleep(5)
-        await scene.held.apply_grad([1.0, 1.0])
-        assert (await taking).tolist() == [1.0, 1.0]
-        await asyncio.sleep(1)
-        assert scene.counters()["kept"] == 0
-
-
-@pytest.mark.virtual_time
-async def test_a_ps_keeps_no_value_that_has_arrived():
-    async with scene_of() as scene:
-        for _ in range(3):
-            await scene.held.apply_grad([1.0, 1.0], local_step=9)
-            await scene.held.take_grad(1)
+        for value in (1.0, 2.0, 3.0):
+            taking = asyncio.create_task(scene.held.take_grad(1))
+            await asyncio.sleep(1)
+            if cut:
+                scene.cluster.network.cut("ps-0:1")
+                await asyncio.sleep(5)
+            await scene.held.apply_grad([value, value], local_step=9)
+            assert (await taking).tolist() == [value, value]
         await asyncio.sleep(1)
         assert scene.counters()["kept"] == 0
 
@@ -341,6 +329,12 @@ async def test_sparse_gradients_of_steps_become_the_means_of_their_rows():
         await rows.apply_grad([3], np.ones((1, 4)), local_step=1)
         indices, values, dense_shape = await rows.take_grad(1)
         assert (indices.tolist(), values.shape, dense_shape) == ([3], (1, 4), (9, 4))
+        # A take of nothing but empty gradients has no rows.
+        with scene.strategy.scope():
+            rows = psync.SparseConditionalAccumulator(np.float32)
+        await rows.apply_grad([], np.empty((0, 3), np.float32))
+        indices, values, dense_shape = await rows.take_grad(1)
+        assert (indices.shape, values.shape, dense_shape) == ((0,), (0, 3), (-1, 3))
 
 
 @pytest.mark.virtual_time
@@ -369,54 +363,62 @@ async def test_rows_are_sorted_before_they_are_sent():
         assert (values == before).all()
 
 
-@pytest.mark.virtual_time
-async def test_a_take_of_nothing_but_empty_gradients_has_no_rows():
-    async with scene_of() as scene:
-        with scene.strategy.scope():
-            rows = psync.SparseConditionalAccumulator(np.float32)
-        await rows.apply_grad([], np.empty((0, 3), np.float32))
-        indices, values, dense_shape = await rows.take_grad(1)
-        assert (indices.shape, values.shape, dense_shape) == ((0,), (0, 3), (-1, 3))
-
-
 # --- what does not fit -----------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_what_does_not_fit_is_refused_at_once_and_nothing_is_sent():
-    async with scene_of() as scene:
-        held = scene.held
-        with pytest.raises(GradientError, match=r"mismatch: expected \(2,\), got \(3,\)"):
-            await held.apply_grad([1.0, 2.0, 3.0])
-        with pytest.raises(GradientError, match="expected a gradient of float32, got float64"):
-            await held.apply_grad(np.zeros(2))
-        with pytest.raises(GradientError, match="expected an integer scalar as local_step"):
-            await held.apply_grad([1.0, 2.0], local_step=1 << 63)
-        with pytest.raises(GradientError, match="expected a weight from"):
-            await held.apply_grad([1.0, 2.0], weight=0.0)
-        with pytest.raises(ConfigurationError, match="expected a number of gradients above 0"):
-            await held.take_grad(0)
-        with pytest.raises(ConfigurationError, match=r"expected an integer as step, got 1\.5"):
-            await held.set_global_step(1.5)  # type: ignore[arg-type]
-        assert scene.counters()["accumulators"] == 0
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda held: held.apply_grad([1.0, 2.0, 3.0]), GradientError,
+            r"mismatch: expected \(2,\), got \(3,\)",
+        ),
+        (
+            lambda held: held.apply_grad(np.zeros(2)), GradientError,
+            "expected a gradient of float32, got float64",
+        ),
+        (
+            lambda held: held.apply_grad([1.0, 2.0], local_step=1 << 63), GradientError,
+            "expected an integer scalar as local_step",
+        ),
+        (
+            lambda held: held.apply_grad([1.0, 2.0], weight=0.0), GradientError,
+            "expected a weight from",
+        ),
+        (
+            lambda held: held.take_grad(0), ConfigurationError,
+            "expected a number of gradients above 0",
+        ),
+        (
+            lambda held: held.set_global_step(1.5), ConfigurationError,
+            r"expected an integer as step, got 1\.5",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_at_once_and_nothing_is_sent(
+    call: Any, error: type[Exception], text: str
+) -> None:
+    with strategy_of().scope():
+        held = psync.ConditionalAccumulator(np.float32, (2,))
+    with pytest.raises(error, match=text):
+        at_once(call(held))
 
 
-@pytest.mark.virtual_time
-async def test_rows_that_do_not_fit_are_refused_at_once():
-    async with scene_of() as scene:
-        with scene.strategy.scope():
-            rows = psync.SparseConditionalAccumulator(np.float32, (2, 3))
-        ones = np.ones((1, 3), np.float32)
-        for arguments, text in (
-            (([2], ones), "expected indices of 0 or more and below 2, got 2"),
-            (([-1], ones), "got -1"),
-            (([0, 1], ones), "expected 2 rows of values"),
-            (([0], ones[:, :2]), "expected dimension 1 of values to be 3, got 2"),
-            (([0], ones, (4, 3)), "expected dimension 0 of dense_shape to be 2, got 4"),
-        ):
-            with pytest.raises(GradientError, match=text):
-                await rows.apply_grad(*arguments)
-        assert scene.counters()["accumulators"] == 0
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([2], ONES), "expected indices of 0 or more and below 2, got 2"),
+        (([-1], ONES), "got -1"),
+        (([0, 1], ONES), "expected 2 rows of values"),
+        (([0], ONES[:, :2]), "expected dimension 1 of values to be 3, got 2"),
+        (([0], ONES, (4, 3)), "expected dimension 0 of dense_shape to be 2, got 4"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_at_once(arguments: tuple[Any, ...], text: str) -> None:
+    with strategy_of().scope():
+        rows = psync.SparseConditionalAccumulator(np.float32, (2, 3))
+    with pytest.raises(GradientError, match=text):
+        at_once(rows.apply_grad(*arguments))
 
 
 @pytest.mark.virtual_time

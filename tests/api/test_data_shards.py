@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,65 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import coordinating, replicated
-from psync.errors import CaptureError, ClosureCancelled, ConfigurationError, UsageError
+from psync.api.data_shards import Visits
+from psync.closures.closure import Closure
+from psync.closures.queue import ClosureQueue
+from psync.errors import CaptureError, ClosureError, ConfigurationError, UsageError
+from psync.serialization.functions import FunctionTable
+
+
+class Value:
+    """The handle to the result of a closure, as far as visits look at it."""
+
+    def __init__(self, closure: Closure) -> None:
+        self.closure = closure
+
+    def done(self) -> bool:
+        return self.closure.is_final
+
+
+class Desk:
+    """A coordinator's queue without a cluster: the test says what becomes of closures.
+
+    They are called by their ids, from 0, and know the shard that they were scheduled for.
+    """
+
+    def __init__(self, *workers: str, **options: Any) -> None:
+        self.queue = ClosureQueue(max_ahead=0, **options)
+        for worker in workers or ("a",):
+            self.queue.worker_joined(worker)
+
+    def visits(self, shards: Any, num_epochs: int = 1, *, state: Any = None) -> Visits:
+        async def join() -> None:
+            raise AssertionError
+
+        schedule: Callable[..., Any] = self.schedule
+        return Visits(schedule, join, shards, num_epochs, None, state)
+
+    def schedule(self, fn: Any, args: tuple[Any, ...], kwargs: Any = None) -> Value:
+        closure = Closure(self.queue.next_id, args[0])
+        self.queue.schedule(closure)
+        return Value(closure)
+
+    def running(self) -> dict[int, Any]:
+        """Send what can be sent; the shards of the closures that workers hold, by closure."""
+        self.queue.dispatch()
+        return {closure.id: closure.payload for _, closure in self.queue.in_flight()}
+
+    def finish(self, *ids: int, worker: str = "a") -> None:
+        for closure_id in ids:
+            self.running()
+            self.queue.finished(worker, (closure_id,), 1.0)
+
+    def fail(self, closure_id: int, worker: str = "a") -> None:
+        """End a closure with an error, and raise it."""
+        self.running()
+        self.queue.failed(worker, closure_id, ValueError("bad shard"))
+        assert self.queue.collect_error() is not None
+
+    def lose(self, worker: str) -> None:
+        self.running()
+        self.queue.worker_lost(worker)
 
 
 async def seen(shard: Any) -> Any:
@@ -63,107 +122,88 @@ async def test_a_program_goes_from_epoch_to_epoch_and_has_the_results():
         assert totals == [9, 63]
 
 
-@pytest.mark.virtual_time
-async def test_an_epoch_begins_only_when_the_last_one_is_complete():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        visits = coordinator.distribute_once([1, 20], num_epochs=2)
-
-        async def step(shard):
-            await asyncio.sleep(shard)
-
-        visits.schedule(step)
-        await asyncio.sleep(5)
-        assert visits.epoch == 0
-        assert visits.account()[0].undone == (1,)
-        assert visits.schedule(step) == []  # what is left is running
-        assert repr(visits) == "<visits: epoch 0 of 2, 1 of 2 shards done, 1 handed out>"
-        await coordinator.join()
-        assert visits.epoch == 1
-        assert len(visits.schedule(step)) == 2
-        await coordinator.join()
-        assert visits.done()
+def test_an_epoch_begins_only_when_the_last_one_is_complete() -> None:
+    desk = Desk("a", "b")
+    visits = desk.visits([1, 20], num_epochs=2)
+    visits.schedule(seen)
+    desk.finish(0)
+    assert visits.epoch == 0
+    assert visits.account()[0].undone == (1,)
+    assert visits.schedule(seen) == []  # what is left is running
+    assert repr(visits) == "<visits: epoch 0 of 2, 1 of 2 shards done, 1 handed out>"
+    desk.finish(1, worker="b")
+    assert visits.epoch == 1
+    assert len(visits.schedule(seen)) == 2
+    desk.finish(2)
+    desk.finish(3, worker="b")
+    assert visits.done()
 
 
-async def test_a_shard_whose_step_raised_is_not_done_and_comes_again():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        memory_cluster.shared["bad"] = {1}
-        visits = coordinator.distribute_once(range(4))
-        with pytest.raises(ValueError, match="bad shard 1"):
-            await visits.run(failing)
-        (account,) = visits.account()
-        assert 1 in account.undone
-        assert account.runs[1] == 1
-        assert not visits.done()
-        memory_cluster.shared["bad"] = set()
-        await visits.run(failing)
-        (account,) = visits.account()
-        assert account.is_complete
-        assert account.restarted[1] == 2
-        assert 0 not in account.runs  # it was done before the error
+def test_a_shard_whose_step_raised_is_not_done_and_comes_again() -> None:
+    desk = Desk()
+    visits = desk.visits(range(4))
+    visits.schedule(seen)
+    desk.finish(0)
+    desk.fail(1)
+    (account,) = visits.account()
+    assert account.undone == (1, 2, 3)
+    assert account.runs == {1: 1}  # with the others nobody has begun
+    assert not visits.done()
+    assert [value.closure.payload for value in visits.schedule(seen)] == [1, 2, 3]
+    desk.finish(4, 5, 6)
+    (account,) = visits.account()
+    assert account.is_complete
+    assert account.restarted == {1: 2}
+    assert account.runs == {1: 2}  # 0 was done before the error
 
 
-async def test_a_loop_that_catches_the_error_gets_the_epoch_again():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        memory_cluster.shared["bad"] = {2}
-        visits = coordinator.distribute_once([1, 2], num_epochs=2)
-        epochs = []
-        for epoch in visits:
-            epochs.append(epoch)
-            visits.schedule(failing)
-            try:
-                await coordinator.join()
-            except ValueError:
-                memory_cluster.shared["bad"] = set()
-        assert epochs == [0, 0, 1]
+def test_a_loop_that_catches_the_error_gets_the_epoch_again() -> None:
+    desk = Desk()
+    visits = desk.visits([1, 2], num_epochs=2)
+    epochs = []
+    for epoch in visits:
+        *others, last = (value.closure.id for value in visits.schedule(seen))
+        desk.finish(*others)
+        if epochs:
+            desk.finish(last)
+        else:
+            desk.fail(last)
+        epochs.append(epoch)
+    assert epochs == [0, 0, 1]
 
 
-async def test_a_loop_that_forgets_something_is_told():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        visits = coordinator.distribute_once([1, 2])
-        with pytest.raises(UsageError, match=r"^epoch 0: nothing was scheduled\nhint: call visits"):
-            list(visits)
-        with pytest.raises(UsageError, match=r"^epoch 0: 2 shards are not done yet\nhint: await"):
-            [visits.schedule(seen) for _ in visits]
-        await coordinator.join()
-        assert visits.done()
+def test_a_loop_that_forgets_something_is_told() -> None:
+    desk = Desk()
+    visits = desk.visits([1, 2])
+    with pytest.raises(UsageError, match=r"^epoch 0: nothing was scheduled\nhint: call visits"):
+        list(visits)
+    with pytest.raises(UsageError, match=r"^epoch 0: 2 shards are not done yet\nhint: await"):
+        [visits.schedule(seen) for _ in visits]
+    desk.finish(0, 1)
+    assert visits.done()
 
 
-async def test_a_shard_that_was_cancelled_comes_again():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        visits = coordinator.distribute_once([1, 2])
-        first, second = visits.schedule(seen)
-        second.cancel()
-        await coordinator.join()
-        with pytest.raises(ClosureCancelled):
-            await second
-        assert await first == 1
-        assert visits.account()[0].undone == (1,)
-        assert visits.account()[0].runs == {}  # nobody has begun with it
-        await visits.run(seen)
-        assert memory_cluster.shared["seen"] == [1, 2]
+def test_a_shard_that_was_cancelled_comes_again() -> None:
+    desk = Desk()
+    visits = desk.visits([1, 2])
+    visits.schedule(seen)
+    desk.queue.cancel(1)
+    desk.finish(0)
+    assert visits.account()[0].undone == (1,)
+    assert visits.account()[0].runs == {}  # nobody has begun with it
+    assert [value.closure.payload for value in visits.schedule(seen)] == [2]
 
 
-@pytest.mark.virtual_time
-async def test_a_shard_whose_worker_is_lost_is_done_elsewhere_and_named():
-    async with coordinating(num_workers=2) as (cluster, coordinator):
-        visits = coordinator.distribute_once(["a", "b"])
-
-        async def step(shard):
-            memory_cluster.shared.setdefault("begun", []).append(shard)
-            await asyncio.sleep(10)
-            return psync.get_worker_index()
-
-        values = visits.schedule(step)
-        await asyncio.sleep(5)
-        assert sorted(memory_cluster.shared["begun"]) == ["a", "b"]
-        await cluster.stop("worker-1")
-        await asyncio.sleep(1)
-        assert list(visits.account()[0].runs.values()) == [1]
-        await coordinator.join()
-        assert await coordinator.fetch(values) == [0, 0]
-        ((lost, runs),) = visits.account()[0].restarted.items()
-        assert runs == 2
-        assert Counter(memory_cluster.shared["begun"])[visits.shards[lost]] == 2
+def test_a_shard_whose_worker_is_lost_is_done_elsewhere_and_named() -> None:
+    desk = Desk("a", "b")
+    visits = desk.visits(["a", "b"])
+    visits.schedule(seen)
+    assert desk.running() == {0: "a", 1: "b"}
+    desk.lose("b")
+    assert visits.account()[0].runs == {1: 1}
+    desk.finish(0, 1)
+    assert visits.account()[0].restarted == {1: 2}
+    assert visits.done()
 
 
 @pytest.mark.virtual_time
@@ -187,73 +227,64 @@ async def test_shards_that_run_again_after_a_fail_over_are_named() -> None:
         assert visits.account()[0].restarted == {0: 2, 1: 2}
 
 
-@pytest.mark.virtual_time
-async def test_a_shard_that_takes_too_many_workers_with_it_is_an_error_and_stays_undone():
-    async with coordinating(num_workers=1, max_losses=2) as (cluster, coordinator):
-        visits = coordinator.distribute_once(["a"])
-
-        async def step(shard):
-            await asyncio.sleep(10)
-
-        visits.schedule(step)
-        for _ in range(2):
-            await asyncio.sleep(5)
-            await cluster.stop("worker-0")
-            await cluster.start("worker-0")
-            await asyncio.sleep(1)
-        with pytest.raises(psync.ClosureError, match="was lost with its worker 2 times"):
-            await coordinator.join()
-        assert visits.account()[0].runs == {0: 2}
-        await visits.run(step)
-        assert visits.account()[0].restarted == {0: 3}
+def test_a_shard_that_takes_too_many_workers_with_it_is_an_error_and_stays_undone() -> None:
+    desk = Desk("a", "b", "c", max_losses=2)
+    visits = desk.visits(["a"])
+    (value,) = visits.schedule(seen)
+    desk.lose("a")
+    desk.lose("b")
+    assert isinstance(value.closure.error, ClosureError)
+    assert "was lost with its worker 2 times" in str(value.closure.error)
+    assert desk.queue.collect_error() is not None
+    assert visits.account()[0].runs == {0: 2}
+    visits.schedule(seen)
+    desk.finish(1, worker="c")
+    assert visits.account()[0].restarted == {0: 3}
 
 
-async def test_a_later_program_goes_on_in_the_middle_of_an_epoch():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        memory_cluster.shared["bad"] = {3}
-        visits = coordinator.distribute_once([1, 2, 3], num_epochs=2)
-        with pytest.raises(ValueError, match="bad shard"):
-            await visits.run(failing)
-        state = json.loads(json.dumps(visits.state()))
-    async with coordinating(num_workers=1) as (_, coordinator):
-        later = coordinator.distribute_once([1, 2, 3], num_epochs=2, state=state)
-        assert later.epoch == 0
-        await later.run(seen)
-        assert memory_cluster.shared["seen"] == [3, 1, 2, 3]
-        assert later.account()[0].restarted == {2: 2}
+def test_a_later_program_goes_on_in_the_middle_of_an_epoch() -> None:
+    desk = Desk()
+    visits = desk.visits([1, 2, 3], num_epochs=2)
+    visits.schedule(seen)
+    desk.finish(0, 1)
+    desk.fail(2)
+    state = json.loads(json.dumps(visits.state()))
+    desk = Desk()
+    later = desk.visits([1, 2, 3], num_epochs=2, state=state)
+    assert later.epoch == 0
+    assert [value.closure.payload for value in later.schedule(seen)] == [3]
+    desk.finish(0)
+    assert [value.closure.payload for value in later.schedule(seen)] == [1, 2, 3]
+    assert later.account()[0].restarted == {2: 2}
 
 
-@pytest.mark.virtual_time
-async def test_what_runs_when_the_state_is_kept_is_done_again_there():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        visits = coordinator.distribute_once([1, 2])
-
-        async def step(shard):
-            await asyncio.sleep(10)
-
-        visits.schedule(step)
-        await asyncio.sleep(15)
-        later = coordinator.distribute_once([1, 2], state=visits.state())
-        assert later.account()[0].undone == (1,)
-        assert later.account()[0].runs == {1: 1}
-        await coordinator.join()
-        assert visits.done()
+def test_what_runs_when_the_state_is_kept_is_done_again_there() -> None:
+    desk = Desk()
+    visits = desk.visits([1, 2])
+    visits.schedule(seen)
+    desk.finish(0)
+    assert desk.running() == {1: 2}
+    later = desk.visits([1, 2], state=visits.state())
+    assert later.account()[0].undone == (1,)
+    assert later.account()[0].runs == {1: 1}
+    desk.finish(1)
+    assert visits.done()
 
 
-async def test_a_state_of_other_shards_is_refused():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        state = coordinator.distribute_once(["a", Path("b"), (1, range(3)), None]).state()
-        coordinator.distribute_once(["a", Path("b"), (1, range(3)), None], state=state)
-        for shards in (["x", Path("b"), (1, range(3)), None], ["a", "b", (1, range(3)), None]):
-            with pytest.raises(ConfigurationError, match=r"^state: it is of other shards than are"):
-                coordinator.distribute_once(shards, state=state)
-        with pytest.raises(ConfigurationError, match=r"^state: expected one of 1 shards"):
-            coordinator.distribute_once(["a"], state=state)
-        # What cannot be told apart by its text is not compared.
-        arrays = [np.zeros(2), np.ones(2)]
-        state = coordinator.distribute_once(arrays).state()
-        assert state["digest"] is None
-        coordinator.distribute_once(arrays, state=state)
+def test_a_state_of_other_shards_is_refused() -> None:
+    visits = Desk().visits
+    state = visits(["a", Path("b"), (1, range(3)), None]).state()
+    visits(["a", Path("b"), (1, range(3)), None], state=state)
+    for shards in (["x", Path("b"), (1, range(3)), None], ["a", "b", (1, range(3)), None]):
+        with pytest.raises(ConfigurationError, match=r"^state: it is of other shards than are"):
+            visits(shards, state=state)
+    with pytest.raises(ConfigurationError, match=r"^state: expected one of 1 shards"):
+        visits(["a"], state=state)
+    # What cannot be told apart by its text is not compared.
+    arrays = [np.zeros(2), np.ones(2)]
+    state = visits(arrays).state()
+    assert state["digest"] is None
+    visits(arrays, state=state)
 
 
 @pytest.mark.parametrize(
@@ -273,23 +304,19 @@ async def test_a_state_of_other_shards_is_refused():
         ),
     ],
 )
-async def test_what_is_no_list_of_shards_is_refused(shards, message):
-    async with coordinating(num_workers=1) as (_, coordinator):
-        with pytest.raises(UsageError, match=message):
-            coordinator.distribute_once(shards)
+def test_what_is_no_list_of_shards_is_refused(shards: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Desk().visits(shards)
 
 
-async def test_a_shard_that_cannot_be_sent_is_named_at_once():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        with pytest.raises(CaptureError, match=r"^the list of shards holds \[1\] \(_thread.lock\)"):
-            coordinator.distribute_once([1, threading.Lock()])
-        visits = coordinator.distribute_once(np.arange(2))
-        with pytest.raises(CaptureError, match="it lives on the coordinator; its shards are arg"):
-            visits.schedule(lambda shard: visits.epoch)
-        with pytest.raises(CaptureError, match="expected a function, got int"):
-            visits.schedule(3)  # type: ignore[arg-type]
-        await visits.run(seen)
-        assert memory_cluster.shared["seen"] == [0, 1]
+def test_a_shard_that_cannot_be_sent_is_named_at_once() -> None:
+    desk = Desk()
+    with pytest.raises(CaptureError, match=r"^the list of shards holds \[1\] \(_thread.lock\)"):
+        desk.visits([1, threading.Lock()])
+    visits = desk.visits(np.arange(2))
+    with pytest.raises(CaptureError, match="it lives on the coordinator; its shards are arg"):
+        FunctionTable().register(lambda shard: visits.epoch)
+    assert [value.closure.payload for value in visits.schedule(seen)] == [0, 1]
 
 
 @pytest.mark.virtual_time

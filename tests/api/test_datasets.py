@@ -14,7 +14,9 @@ import pytest
 import memory_cluster
 import psync
 from inside import iterators_of as held_by
+from local_training import inside_a_step, strategy_of
 from memory_cluster import coordinating
+from psync.api.datasets import PerWorkerDataset, capture_dataset
 from psync.errors import (
     CaptureError,
     ClosureInputError,
@@ -22,6 +24,7 @@ from psync.errors import (
     EndOfData,
     UsageError,
 )
+from psync.serialization.functions import FunctionTable
 from psync.worker_task import WorkerTask
 
 
@@ -30,7 +33,7 @@ def iterators_of(cluster: memory_cluster.MemoryCluster) -> list[int]:
     return [len(held_by(task)) for task in cluster.tasks.values() if isinstance(task, WorkerTask)]
 
 
-async def test_every_worker_reads_its_own():
+async def test_every_worker_reads_its_own_and_the_position_is_what_its_steps_were_handed():
     async with coordinating(num_workers=2) as (_, coordinator):
 
         def dataset(context):
@@ -42,6 +45,7 @@ async def test_every_worker_reads_its_own():
             return psync.get_worker_index(), next(batches)
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        assert await iterator.positions() == {0: 0, 1: 0}
         values = [coordinator.schedule(step, args=(iterator,)) for _ in range(20)]
         await coordinator.join()
         seen: dict[int, list[int]] = {0: [], 1: []}
@@ -50,23 +54,33 @@ async def test_every_worker_reads_its_own():
             seen[worker].append(i)
         for numbers in seen.values():  # closures that were moved may run after later ones
             assert sorted(numbers) == list(range(len(numbers)))
+        assert await iterator.positions() == {0: len(seen[0]), 1: len(seen[1])}
 
 
 @pytest.mark.parametrize(
-    "dataset",
-    [lambda: [1, 2, 3], lambda: (n for n in (1, 2, 3)), lambda: range(1, 4)],
-    ids=["list", "generator", "range"],
+    ("dataset", "batches"),
+    [
+        (lambda: [1, 2, 3], [1, 2, 3]),
+        (lambda: (n for n in (1, 2, 3)), [1, 2, 3]),
+        (lambda: range(1, 4), [1, 2, 3]),
+        (  # arrays are cut into batches on the worker
+            psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3),
+            [([0, 1, 2], [0, 2, 4]), ([3, 4], [6, 8])],
+        ),
+    ],
+    ids=["list", "generator", "range", "arrays"],
 )
-async def test_a_dataset_is_any_iterable(dataset):
+async def test_a_dataset_is_any_iterable(dataset, batches):
     async with coordinating(num_workers=1) as (_, coordinator):
         per_worker = coordinator.create_per_worker_dataset(dataset)
         iterator = iter(per_worker)
-        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in range(3)]
-        assert await coordinator.fetch(values) == [1, 2, 3]
+        values = [coordinator.schedule(lambda it: next(it), args=(iterator,)) for _ in batches]
+        np.testing.assert_equal(await coordinator.fetch(values), batches)
         # Each iter() starts anew; a step may capture the iterator.
         again = iter(per_worker)
-        assert await coordinator.schedule(lambda: next(again)) == 1
-        assert await coordinator.schedule(lambda: next(again)) == 2
+        for batch in batches[:2]:
+            found = await coordinator.schedule(lambda: next(again))
+            np.testing.assert_equal(found, batch)
 
 
 async def test_the_end_of_data_is_raised_by_join_when_all_else_is_done():
@@ -124,13 +138,24 @@ async def test_a_join_hears_of_the_end_that_its_own_closures_met():
         await coordinator.join()
 
 
-async def test_a_dataset_that_cannot_be_built_fails_only_what_uses_it():
+def broken():
+    raise OSError("no such file")
+
+
+def declares_a_variable():
+    from psync import Variable
+
+    Variable(1.0)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "text"),
+    [(broken, OSError, "OSError: no such"), (declares_a_variable, UsageError, "UsageError")],
+)
+async def test_a_dataset_that_cannot_be_built_fails_only_what_uses_it(dataset, error, text):
     async with coordinating(num_workers=1) as (_, coordinator):
-
-        def broken():
-            raise OSError("no such file")
-
-        iterator = iter(coordinator.create_per_worker_dataset(broken))
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
         assert await coordinator.schedule(lambda: 1) == 1
         await coordinator.join()
 
@@ -138,9 +163,9 @@ async def test_a_dataset_that_cannot_be_built_fails_only_what_uses_it():
             memory_cluster.shared["ran"] = True
 
         coordinator.schedule(step, args=(iterator,))
-        with pytest.raises(ClosureInputError, match="could not be built: OSError: no such") as info:
+        with pytest.raises(ClosureInputError, match=f"could not be built: {text}") as info:
             await coordinator.join()
-        assert isinstance(info.value.__cause__, OSError)
+        assert isinstance(info.value.__cause__, error)
         assert "ran" not in memory_cluster.shared
 
 
@@ -179,38 +204,20 @@ async def test_an_iterator_lives_as_long_as_a_closure_needs_it():
         assert iterators_of(cluster) == [0]
 
 
-@pytest.mark.virtual_time
-async def test_after_its_worker_was_lost_an_iterator_starts_from_the_beginning():
-    async with coordinating(num_workers=1) as (cluster, coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(10)))
-
-        async def step(batches):
-            return next(batches)
-
-        assert await coordinator.schedule(step, args=(iterator,)) == 0
-        assert await coordinator.schedule(step, args=(iterator,)) == 1
-        await cluster.stop("worker-0")
-        await cluster.start("worker-0")
-        assert await coordinator.schedule(step, args=(iterator,)) == 0
-
-
-async def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        dataset = coordinator.create_per_worker_dataset(lambda: [1])
-        iterator = iter(dataset)
-        assert iter(iterator) is iterator
-        with pytest.raises(NotImplementedError, match="outside a step: each worker has"):
-            next(iterator)
-        with pytest.raises(CaptureError, match=r"pass iter\(dataset\)"):
-            coordinator.schedule(lambda: iter(dataset))
-        memory_cluster.shared["dataset"] = dataset
-        coordinator.schedule(lambda: iter(memory_cluster.shared["dataset"]))
+def test_iterators_belong_to_steps_and_datasets_to_the_coordinator():
+    dataset = per_worker(lambda: [1])
+    iterator = iter(dataset)
+    assert iter(iterator) is iterator
+    with pytest.raises(NotImplementedError, match="outside a step: each worker has"):
+        next(iterator)
+    with pytest.raises(CaptureError, match=r"pass iter\(dataset\)"):
+        FunctionTable().register(lambda: iter(dataset))
+    built = per_worker(lambda: [1]).build()
+    with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
+        list(built)
+    with inside_a_step():
         with pytest.raises(RuntimeError, match=r"iter\(\) on a per-worker dataset inside a step"):
-            await coordinator.join()
-        memory_cluster.shared["iterator"] = iterator
-        coordinator.schedule(lambda: next(memory_cluster.shared["iterator"]))
-        with pytest.raises(UsageError, match="in a way that psync cannot see"):
-            await coordinator.join()
+            iter(dataset)
 
 
 async def test_batches_are_loaded_ahead():
@@ -243,14 +250,19 @@ async def test_under_a_virtual_clock_batches_are_loaded_when_they_are_asked_for(
         assert memory_cluster.shared["loaded"] == 1
 
 
-async def test_what_is_no_dataset_function_is_refused():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        with pytest.raises(
-            ValueError, match="expected a dataset function or an iterable of batches, got int"
-        ):
-            coordinator.create_per_worker_dataset(3)
-        with pytest.raises(UsageError, match="needs the arguments a, b"):
-            coordinator.create_per_worker_dataset(lambda a, b: [])
+def per_worker(source, num_workers=1):
+    """What ``create_per_worker_dataset`` makes, of a coordinator that is not there."""
+    captured, function = capture_dataset(source, FunctionTable())
+    return PerWorkerDataset(captured, function, num_workers, lambda uid: None, None)
+
+
+def test_what_is_no_dataset_function_is_refused():
+    with pytest.raises(
+        ValueError, match="expected a dataset function or an iterable of batches, got int"
+    ):
+        per_worker(3)
+    with pytest.raises(UsageError, match="needs the arguments a, b"):
+        per_worker(lambda a, b: [])
 
 
 # --- iterables --------------------------------------------------------------------------------
@@ -276,11 +288,9 @@ async def take(batches):
 async def test_an_iterable_is_captured_when_the_dataset_is_created():
     async with coordinating(num_workers=1) as (_, coordinator):
         batches = [np.zeros(3), np.ones(3)]
-        per_worker = coordinator.create_per_worker_dataset(Loader(batches))
-        assert per_worker.element_spec == psync.TensorSpec((3,), "float64")
+        iterator = iter(coordinator.create_per_worker_dataset(Loader(batches)))
         batches[0] += 7
         batches.clear()
-        iterator = iter(per_worker)
         values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
         assert [value.tolist() for value in await coordinator.fetch(values)] == [[0] * 3, [1] * 3]
         coordinator.schedule(take, args=(iterator,))
@@ -300,15 +310,6 @@ async def test_every_worker_gets_the_whole_of_an_iterable():
 
         values = [coordinator.schedule(both, args=(iterator,)) for _ in range(2)]
         assert await coordinator.fetch(values) == ["ab", "ab"]
-
-
-async def test_arrays_are_cut_into_batches_on_the_worker():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        arrays = psync.data.from_arrays((np.arange(5), np.arange(5) * 2), batch_size=3)
-        iterator = iter(coordinator.create_per_worker_dataset(arrays))
-        values = [coordinator.schedule(take, args=(iterator,)) for _ in range(2)]
-        (x, y), (x_rest, _) = await coordinator.fetch(values)
-        assert (x.tolist(), y.tolist(), x_rest.tolist()) == ([0, 1, 2], [0, 2, 4], [3, 4])
 
 
 async def test_a_torch_data_loader_is_a_dataset():
@@ -331,27 +332,26 @@ async def test_a_torch_data_loader_is_a_dataset():
         assert await coordinator.schedule(step, args=(iterator,)) == ([4, 5], 2)
 
 
-async def test_what_is_no_dataset_is_refused_where_it_is_given():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        create = coordinator.create_per_worker_dataset
-        with pytest.raises(UsageError, match="a generator can be iterated over only once"):
-            create(n for n in [1, 2])
-        with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
-            create((np.zeros(3), np.zeros(3)))
-        for source in (create([1]), iter(create([1]))):
-            with pytest.raises(UsageError, match="which is per worker already"):
-                create(source)
-        with pytest.raises(CaptureError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"):
-            create([threading.Lock()])
-        with pytest.raises(CaptureError, match=r'^dataset function "<lambda>" captures "create"'):
-            create(lambda: create)
+def test_what_is_no_dataset_is_refused_where_it_is_given():
+    with pytest.raises(UsageError, match="a generator can be iterated over only once"):
+        per_worker(n for n in [1, 2])
+    with pytest.raises(UsageError, match=r"tuple of arrays\nhint: psync.data.from_arrays"):
+        per_worker((np.zeros(3), np.zeros(3)))
+    for source in (per_worker([1]), iter(per_worker([1]))):
+        with pytest.raises(UsageError, match="which is per worker already"):
+            per_worker(source)
+    with pytest.raises(CaptureError, match=r"^the dataset holds \[0\] \(_thread.lock\), which"):
+        per_worker([threading.Lock()])
+    made = per_worker([1])
+    with pytest.raises(CaptureError, match=r'^dataset function "<lambda>" captures "made"'):
+        per_worker(lambda: made)
 
 
 def declares():
     return psync.Variable(1.0)
 
 
-async def test_a_dataset_function_that_makes_a_variable_is_refused_when_the_dataset_is_made():
+def test_a_dataset_function_that_makes_a_variable_is_refused_when_the_dataset_is_made():
     variable = psync.Variable
 
     def attribute(context):
@@ -367,46 +367,26 @@ async def test_a_dataset_function_that_makes_a_variable_is_refused_when_the_data
         def __iter__(self):
             yield psync.api.variables.Variable(1.0)
 
-    async with coordinating(num_workers=1) as (_, coordinator):
-        strategy = coordinator.strategy
-        for dataset in (
-            attribute, closed_over, calls, functools.partial(attribute), lambda: [declares()],
-            Batches,
-        ):  # fmt: skip
-            for make in (
-                coordinator.create_per_worker_dataset, strategy.distribute_datasets_from_function,
-            ):  # fmt: skip
-                with pytest.raises(ConfigurationError, match=r"names psync\.Variable: "):
-                    make(dataset)
+    for dataset in (
+        attribute, closed_over, calls, functools.partial(attribute), lambda: [declares()], Batches,
+    ):  # fmt: skip
+        for make in (per_worker, strategy_of().distribute_datasets_from_function):
+            with pytest.raises(ConfigurationError, match=r"names psync\.Variable: "):
+                make(dataset)
 
 
-async def test_a_variable_cannot_be_declared_in_dataset_code():
-    async with coordinating(num_workers=1) as (_, coordinator):
-
-        def dataset():
-            from psync import Variable
-
-            Variable(1.0)
-            return []
-
-        iterator = iter(coordinator.create_per_worker_dataset(dataset))
-        coordinator.schedule(take, args=(iterator,))
-        with pytest.raises(ClosureInputError, match="could not be built: UsageError"):
-            await coordinator.join()
-
-
-async def test_what_elements_look_like_is_found_out_in_this_process():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        per_worker = coordinator.create_per_worker_dataset(lambda: [np.zeros((2, 3)), np.zeros(3)])
-        assert per_worker.element_spec == psync.TensorSpec(None, "float64")
+def test_what_elements_look_like_is_found_out_in_this_process():
+    for dataset, spec in (
+        (lambda: [np.zeros((2, 3)), np.zeros(3)], psync.TensorSpec(None, "float64")),
+        (Loader([np.zeros(3), np.ones(3)]), psync.TensorSpec((3,), "float64")),
+    ):
+        assert per_worker(dataset).element_spec == spec
 
 
 async def test_a_dataset_without_iterators_is_iterated_over_by_steps():
     async with coordinating(num_workers=1) as (_, coordinator):
         built = coordinator.create_per_worker_dataset(dataset_fn=lambda: [1, 2, 3]).build()
         assert await coordinator.schedule(lambda data: list(data), args=(built,)) == [1, 2, 3]
-        with pytest.raises(UsageError, match="on the coordinator: its elements are for workers"):
-            list(built)
 
 
 # --- positions --------------------------------------------------------------------------------
@@ -429,15 +409,17 @@ async def test_an_iterator_goes_on_from_the_positions_of_another_one():
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator():
+@pytest.mark.parametrize("position", [0, 5])
+async def test_after_its_worker_was_lost_an_iterator_starts_from_its_position(position):
     async with coordinating(num_workers=1) as (cluster, coordinator):
         per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
-        iterator = per_worker.iterator(5)
-        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        iterator = per_worker.iterator(position) if position else iter(per_worker)
+        assert await coordinator.schedule(take, args=(iterator,)) == position
+        assert await coordinator.schedule(take, args=(iterator,)) == position + 1
         await cluster.stop("worker-0")
-        assert await iterator.positions() == {0: 5}
+        assert await iterator.positions() == {0: position}
         await cluster.start("worker-0")
-        assert await coordinator.schedule(take, args=(iterator,)) == 5
+        assert await coordinator.schedule(take, args=(iterator,)) == position
 
 
 @pytest.mark.parametrize(
@@ -453,8 +435,7 @@ async def test_a_worker_that_comes_back_begins_at_the_position_of_its_iterator()
         ({"zero": 1}, r"got 'zero'"),
     ],
 )
-async def test_what_is_no_position_is_refused(position, message):
-    async with coordinating(num_workers=1) as (_, coordinator):
-        per_worker = coordinator.create_per_worker_dataset(lambda: range(10))
-        with pytest.raises(ConfigurationError, match=message):
-            per_worker.iterator(position)
+def test_what_is_no_position_is_refused(position, message):
+    dataset = per_worker(lambda: range(10))
+    with pytest.raises(ConfigurationError, match=message):
+        dataset.iterator(position)

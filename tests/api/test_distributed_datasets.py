@@ -12,9 +12,11 @@ import pytest
 import memory_cluster
 import psync
 from memory_cluster import MemoryCluster, coordinating
-from psync.api.datasets import InputOptions
+from psync.api.data_shards import Visits
+from psync.api.datasets import InputOptions, PerWorkerDataset, capture_dataset
 from psync.client.context import forbid_in_dataset
 from psync.errors import ConfigurationError, UsageError
+from psync.serialization.functions import FunctionTable
 
 
 def strategy_of(num_workers: int = 2, *, worker: int | None = None) -> Any:
@@ -60,10 +62,44 @@ def _until_the_end(batches: Any) -> Any:
             return
 
 
-async def test_elements_are_dealt_to_the_workers():
+def rows_of_arrays(strategy: Any) -> Any:
+    arrays = {"x": np.arange(6).reshape(3, 2), "y": np.arange(3)}
+    dataset = strategy.experimental_make_numpy_dataset(arrays)
+    assert [row["y"] for row in dataset] == [0, 1, 2]
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+def told(context: Any) -> Any:
+    size = context.get_per_replica_batch_size(4)
+    return [(context.input_pipeline_id, context.num_input_pipelines, size)]
+
+
+@pytest.mark.parametrize(
+    ("distribute", "shares_of_both"),
+    [
+        (
+            lambda strategy: strategy.experimental_distribute_dataset([1, 2, 3, 4, 5]),
+            {0: [1, 3, 5], 1: [2, 4]},
+        ),
+        (
+            rows_of_arrays,
+            {0: [{"x": [0, 1], "y": 0}, {"x": [4, 5], "y": 2}], 1: [{"x": [2, 3], "y": 1}]},
+        ),
+        (
+            lambda strategy: strategy.distribute_datasets_from_function(told),
+            {0: [(0, 2, 4)], 1: [(1, 2, 4)]},
+        ),
+        (
+            lambda strategy: strategy.experimental_distribute_datasets_from_function(told),
+            {0: [(0, 2, 4)], 1: [(1, 2, 4)]},
+        ),
+    ],
+    ids=["elements", "rows of arrays", "a function", "a function, by its older name"],
+)
+async def test_each_worker_gets_its_share(distribute: Any, shares_of_both: Any) -> None:
     async with coordinating(num_workers=2) as (_, coordinator):
-        dataset = coordinator.strategy.experimental_distribute_dataset([1, 2, 3, 4, 5])
-        assert await shares(coordinator, dataset) == {0: [1, 3, 5], 1: [2, 4]}
+        found = await shares(coordinator, distribute(coordinator.strategy))
+        np.testing.assert_equal(found, shares_of_both)
 
 
 async def test_files_are_dealt_to_the_workers(tmp_path: Path):
@@ -84,33 +120,6 @@ async def test_files_are_dealt_to_the_workers(tmp_path: Path):
         memory_cluster.shared.clear()
         dataset = strategy.experimental_distribute_dataset(whole, options)
         assert await shares(coordinator, dataset) == {0: list("cabab"), 1: list("cabab")}
-
-
-async def test_a_function_is_told_its_share():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        def dataset_fn(context):
-            size = context.get_per_replica_batch_size(4)
-            return [(context.input_pipeline_id, context.num_input_pipelines, size)]
-
-        for distribute in (
-            coordinator.strategy.distribute_datasets_from_function,
-            coordinator.strategy.experimental_distribute_datasets_from_function,
-        ):
-            memory_cluster.shared.clear()
-            found = await shares(coordinator, distribute(dataset_fn))
-            assert found == {0: [(0, 2, 4)], 1: [(1, 2, 4)]}
-
-
-async def test_rows_of_arrays_are_dealt_one_by_one():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-        x, y = np.arange(6).reshape(3, 2), np.arange(3)
-        dataset = strategy.experimental_make_numpy_dataset({"x": x, "y": y})
-        assert [row["y"] for row in dataset] == [0, 1, 2]
-        found = await shares(coordinator, strategy.experimental_distribute_dataset(dataset))
-        assert [[int(row["y"]) for row in found[worker]] for worker in (0, 1)] == [[0, 2], [1]]
-        assert found[1][0]["x"].tolist() == [2, 3]
 
 
 async def test_a_step_may_iterate_over_its_share_itself():
@@ -226,13 +235,13 @@ def test_what_is_distributed_already_is_refused() -> None:
         strategy.experimental_distribute_dataset(dataset)
 
 
-async def test_what_lives_on_the_coordinator_is_no_dataset():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        distribute = coordinator.strategy.experimental_distribute_dataset
-        with pytest.raises(UsageError, match=r"PerWorkerDataset is none: pass iter\(dataset\)"):
-            distribute(coordinator.create_per_worker_dataset([1]))
-        with pytest.raises(UsageError, match="Visits is none: it lives on the coordinator"):
-            coordinator.create_per_worker_dataset(coordinator.distribute_once([1]))
+def test_what_lives_on_the_coordinator_is_no_dataset() -> None:
+    functions = FunctionTable()
+    per_worker = PerWorkerDataset(*capture_dataset([1], functions), 2, print, print)
+    with pytest.raises(UsageError, match=r"PerWorkerDataset is none: pass iter\(dataset\)"):
+        strategy_of().experimental_distribute_dataset(per_worker)
+    with pytest.raises(UsageError, match="Visits is none: it lives on the coordinator"):
+        capture_dataset(Visits(print, print, [1], 1, None, None), functions)
 
 
 def test_options_say_what_is_possible() -> None:

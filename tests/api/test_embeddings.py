@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from inside import peers_of
-from local_training import in_step, training
+from local_training import at_once, in_step, strategy_of, training
 from psync.errors import (
     ConfigurationError,
     GradientError,
@@ -36,6 +36,10 @@ async def test_ids_of_any_shape_give_their_rows(num_shards: int) -> None:
         for ids in (7, [3, 3, 12, 0], np.array([[[5], [1]]], np.int32), np.zeros((0, 4), int)):
             rows = await psync.embedding_lookup(table, ids)
             np.testing.assert_array_equal(rows, TABLE[np.asarray(ids)])
+        # Rows are clipped to the largest norm.
+        rows = await psync.embedding_lookup(table, [[12, 1]], max_norm=10.0)
+        clipped = TABLE[12] * 10 / np.linalg.norm(TABLE[12])
+        np.testing.assert_allclose(rows, [[clipped, TABLE[1]]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("strategy_name", ["div", "mod"])
@@ -57,14 +61,6 @@ async def test_a_list_of_variables_stands_for_one(strategy_name: str) -> None:
             await psync.embedding_lookup(tables, [13], strategy_name)
 
 
-async def test_rows_are_clipped_to_the_largest_norm() -> None:
-    async with training(2, partitioner=shards(2)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(np.array([[3, 4], [0.3, 0.4]], np.float32))
-        rows = await psync.embedding_lookup(table, [[0, 1]], max_norm=1.0)
-        np.testing.assert_allclose(rows, [[[0.6, 0.8], [0.3, 0.4]]], rtol=1e-6)
-
-
 async def test_sparse_ids_are_combined() -> None:
     async with training(3, partitioner=shards(5)) as (strategy, _):
         with strategy.scope():
@@ -82,19 +78,7 @@ async def test_sparse_ids_are_combined() -> None:
         np.testing.assert_allclose(rows, [unit[1] + unit[3], TABLE[0], unit[1]], rtol=1e-6)
 
 
-async def test_a_row_without_ids_is_an_error_unless_the_lookup_is_safe() -> None:
-    async with training(3, partitioner=shards(5)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(TABLE, name="table")
-        ids = ([[0, 0], [2, 1]], [4, 5], (3, 4))
-        with pytest.raises(GradientError, match="row 1 of sp_ids has no id") as caught:
-            await psync.embedding_lookup_sparse(table, ids)
-        assert "safe_embedding_lookup_sparse gives zeros" in str(caught.value)
-        rows = await psync.safe_embedding_lookup_sparse(table, ids)
-        np.testing.assert_array_equal(rows, [TABLE[4], [0, 0], TABLE[5]])
-
-
-async def test_the_safe_lookup_leaves_out_what_is_invalid() -> None:
+async def test_the_safe_lookup_leaves_out_what_is_invalid_and_fills_rows_without_ids() -> None:
     async with training(3, partitioner=shards(5)) as (strategy, _):
         with strategy.scope():
             table = psync.Variable(TABLE)
@@ -114,6 +98,13 @@ async def test_the_safe_lookup_leaves_out_what_is_invalid() -> None:
                     weights,
                     default_id=default_id,  # type: ignore[arg-type]
                 )
+        # A row without ids is an error unless the lookup is safe.
+        without = ([[0, 0], [2, 1]], [4, 5], (3, 4))
+        with pytest.raises(GradientError, match="row 1 of sp_ids has no id") as caught:
+            await psync.embedding_lookup_sparse(table, without)
+        assert "safe_embedding_lookup_sparse gives zeros" in str(caught.value)
+        rows = await psync.safe_embedding_lookup_sparse(table, without)
+        np.testing.assert_array_equal(rows, [TABLE[4], [0, 0], TABLE[5]])
 
 
 async def test_a_step_looks_up_and_pushes_the_gradient_of_the_rows() -> None:
@@ -156,43 +147,46 @@ async def test_duplicates_travel_once_in_one_request_to_each_ps() -> None:
 
 
 @pytest.mark.parametrize("num_shards", [1, 5])
-async def test_ids_that_are_none_are_errors_that_name_the_variable(num_shards: int) -> None:
-    async with training(3, partitioner=shards(num_shards)) as (strategy, _):
-        with strategy.scope():
-            table = psync.Variable(TABLE, name="table")
-        for ids, kind, text in (
-            ([3, 13], VariableIndexError, "index 13 is out of bounds, expected 0 to 12"),
-            ([-1], VariableIndexError, "index -1 is out of bounds, expected 0 to 12"),
-            ([0.5], IndexTypeError, "expected integers as indices, got float64"),
-        ):
-            with pytest.raises(kind, match=f'embedding_lookup of "table": {text}'):
-                await psync.embedding_lookup(table, ids)
+@pytest.mark.parametrize(
+    ("ids", "kind", "text"),
+    [
+        ([3, 13], VariableIndexError, "index 13 is out of bounds, expected 0 to 12"),
+        ([-1], VariableIndexError, "index -1 is out of bounds, expected 0 to 12"),
+        ([0.5], IndexTypeError, "expected integers as indices, got float64"),
+    ],
+)
+def test_ids_that_are_none_are_errors_that_name_the_variable(
+    ids: Any, kind: type[Exception], text: str, num_shards: int
+) -> None:
+    with strategy_of(3, shards(num_shards)).scope():
+        table = psync.Variable(TABLE, name="table")
+    with pytest.raises(kind, match=f'embedding_lookup of "table": {text}'):
+        at_once(psync.embedding_lookup(table, ids))
 
 
-async def test_params_that_are_none_are_errors() -> None:
-    async with training(3) as (strategy, _):
-        with strategy.scope():
-            a = psync.Variable(TABLE, name="a")
-            b = psync.Variable(TABLE[:4], name="b")
-            wide = psync.Variable(np.zeros((13, 3), np.float32), name="wide")
-            scalar = psync.Variable(0.0, name="s")
-            copies = psync.Variable(
-                TABLE,
-                name="copies",
-                synchronization=psync.VariableSynchronization.ON_READ,
-                aggregation=psync.VariableAggregation.SUM,
-            )
-        for params, kind, text in (
-            (7, UsageError, "expected a variable or a list of variables as params, got int"),
-            ([], PartitionError, "params is an empty list"),
-            ([a, wide], PartitionError, r'expected rows of shape \(2,\) float32, as "a" has'),
-            ([b, a], PartitionError, 'expected "b" to have 9 rows, got 4'),
-            (copies, UsageError, 'variable "copies" is synchronized on read'),
-            (scalar, PartitionError, '"s" is a scalar, it has no rows'),
-        ):
-            with pytest.raises(kind, match=text):
-                await psync.embedding_lookup(params, [0])
-        with pytest.raises(ConfigurationError, match="partition_strategy: expected"):
-            await psync.embedding_lookup(a, [0], "hash")
-        with pytest.raises(ConfigurationError, match="combiner: expected"):
-            await psync.embedding_lookup_sparse(a, ([[0, 0]], [0], (1, 1)), combiner="max")
+def test_params_that_are_none_are_errors() -> None:
+    with strategy_of(3).scope():
+        a = psync.Variable(TABLE, name="a")
+        b = psync.Variable(TABLE[:4], name="b")
+        wide = psync.Variable(np.zeros((13, 3), np.float32), name="wide")
+        scalar = psync.Variable(0.0, name="s")
+        copies = psync.Variable(
+            TABLE,
+            name="copies",
+            synchronization=psync.VariableSynchronization.ON_READ,
+            aggregation=psync.VariableAggregation.SUM,
+        )
+    for params, kind, text in (
+        (7, UsageError, "expected a variable or a list of variables as params, got int"),
+        ([], PartitionError, "params is an empty list"),
+        ([a, wide], PartitionError, r'expected rows of shape \(2,\) float32, as "a" has'),
+        ([b, a], PartitionError, 'expected "b" to have 9 rows, got 4'),
+        (copies, UsageError, 'variable "copies" is synchronized on read'),
+        (scalar, PartitionError, '"s" is a scalar, it has no rows'),
+    ):
+        with pytest.raises(kind, match=text):
+            at_once(psync.embedding_lookup(params, [0]))
+    with pytest.raises(ConfigurationError, match="partition_strategy: expected"):
+        at_once(psync.embedding_lookup(a, [0], "hash"))
+    with pytest.raises(ConfigurationError, match="combiner: expected"):
+        at_once(psync.embedding_lookup_sparse(a, ([[0, 0]], [0], (1, 1)), combiner="max"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import in_step, inside_a_step, strategy_of, training
 from psync.errors import UsageError
 
 
@@ -71,5 +71,9 @@ async def test_a_step_gets_it_from_the_program() -> None:
 
         await in_step(coordinator, count)
         assert await step.read() == 1
-        with pytest.raises(UsageError, match="get_or_create_global_step inside a step"):
-            await in_step(coordinator, lambda: psync.get_or_create_global_step())
+
+
+def test_a_step_declares_none() -> None:
+    text = "get_or_create_global_step inside a step"
+    with inside_a_step(), pytest.raises(UsageError, match=text):
+        psync.get_or_create_global_step()

@@ -28,8 +28,22 @@ def test_pairs_come_back_as_arrays_that_fit(
     gradient = np.ones(2, np.float32)
     pairs = checked_pairs([(gradient, v), ([[1, 2], [3, 4]], w)], None)
     assert pairs[0][0] is gradient
-    assert pairs[1][0].dtype == np.float32
+    assert (pairs[1][0].dtype, pairs[1][0].tolist()) == (np.float32, [[1, 2], [3, 4]])
     assert [variable for _, variable in pairs] == [v, w]
+    with strategy_of().scope():
+        scalar = psync.Variable(1.0)
+    ((number, _),) = checked_pairs([(0.5, scalar)], None)
+    assert (number.dtype, number.shape, number.item()) == (np.float32, (), 0.5)
+
+
+def test_an_array_in_another_memory_layout_is_laid_out_as_the_variable(
+    variables: tuple[psync.Variable, psync.Variable],
+) -> None:
+    _, w = variables
+    gradient = np.arange(4, dtype=np.float32).reshape(2, 2).T
+    ((array, _),) = checked_pairs([(gradient, w)], None)
+    assert np.array_equal(array, gradient)
+    assert array.flags.c_contiguous
 
 
 def test_none_is_passed_over_unless_there_is_nothing_else(

@@ -12,7 +12,7 @@ import pytest
 
 import memory_cluster
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync.errors import ClosedError, ConfigurationError, GradientError, UsageError
 
 
@@ -219,9 +219,9 @@ class TestTraining:
             assert np.array_equal(weights, np.arange(12).reshape(6, 2))  # its own since then
             assert bias.tolist() == [5, 6]  # those of now, not the initial ones
 
-    async def test_a_step_reads_averages_and_declares_none(self) -> None:
+    async def test_a_step_reads_averages(self) -> None:
         async with training() as (strategy, coordinator):
-            w, b = variables(strategy)
+            w, _ = variables(strategy)
             ema = psync.ExponentialMovingAverage(0.9)
             ema.apply([w])
 
@@ -233,12 +233,20 @@ class TestTraining:
             (pulled,), read = await in_step(coordinator, evaluate)
             assert np.array_equal(pulled, read)
             assert np.array_equal(read, np.arange(12).reshape(6, 2))
-            with pytest.raises(UsageError, match="declaring moving averages inside a step"):
-                await in_step(coordinator, lambda: ema.apply([b]))
 
-    async def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
-        async with training() as (strategy, _):
-            w, _ = variables(strategy)
+    def test_a_step_declares_none(self) -> None:
+        _, b = variables(strategy_of())
+        ema = psync.ExponentialMovingAverage(0.9)
+        with (
+            inside_a_step(),
+            pytest.raises(UsageError, match="declaring moving averages inside a step"),
+        ):
+            ema.apply([b])
+
+    def test_nothing_is_averaged_once_the_coordinator_is_closed(self) -> None:
+        strategy = strategy_of()
+        w, _ = variables(strategy)
+        strategy.created = True  # as a coordinator leaves it
         with pytest.raises(ClosedError, match="the coordinator of this strategy was closed"):
             psync.ExponentialMovingAverage(0.9).apply([w])
 
@@ -287,29 +295,26 @@ class TestUpdating:
                 for ema in (by_true, by_step):
                     assert await psync.pull(ema.averages(v)) == pytest.approx([expected] * 2)
 
-    async def test_without_a_global_step_there_is_none_to_follow(self) -> None:
-        async with training() as (strategy, coordinator):
-            w, _ = variables(strategy)
-            ema = psync.ExponentialMovingAverage(0.9, True)
-            ema.apply([w])
+    def test_without_a_global_step_there_is_none_to_follow(self) -> None:
+        strategy = strategy_of()
+        w, _ = variables(strategy)
+        ema = psync.ExponentialMovingAverage(0.9, True)
+        ema.apply([w])
+        with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
+            at_once(ema.update())
+        with inside_a_step(strategy.origin):
             with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-                await ema.update()
+                at_once(ema.update())
 
-            async def update() -> None:
-                await ema.update()
-
-            with pytest.raises(UsageError, match="num_updates=True, but there is no global step"):
-                await in_step(coordinator, update)
-
-    async def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
+    def test_nothing_averaged_or_nobody_to_ask_is_an_error(self) -> None:
         strategy = strategy_of()
         w, _ = variables(strategy)
         ema = psync.ExponentialMovingAverage(0.9)
         with pytest.raises(UsageError, match="update of moving averages: nothing is averaged"):
-            await ema.update()
+            at_once(ema.update())
         ema.apply([w])
         with pytest.raises(UsageError, match="update of moving averages: no connection to the ps"):
-            await ema.update()
+            at_once(ema.update())
 
     @pytest.mark.virtual_time
     async def test_an_update_in_a_closure_that_runs_twice_happens_once(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import at_once
 from memory_cluster import MemoryCluster, coordinating, event_of, note, session_cluster
 from psync.api.global_step import check_step
 from psync.api.on_read import CopyAccess
@@ -95,7 +96,7 @@ def test_it_takes_a_turn_of_the_strategy() -> None:
     assert devices[0] == devices[2] != devices[1]
 
 
-async def test_it_is_not_trainable() -> None:
+def test_it_is_not_trainable() -> None:
     strategy = offline()
     v = declare(strategy, 0.0)
     assert not v.trainable
@@ -104,7 +105,7 @@ async def test_it_is_not_trainable() -> None:
     with pytest.raises(UsageError, match="synchronized on read it cannot be trainable"):
         declare(strategy, 0.0, trainable=True)
     with pytest.raises(GradientError, match="which no optimizer trains"):
-        await psync.optimizers.SGD(0.1).apply_gradients([(np.float32(0), v)])
+        at_once(psync.optimizers.SGD(0.1).apply_gradients([(np.float32(0), v)]))
     with pytest.raises(UsageError, match='moving average of "Variable": it is synchronized on'):
         psync.ExponentialMovingAverage(0.9).apply([v])
 
@@ -130,10 +131,10 @@ def test_where_one_value_is_meant_it_is_refused() -> None:
         checked_step("apply_gradients", count)
 
 
-async def test_a_lookup_says_how_to_read_rows_of_a_copy() -> None:
+def test_a_lookup_says_how_to_read_rows_of_a_copy() -> None:
     table = declare(offline(), np.zeros((3, 2)))
     with pytest.raises(UsageError, match=r"synchronized on read\nhint: .*sparse_read"):
-        await psync.embedding_lookup(table, [0])
+        at_once(psync.embedding_lookup(table, [0]))
 
 
 def test_beside_a_variable_of_several_shards_it_is_beside_the_first() -> None:
@@ -162,6 +163,7 @@ def test_bools_cannot_be_summed() -> None:
 async def test_each_worker_reads_and_writes_its_own_copy() -> None:
     async with training() as (_, strategy, coordinator):
         v = declare(strategy, np.array([1.0, 2.0], np.float32))
+        count = declare(strategy, 0)  # a scalar has copies, too
 
         async def step() -> list[Any]:
             seen = [(await v.read()).tolist()]
@@ -170,13 +172,16 @@ async def test_each_worker_reads_and_writes_its_own_copy() -> None:
             await v.assign_sub([1.0, 0.0])
             seen.append((await psync.pull({"v": v}))["v"].tolist())
             await v.assign(0.9 * await v.read())
-            return seen
+            await count.assign_add(1)
+            return [*seen, int(await count.read())]
 
         assert await on_each(coordinator, step) == [
-            [[1, 2], [2, 3], [1, 3]],
-            [[1, 2], [3, 4], [2, 4]],
+            [[1, 2], [2, 3], [1, 3], 1],
+            [[1, 2], [3, 4], [2, 4], 1],
         ]
         assert (await v.read()).tolist() == pytest.approx([0.9 * 3, 0.9 * 7])
+        total = await count.read()
+        assert (int(total), total.shape, total.dtype) == (2, (), np.int64)
 
 
 async def test_a_copy_is_read_by_index_and_by_row() -> None:
@@ -218,81 +223,80 @@ async def test_values_are_read_only_or_the_callers_own() -> None:
             await v.read(out=np.zeros(3, np.float32))
 
 
-async def test_a_scalar_has_copies_too() -> None:
-    async with training() as (_, strategy, coordinator):
-        count = declare(strategy, 0)
-
-        async def step() -> int:
-            await count.assign_add(1)
-            return int(await count.read())
-
-        assert await on_each(coordinator, step) == [1, 1]
-        total = await count.read()
-        assert (int(total), total.shape, total.dtype) == (2, (), np.int64)
-
-
 async def test_it_is_pulled_beside_other_variables() -> None:
     async with training() as (_, strategy, coordinator):
-        metric = declare(strategy, 1.0)
+        metric, single = declare(strategy, 1.0), declare(strategy, 3.0, NONE)
         with strategy.scope():
             w = psync.Variable(np.ones(2), name="w")
 
         async def step() -> Any:
-            return await psync.pull((w, metric, w))
+            return await psync.pull((w, metric, w, single))
 
-        first, second, third = await in_step(coordinator, step)
+        first, second, third, fourth = await in_step(coordinator, step)
         assert (first.tolist(), float(second), third.tolist()) == ([1, 1], 1.0, [1, 1])
+        assert float(fourth) == 3.0
         assert float((await psync.pull([metric, w]))[0]) == 2.0
+        # Without an aggregation only steps can read it.
+        with pytest.raises(
+            ReplicaValueError, match=r'read of "Variable\w*": each worker has a copy'
+        ):
+            await single.read()
+        with pytest.raises(
+            ReplicaValueError, match=r'checkpoint of "Variable\w*": each worker has'
+        ):
+            await single.checkpoint_value()
 
 
 # --- cross-replica context: all copies -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [(SUM, 7.0), (MEAN, 3.5), (FIRST, 2.0)])
+@pytest.mark.parametrize(
+    ("start", "aggregation", "copies", "expected"),
+    [
+        (0.0, SUM, [2.0, 5.0], np.float32(7.0)),
+        (0.0, MEAN, [2.0, 5.0], np.float32(3.5)),
+        (0.0, FIRST, [2.0, 5.0], np.float32(2.0)),
+        (0, MEAN, [1, 2], np.float64(1.5)),  # the mean of integers is no integer
+    ],
+)
 async def test_the_program_reads_what_the_aggregation_makes_of_all(
-    aggregation: Any, expected: float
+    start: float, aggregation: Any, copies: list[float], expected: Any
 ) -> None:
     async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 0.0, aggregation)
+        v = declare(strategy, start, aggregation)
 
         async def step() -> None:
-            await v.assign([2.0, 5.0][psync.get_worker_index()])
+            await v.assign(copies[psync.get_worker_index()])
 
         await on_each(coordinator, step)
-        assert float(await v.read()) == expected
+        read = await v.read()
+        assert (read, read.dtype) == (expected, expected.dtype)
         with strategy.scope():
-            assert float(await v.read()) == expected
-
-
-async def test_without_an_aggregation_only_steps_can_read() -> None:
-    async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 3.0, NONE)
-        assert await in_step(coordinator, v.read) == 3.0
-        with pytest.raises(ReplicaValueError, match='read of "Variable": each worker has a copy'):
-            await v.read()
-        with pytest.raises(ReplicaValueError, match='checkpoint of "Variable": each worker has'):
-            await v.checkpoint_value()
+            assert await v.read() == expected
+        if v.dtype != expected.dtype:
+            with pytest.raises(GradientError, match="the mean of int64 is float64"):
+                await v.read(out=np.zeros((), np.int64))
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "copies"), [(SUM, [3.0, 3.0]), (MEAN, [6.0] * 2), (FIRST, [6.0] * 2),
-                                (NONE, [6.0] * 2)]
-)  # fmt: skip
-async def test_the_program_assigns_to_all(aggregation: Any, copies: list[float]) -> None:
+    ("start", "aggregation", "assigned", "copies"),
+    [
+        (0.0, SUM, 6.0, [3.0, 3.0]),
+        (0, SUM, 7, [4, 3]),  # integers are shared out so that the sum is what was assigned
+        (0.0, MEAN, 6.0, [6.0, 6.0]),
+        (0.0, FIRST, 6.0, [6.0, 6.0]),
+        (0.0, NONE, 6.0, [6.0, 6.0]),
+    ],
+)
+async def test_the_program_assigns_to_all(
+    start: float, aggregation: Any, assigned: float, copies: list[float]
+) -> None:
     async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 0.0, aggregation)
-        assert await v.assign(6.0) is v
-        assert [float(copy) for copy in await on_each(coordinator, v.read)] == copies
+        v = declare(strategy, start, aggregation)
+        assert await v.assign(assigned) is v
+        assert [copy.item() for copy in await on_each(coordinator, v.read)] == copies
         if aggregation is not NONE:
-            assert float(await v.read()) == 6.0
-
-
-async def test_integers_are_shared_out_so_that_the_sum_is_what_was_assigned() -> None:
-    async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 0)
-        await v.assign(7)
-        assert [int(copy) for copy in await on_each(coordinator, v.read)] == [4, 3]
-        assert int(await v.read()) == 7
+            assert await v.read() == assigned
 
 
 @pytest.mark.parametrize("aggregation", [MEAN, FIRST, NONE])
@@ -305,21 +309,16 @@ async def test_the_program_adds_to_all_copies_of_what_is_not_summed(aggregation:
         assert [float(copy) for copy in await on_each(coordinator, v.read)] == [3.0, 3.0]
 
 
-async def test_to_a_sum_nothing_is_added_in_cross_replica_context() -> None:
-    async with training() as (_, strategy, _):
+async def test_what_the_program_adds_by_itself_is_part_of_the_sum() -> None:
+    async with training() as (_, strategy, coordinator):
         v = declare(strategy, 0.0)
-        for method in (v.assign_add, v.assign_sub):
+        for method in (v.assign_add, v.assign_sub):  # in cross-replica context nothing is added
             with (
                 strategy.scope(),
                 pytest.raises(ReplicaValueError, match="in cross-replica context"),
             ):
                 await method(1.0)
         assert float(await v.read()) == 0.0
-
-
-async def test_what_the_program_adds_by_itself_is_part_of_the_sum() -> None:
-    async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 0.0)
         await v.assign_add(5.0)
         await strategy.extended.update(v, lambda var: var.assign_sub(1.0))
         assert [float(copy) for copy in await on_each(coordinator, v.read)] == [0.0, 0.0]
@@ -344,36 +343,22 @@ async def test_in_a_merge_function_of_a_step_all_copies_are_meant() -> None:
         assert await in_step(coordinator, step) == (1.0, 2.0)
 
 
-async def test_the_mean_of_integers_is_no_integer() -> None:
-    async with training() as (_, strategy, coordinator):
-        v = declare(strategy, 0, MEAN)
-
-        async def step() -> None:
-            await v.assign(psync.get_worker_index() + 1)
-
-        await on_each(coordinator, step)
-        mean = await v.read()
-        assert (float(mean), mean.dtype) == (1.5, np.float64)
-        with pytest.raises(GradientError, match="the mean of int64 is float64"):
-            await v.read(out=np.zeros((), np.int64))
-
-
 @pytest.mark.parametrize(
     "method",
     ["scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max",
      "scatter_update", "batch_scatter_update"],
 )  # fmt: skip
-async def test_rows_cannot_be_scattered_to(method: str) -> None:
+def test_rows_cannot_be_scattered_to(method: str) -> None:
     v = declare(offline(), np.zeros((2, 2)))
     with pytest.raises(NotImplementedError, match=f'{method} to "Variable": .*cannot be sca'):
-        await getattr(v, method)(([0], [[1.0, 1.0]]))
+        at_once(getattr(v, method)(([0], [[1.0, 1.0]])))
 
 
-async def test_a_value_that_does_not_fit_one_copy_is_refused() -> None:
+def test_a_value_that_does_not_fit_one_copy_is_refused() -> None:
     v = declare(offline(), np.zeros(2))
     for call in (v.assign([1.0] * 3), v.assign_add(np.zeros((3, 2))), v.restore_value([1.0] * 3)):
         with pytest.raises(GradientError, match=r"expected shape \(2,\)"):
-            await call
+            at_once(call)
 
 
 # --- first values --------------------------------------------------------------------------------

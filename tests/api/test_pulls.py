@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, inside_a_step, strategy_of, training
+from psync.api.pulls import mapped
 from psync.errors import GradientError, UsageError
 
 
@@ -23,21 +24,15 @@ def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
     return [2, *[1] * (len(shape) - 1)]
 
 
-async def test_one_variable_is_pulled_as_an_array() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable([1, 2, 3])
-        value = await psync.pull(v)
-    assert isinstance(value, np.ndarray)
-    assert value.tolist() == [1, 2, 3]
-
-
-async def test_the_nesting_of_the_caller_is_kept() -> None:
+async def test_variables_become_arrays_in_the_nesting_of_the_caller() -> None:
     async with training(partitioner=halves) as (strategy, _):
         with strategy.scope():
             w = psync.Variable(np.arange(4), name="w")
             b = psync.Variable(5, name="b")
+        alone = await psync.pull(w)
         value = await psync.pull({"layers": [Layer(w, b), (b, None)], "rate": 0.5, "empty": ()})
+    assert isinstance(alone, np.ndarray)
+    assert alone.tolist() == [0, 1, 2, 3]
     assert type(value["layers"][0]) is Layer
     assert value["layers"][0].weights.tolist() == [0, 1, 2, 3]
     assert value["layers"][0].bias == 5
@@ -47,22 +42,21 @@ async def test_the_nesting_of_the_caller_is_kept() -> None:
     assert value["empty"] == ()
 
 
-async def test_dicts_of_other_types_keep_what_they_have() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(1)
-        ordered = collections.OrderedDict(second=v, first=v)
-        pulled = await psync.pull(ordered)
-        assert (type(pulled), list(pulled)) == (collections.OrderedDict, ["second", "first"])
-        default = await psync.pull(collections.defaultdict(list, v=v))
-        assert default["missing"] == []
-        assert default["v"] == 1
+def test_dicts_of_other_types_keep_what_they_have() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(1)
+    ordered = collections.OrderedDict(second=v, first=v)
+    pulled = mapped(ordered, lambda variable: 1)
+    assert (type(pulled), list(pulled)) == (collections.OrderedDict, ["second", "first"])
+    default = mapped(collections.defaultdict(list, v=v), lambda variable: 1)
+    assert default["missing"] == []
+    assert default["v"] == 1
     assert list(ordered.values()) == [v, v]
 
 
-async def test_without_variables_the_tree_itself_comes_back_even_without_a_cluster() -> None:
+def test_without_variables_the_tree_itself_comes_back_even_without_a_cluster() -> None:
     tree = {"a": [1, (2, "b")]}
-    assert await psync.pull(tree) is tree
+    assert at_once(psync.pull(tree)) is tree
 
 
 async def test_a_variable_that_stands_twice_is_pulled_once() -> None:
@@ -71,6 +65,10 @@ async def test_a_variable_that_stands_twice_is_pulled_once() -> None:
             v = psync.Variable([1, 2])
         first, second = await psync.pull((v, v))
         assert first is second
+        mine = np.zeros(2, np.int64)
+        first, second = await psync.pull([v, v], out=[mine, mine])
+        assert first is second is mine
+        assert mine.tolist() == [1, 2]
         before = (await coordinator.ps_statistics())[0]["pulls"]
         await psync.pull([v] * 100)
         assert (await coordinator.ps_statistics())[0]["pulls"] == before + 1
@@ -135,49 +133,36 @@ async def test_arrays_of_the_caller_are_filled_and_returned() -> None:
         ({"w": np.zeros(3), "rest": [np.zeros(2)]}, 'out for "w": expected a writable C-contig'),
     ],
 )
-async def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
+def test_another_nesting_in_out_is_an_error(out: Any, text: str) -> None:
     with strategy_of().scope():
         w, b = psync.Variable(np.zeros(2), name="w"), psync.Variable(np.zeros(2), name="b")
     with pytest.raises(GradientError, match=re.escape(text)):
-        await psync.pull({"w": w, "rest": [b]}, out=out)
+        at_once(psync.pull({"w": w, "rest": [b]}, out=out))
 
 
-async def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.ones(2), name="v")
-        mine = np.zeros(2)
-        first, second = await psync.pull([v, v], out=[mine, mine])
-        assert first is second is mine
-        assert mine.tolist() == [1, 1]
-        with pytest.raises(GradientError, match='out has two arrays for variable "v"'):
-            await psync.pull([v, v], out=[np.zeros(2), np.zeros(2)])
+def test_a_variable_that_stands_twice_has_one_array_in_out() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.ones(2), name="v")
+    with pytest.raises(GradientError, match='out has two arrays for variable "v"'):
+        at_once(psync.pull([v, v], out=[np.zeros(2), np.zeros(2)]))
 
 
 # --- where it cannot work ----------------------------------------------------------------------
 
 
-async def test_without_a_coordinator_there_is_no_connection() -> None:
+def test_without_a_coordinator_there_is_no_connection() -> None:
     with strategy_of().scope():
         v = psync.Variable(0)
     with pytest.raises(UsageError, match="pull: no connection to the ps tasks here"):
-        await psync.pull([v])
+        at_once(psync.pull([v]))
 
 
-async def test_variables_of_two_strategies_do_not_mix() -> None:
-    async with training() as (one, _), training() as (other, _):
-        with one.scope():
-            v = psync.Variable(1, name="v")
-        with other.scope():
-            w = psync.Variable(2, name="w")
-        assert await psync.pull([v]) == [1]
-        assert await psync.pull([w]) == [2]
-        with pytest.raises(UsageError, match='"w" belongs to another program or strategy'):
-            await psync.pull([v, w])
-
-
-async def test_a_plain_step_waits_for_a_pull() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable([1, 2])
-        assert await in_step(coordinator, lambda: psync.wait(psync.pull(v)).tolist()) == [1, 2]
+def test_variables_of_two_strategies_do_not_mix() -> None:
+    one, other = strategy_of(), strategy_of()
+    with one.scope():
+        v = psync.Variable(1, name="v")
+    with other.scope():
+        w = psync.Variable(2, name="w")
+    text = '"w" belongs to another program or strategy'
+    with inside_a_step(one.origin), pytest.raises(UsageError, match=text):
+        at_once(psync.pull([v, w]))

@@ -35,16 +35,6 @@ async def test_a_read_is_kept_even_after_an_assign() -> None:
         assert await v.read() == 2
 
 
-async def test_each_scope_begins_anew() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(1.0)
-        for value in (1.0, 2.0):
-            await v.assign(value)
-            with psync.cache_variable_reads():
-                assert await v.read() == value
-
-
 async def test_rows_are_not_kept_and_consistent_reads_neither() -> None:
     async with training() as (strategy, _):
         with strategy.scope():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, strategy_of, training
+from psync.closures.closure import Closure
 from psync.errors import (
     GradientError,
     IndexTypeError,
@@ -17,6 +18,7 @@ from psync.errors import (
     UsageError,
     VariableIndexError,
 )
+from psync.serialization.remote_value import RemoteValue
 
 VALUE = np.arange(20, dtype=np.float32).reshape(10, 2)
 
@@ -49,33 +51,23 @@ async def test_an_index_gives_what_numpy_gives(num_shards: int) -> None:
             assert type(got) is type(expected)
             np.testing.assert_array_equal(got, expected)
             assert got.shape == expected.shape
-
-
-async def test_a_scalar_can_be_indexed_too() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(7.0)
-        assert await v[()] == 7
-        assert (await v[None]).tolist() == [7]
+        rows = await v.sparse_read([9, 0, 4, 4, 3])  # in the order of the request
+        np.testing.assert_array_equal(rows, VALUE[[9, 0, 4, 4, 3]])
+        assert (await v.sparse_read([])).shape == (0, 2)
 
 
 async def test_what_is_awaited_twice_is_read_twice() -> None:
     async with training() as (strategy, _):
         with strategy.scope():
-            v = psync.Variable(VALUE)
-        row = v[1]
+            v, scalar = psync.Variable(VALUE), psync.Variable(7.0)
+        row, number = v[1], scalar[()]  # a scalar can be indexed, too
         first = await row
+        assert await number == 7
         await v.assign(VALUE + 1)
         np.testing.assert_array_equal(await row, first + 1)
-
-
-async def test_sparse_read_returns_rows_in_the_order_of_the_request() -> None:
-    async with training(3, partitioner=shards(3)) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(VALUE)
-        rows = await v.sparse_read([9, 0, 4, 4, 3])
-        np.testing.assert_array_equal(rows, VALUE[[9, 0, 4, 4, 3]])
-        assert (await v.sparse_read([])).shape == (0, 2)
+        await scalar.assign(8)
+        assert await number == 8
+        assert (await scalar[None]).tolist() == [8]
 
 
 async def test_gather_nd_takes_rows_or_elements() -> None:
@@ -85,16 +77,27 @@ async def test_gather_nd_takes_rows_or_elements() -> None:
         np.testing.assert_array_equal(await v.gather_nd([[9], [0]]), VALUE[[9, 0]])
         np.testing.assert_array_equal(await v.gather_nd([[9, 1], [0, 0]]), [19, 0])
         np.testing.assert_array_equal(await v.gather_nd([3]), VALUE[3])
-        with pytest.raises(VariableIndexError, match='gather_nd of "v", axis 1: index 2 is out'):
-            await v.gather_nd([[9, 2]])
-        for wrong in (3, np.zeros((2, 3), int), np.zeros((2, 0), int)):
-            with pytest.raises(IndexValueError, match="with k from 1 to 2"):
-                await v.gather_nd(wrong)
-        with pytest.raises(IndexValueError, match='gather_nd of "v": the indices are not an array'):
-            await v.gather_nd([[1], [1, 0]])
 
 
-async def test_steps_read_and_scatter_rows() -> None:
+@pytest.mark.parametrize(
+    ("indices", "kind", "text"),
+    [
+        ([[9, 2]], VariableIndexError, 'gather_nd of "v", axis 1: index 2 is out'),
+        (3, IndexValueError, "with k from 1 to 2"),
+        (np.zeros((2, 3), int), IndexValueError, "with k from 1 to 2"),
+        (np.zeros((2, 0), int), IndexValueError, "with k from 1 to 2"),
+        ([[1], [1, 0]], IndexValueError, 'gather_nd of "v": the indices are not an array'),
+    ],
+)
+def test_indices_that_gather_nd_cannot_take_are_named(
+    indices: Any, kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        at_once(declared().gather_nd(indices))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_steps_read_and_scatter_rows(plain: bool) -> None:
     async with training(3, partitioner=shards(3)) as (strategy, coordinator):
         with strategy.scope():
             v = psync.Variable(VALUE)
@@ -103,18 +106,12 @@ async def test_steps_read_and_scatter_rows() -> None:
             await v.scatter_add(([0, 9], [[1, 1], [2, 2]]))
             return await v[[0, 9]]
 
-        np.testing.assert_array_equal(await in_step(coordinator, step), [[1, 2], [20, 21]])
+        def plain_step() -> Any:
+            psync.wait(v.scatter_add(([0, 9], [[1, 1], [2, 2]])))
+            return psync.wait(v[[0, 9]])
 
-
-async def test_a_plain_step_waits_for_rows() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(VALUE)
-
-        def step() -> Any:
-            return psync.wait(v[3])
-
-        np.testing.assert_array_equal(await in_step(coordinator, step), VALUE[3])
+        rows = await in_step(coordinator, plain_step if plain else step)
+        np.testing.assert_array_equal(rows, [[1, 2], [20, 21]])
 
 
 # --- scattering -------------------------------------------------------------------------------
@@ -150,31 +147,24 @@ async def test_scattering_changes_the_rows_that_are_named(
         np.testing.assert_allclose(await v.read(), value, rtol=1e-6)
 
 
-async def test_a_pair_and_one_number_for_all_will_do() -> None:
-    async with training(3, partitioner=shards(3)) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(VALUE)
-        await v.scatter_update(([1, 9], 7))
-        expected = VALUE.copy()
-        expected[[1, 9]] = 7
-        np.testing.assert_array_equal(await v.read(), expected)
-        await v.scatter_update(([], np.zeros((0, 2))))
-        np.testing.assert_array_equal(await v.read(), expected)
-
-
 @pytest.mark.parametrize(
     ("dtype", "number"),
     [
         ("uint8", 200), ("int8", -1), ("int64", np.int8(1)), ("float16", 1), ("bfloat16", 0.5),
-        ("float64", np.float32(0.5)), ("bool", True),
+        ("float64", np.float32(0.5)), ("bool", True), ("float32", 7),
     ],
 )  # fmt: skip
-async def test_one_number_is_cast_like_a_list_of_numbers(dtype: str, number: Any) -> None:
-    async with training() as (strategy, _):
+async def test_a_pair_with_one_number_for_all_is_cast_like_a_list_of_numbers(
+    dtype: str, number: Any
+) -> None:
+    async with training(3, partitioner=shards(3)) as (strategy, _):
         with strategy.scope():
             v = psync.Variable(np.zeros((3, 2)), dtype=dtype)
         await v.scatter_update(([0, 2], number))
-        assert (await v.read())[:, 0].tolist() == [number, 0, number]
+        expected = [[number] * 2, [0] * 2, [number] * 2]
+        assert (await v.read()).tolist() == expected
+        await v.scatter_update(([], np.zeros((0, 2), v.dtype)))
+        assert (await v.read()).tolist() == expected
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -201,14 +191,9 @@ def test_a_variable_or_a_part_of_one_cannot_be_an_index() -> None:
             v[index]
 
 
-async def test_a_remote_value_cannot_be_an_index() -> None:
-    async with training() as (strategy, coordinator):
-        with strategy.scope():
-            v = psync.Variable(VALUE)
-        later = coordinator.schedule(lambda: 3)
-        with pytest.raises(IndexTypeError, match="RemoteValue is not allowed"):
-            v[later]
-        assert (await v[await later]).tolist() == [6, 7]
+def test_a_remote_value_cannot_be_an_index() -> None:
+    with pytest.raises(IndexTypeError, match="RemoteValue is not allowed"):
+        declared()[RemoteValue(Closure(0), print)]
 
 
 def test_items_cannot_be_assigned() -> None:
@@ -246,28 +231,30 @@ def test_a_variable_has_a_length_and_cannot_be_iterated() -> None:
         (7, GradientError, r"expected IndexedSlices or a pair \(indices, values\), got int"),
     ],
 )
-async def test_what_cannot_be_scattered_is_named(
-    delta: Any, kind: type[Exception], text: str
-) -> None:
+def test_what_cannot_be_scattered_is_named(delta: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
-        await declared().scatter_add(delta)
+        at_once(declared().scatter_add(delta))
     assert 'scatter_add to "v"' in str(caught.value)
 
 
-async def test_a_number_that_does_not_fit_is_refused() -> None:
+def test_a_number_that_does_not_fit_is_refused() -> None:
     for dtype, number in ((np.int8, 300), (np.uint8, -1), (np.int64, 0.5), (np.int8, 2**70)):
         with pytest.raises(GradientError, match='scatter_add to "v": expected'):
-            await declared(1, np.zeros((3, 2), dtype)).scatter_add(([0], number))
+            at_once(declared(1, np.zeros((3, 2), dtype)).scatter_add(([0], number)))
 
 
-async def test_a_scalar_has_no_rows() -> None:
+def test_a_scalar_has_no_rows() -> None:
     with pytest.raises(IndexValueError, match="the variable is a scalar, it has no rows"):
-        await declared(1, 0.0).scatter_add(([0], 1))
+        at_once(declared(1, 0.0).scatter_add(([0], 1)))
 
 
-async def test_rows_cannot_be_read_where_there_is_no_connection() -> None:
+def test_rows_cannot_be_read_where_there_is_no_connection() -> None:
     v = declared()
+
+    async def part() -> Any:
+        return await v[2:7]
+
     with pytest.raises(UsageError, match='read of rows of "v": no connection'):
-        await v[2:7]
+        at_once(part())
     with pytest.raises(UsageError, match='sparse_read of "v": no connection'):
-        await v.sparse_read([1])
+        at_once(v.sparse_read([1]))

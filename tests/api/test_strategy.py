@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import inside_a_step, strategy_of
 from psync.errors import CaptureError, ConfigurationError, UsageError
 from psync.partitioners import Pinned
+from psync.serialization.functions import FunctionTable
 from psync.specs import VariableSpec
 
 
@@ -102,13 +103,12 @@ def test_a_strategy_is_not_copied() -> None:
     assert copy.deepcopy([strategy])[0] is strategy
 
 
-async def test_a_step_neither_captures_nor_makes_nor_opens_a_strategy() -> None:
-    async with training() as (strategy, coordinator):
-        with pytest.raises(CaptureError, match="the strategy lives on the coordinator"):
-            coordinator.schedule(lambda: strategy.variables)
-
-        with pytest.raises(UsageError, match="making a strategy inside a step"):
-            await in_step(coordinator, lambda: strategy_of())
+def test_a_step_neither_captures_nor_makes_nor_opens_a_strategy() -> None:
+    strategy = strategy_of()
+    with pytest.raises(CaptureError, match="the strategy lives on the coordinator"):
+        FunctionTable().register(lambda: strategy.variables)
+    with inside_a_step(), pytest.raises(UsageError, match="making a strategy inside a step"):
+        strategy_of()
 
 
 def test_it_says_how_many_variables_it_has() -> None:

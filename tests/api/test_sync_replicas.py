@@ -17,7 +17,7 @@ import local_training
 import memory_cluster
 import psync
 from inside import session_of
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from memory_cluster import coordinating
 from psync import Outcome, PushResult, SyncReplicasOptimizer, optimizers
 from psync.errors import (
@@ -105,14 +105,51 @@ async def test_two_workers_make_each_step_together() -> None:
         assert await m.global_step() == 3
 
 
-async def test_the_last_step_is_closed_with_what_there_is() -> None:
-    async with model(2) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 2)
-        results = await m.run(m.pushing(optimizer), 1.0, 1.0, 1.0, 1.0, 1.0)
-        assert sorted((result.step, result.partial, result.count) for result in results) == [
-            (1, False, 2), (1, False, 2), (2, False, 2), (2, False, 2), (3, True, 1),
-        ]  # fmt: skip
-        assert await m.value() == -3
+RUNS: dict[str, Any] = {
+    "the last step is closed with what there is": (
+        {"replicas_to_aggregate": 2}, 0, [1.0] * 5, lambda r: (r.step, r.partial, r.count),
+        [(1, False, 2), (1, False, 2), (2, False, 2), (2, False, 2), (3, True, 1)], -3, 3,
+    ),
+    "one worker makes steps of three gradients": (
+        {"replicas_to_aggregate": 3, "total_num_replicas": 1}, 0, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        lambda r: (r.step, r.outcome), [(step, ACCEPTED) for step in (0, 0, 1, 1, 1, 2)],
+        -(2 + 5), 2,
+    ),
+    "steps begin at the value of the global step": (
+        {"replicas_to_aggregate": 1}, 100, [1.0, 1.0], lambda r: (r.step, r.outcome),
+        [(101, ACCEPTED), (102, ACCEPTED)], -2, 102,
+    ),
+    "the tokens of TensorFlow waste the second step": (
+        {"replicas_to_aggregate": 1, "tensorflow_compat": True}, 0, [1.0] * 4,
+        lambda r: (r.outcome, r.staleness),
+        [(ACCEPTED, 0), (STALE, 1), (ACCEPTED, 0), (ACCEPTED, 0)], -3, 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "gradients", "told", "results", "value", "global_step"),
+    RUNS.values(),
+    ids=RUNS,
+)
+async def test_each_push_is_told_its_step_and_the_mean_of_each_step_is_applied(
+    options: dict[str, Any],
+    start: int,
+    gradients: list[float],
+    told: Callable[[PushResult], Any],
+    results: list[Any],
+    value: float,
+    global_step: int,
+) -> None:
+    workers = options.get("total_num_replicas", options["replicas_to_aggregate"])
+    async with model(workers) as m:
+        if start:
+            await m.step.assign(start)
+        optimizer = SyncReplicasOptimizer(sgd(), **options)
+        found = [told(result) for result in await m.run(m.pushing(optimizer), *gradients)]
+        assert (sorted(found) if workers > 1 else found) == results
+        assert await m.value() == value
+        assert await m.global_step() == global_step
 
 
 async def test_join_has_applied_what_was_accepted_though_nobody_waited_for_it() -> None:
@@ -152,37 +189,6 @@ async def test_a_backup_worker_that_is_late_is_told_that_its_gradient_was_droppe
         assert await m.value() == -1
         (again,) = await m.run(m.pushing(optimizer), 1.0)
         assert (again.outcome, again.step, again.partial) == (ACCEPTED, 2, True)
-
-
-async def test_one_worker_makes_steps_of_three_gradients() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), replicas_to_aggregate=3, total_num_replicas=1)
-        results = await m.run(m.pushing(optimizer), 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-        assert [result.step for result in results] == [0, 0, 1, 1, 1, 2]
-        assert {result.outcome for result in results} == {ACCEPTED}
-        assert await m.value() == -(2 + 5)
-        assert await m.global_step() == 2
-
-
-async def test_steps_begin_at_the_value_of_the_global_step() -> None:
-    async with model(1) as m:
-        await m.step.assign(100)
-        optimizer = SyncReplicasOptimizer(sgd(), 1)
-        results = await m.run(m.pushing(optimizer), 1.0, 1.0)
-        assert [(result.outcome, result.step) for result in results] == [
-            (ACCEPTED, 101), (ACCEPTED, 102),
-        ]  # fmt: skip
-        assert await m.global_step() == 102
-
-
-async def test_the_tokens_of_tensorflow_waste_the_second_step() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
-        results = await m.run(m.pushing(optimizer), 1.0, 1.0, 1.0, 1.0)
-        assert [(result.outcome, result.staleness) for result in results] == [
-            (ACCEPTED, 0), (STALE, 1), (ACCEPTED, 0), (ACCEPTED, 0),
-        ]  # fmt: skip
-        assert await m.value() == -3
 
 
 async def test_weights_and_sums() -> None:
@@ -259,28 +265,27 @@ async def test_two_optimizers_in_one_program_have_steps_of_their_own() -> None:
         assert [np.unique(value).tolist() for value in values] == [[-2], [-2], [2], [2]]
 
 
-async def test_moving_averages_follow_each_step() -> None:
+@pytest.mark.parametrize(
+    ("decay", "by_step", "average_of_two"),
+    [
+        # 0 → -1: the average becomes -0.5; → -2: -0.5 - 0.5 * (-0.5 + 2).
+        (0.5, False, -1.25),
+        # With num_updates the decay follows the global step: 2 / 11, then 3 / 12.
+        (0.99, True, -(9 / 11) + 0.75 * (9 / 11 - 2)),
+    ],
+)
+async def test_moving_averages_follow_each_step(
+    decay: float, by_step: bool, average_of_two: float
+) -> None:
     async with model(1) as m:
-        average = psync.ExponentialMovingAverage(0.5)
-        optimizer = SyncReplicasOptimizer(
-            sgd(), 1, variable_averages=average, variables_to_average=[m.v]
-        )
+        with m.strategy.scope():  # all trainable variables by default
+            average = psync.ExponentialMovingAverage(decay, num_updates=m.step if by_step else None)
+            which = {} if by_step else {"variables_to_average": [m.v]}
+            optimizer = SyncReplicasOptimizer(sgd(), 1, variable_averages=average, **which)
         await m.run(m.pushing(optimizer), 1.0, 1.0)
         shadow = average.average(m.v)
         assert shadow is not None
-        # 0 → -1: the average becomes -0.5; → -2: -0.5 - 0.5 * (-0.5 + 2).
-        assert (await shadow.read()).tolist() == [-1.25, -1.25]
-
-
-async def test_with_num_updates_the_decay_follows_the_global_step() -> None:
-    async with model(1) as m:
-        with m.strategy.scope():  # all trainable variables by default
-            average = psync.ExponentialMovingAverage(0.99, num_updates=m.step)
-            optimizer = SyncReplicasOptimizer(sgd(), 1, variable_averages=average)
-        await m.run(m.pushing(optimizer), 1.0)
-        shadow = average.average(m.v)
-        assert shadow is not None
-        np.testing.assert_allclose(await shadow.read(), -1 * (1 - 2 / 11), rtol=1e-6)
+        np.testing.assert_allclose(await shadow.read(), average_of_two, rtol=1e-6)
 
 
 async def test_the_rule_is_applied_once_to_the_mean_and_its_slots_are_the_optimizers() -> None:
@@ -307,8 +312,18 @@ async def test_a_slot_can_be_read_before_the_first_push() -> None:
         assert (await slot.read()).tolist() == [-3, -3]
 
 
-async def test_a_plain_step_waits_for_its_push() -> None:
-    async with model(2) as m:
+def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
+    return [2, *[1] * (len(shape) - 1)]
+
+
+@pytest.mark.parametrize("partitioner", [None, halves])
+@pytest.mark.parametrize("plain", [False, True])
+async def test_plain_and_coroutine_steps_wait_for_their_push_of_all_shards(
+    plain: bool, partitioner: Any
+) -> None:
+    async with training(2, 2, partitioner) as (strategy, coordinator):
+        m = Model(strategy, coordinator)
+        assert {shard.ps for shard in m.v.spec.shards} == ({0, 1} if partitioner else {0})
         optimizer = SyncReplicasOptimizer(sgd(), 2)
         v, global_step = m.v, m.step
 
@@ -317,56 +332,50 @@ async def test_a_plain_step_waits_for_its_push() -> None:
             gradient = np.full_like(weights, value)
             return psync.wait(optimizer.apply_gradients([(gradient, v)], global_step))
 
-        results = await m.run(step, 1.0, 3.0)
+        results = await m.run(step if plain else m.pushing(optimizer), 1.0, 3.0)
         assert results == [PushResult(ACCEPTED, 1, 0, False, 2)] * 2
         assert await m.value() == -2
 
 
-async def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
-        with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
-            await m.run(m.pushing(optimizer), float("nan"))
-        assert await m.global_step() == 0
-
-
-async def test_a_sharded_variable_is_taken_whole_over_all_ps_tasks() -> None:
-    def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
-        return [2, *[1] * (len(shape) - 1)]
-
-    async with training(2, 2, halves) as (strategy, coordinator):
-        m = Model(strategy, coordinator)
-        assert {shard.ps for shard in m.v.spec.shards} == {0, 1}
-        optimizer = SyncReplicasOptimizer(sgd(), 2)
-        await m.run(m.pushing(optimizer), 1.0, 3.0)
-        assert await m.value() == -2
+def test_gradients_that_are_not_finite_are_refused_where_the_wrapped_one_does() -> None:
+    with strategy_of().scope():
+        v, step = psync.Variable(np.zeros(2, np.float32)), psync.get_or_create_global_step()
+    optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, forbid_nonfinite=True), 1)
+    bad = np.full(2, np.nan, np.float32)
+    with pytest.raises(GradientError, match="2 of 2 elements are NaN or infinite"):
+        at_once(optimizer.apply_gradients([(bad, v)], step))
 
 
 # --- which step a push is of -------------------------------------------------------------------
 
 
-async def test_the_oldest_pull_decides() -> None:
+@pytest.mark.parametrize(("reads", "outcome"), [("value", STALE), ("slot", ACCEPTED)])
+async def test_the_oldest_pull_decides_and_reading_a_slot_is_none(
+    reads: str, outcome: Outcome
+) -> None:
     async with model(2) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 1, 2)
+        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1, 2)
         v, global_step = m.v, m.step
-        local_training.shared["pulled"] = asyncio.Event()
+        local_training.shared["read"] = asyncio.Event()
         local_training.shared["over"] = asyncio.Event()
 
         async def step(slow: bool) -> tuple[PushResult, float]:
-            weights = await v.read()
+            slot = optimizer.get_slot(v, "momentum")
+            assert slot is not None
             if slow:
-                local_training.shared["pulled"].set()
+                await (slot if reads == "slot" else v).read()
+                local_training.shared["read"].set()
                 await local_training.shared["over"].wait()
-                weights = await psync.pull(v)  # newer, but the gradient may be of both
             else:
-                await local_training.shared["pulled"].wait()
+                await local_training.shared["read"].wait()
+            weights = await psync.pull(v)  # newer, but the gradient may be of both
             gradient = np.ones(2, np.float32)
             result = await optimizer.apply_gradients([(gradient, v)], global_step)
             local_training.shared["over"].set()
             return result, float(weights[0])
 
         slow, fast = await m.run(step, True, False)
-        assert (fast[0].outcome, slow[0].outcome, slow[1]) == (ACCEPTED, STALE, -1)
+        assert (fast[0].outcome, slow[0].outcome, slow[1]) == (ACCEPTED, outcome, -1)
 
 
 async def test_a_step_may_pull_and_push_several_times() -> None:
@@ -386,31 +395,6 @@ async def test_a_step_may_pull_and_push_several_times() -> None:
 
         # Without a pull the last token says how old the gradients are.
         assert await m.run(step, True, False, True) == [[ACCEPTED] * 3] * 3
-
-
-async def test_reading_slots_does_not_make_a_push_old() -> None:
-    async with model(2) as m:
-        optimizer = SyncReplicasOptimizer(optimizers.SGD(1.0, momentum=0.5), 1, 2)
-        v, global_step = m.v, m.step
-        local_training.shared["read"] = asyncio.Event()
-        local_training.shared["over"] = asyncio.Event()
-
-        async def step(slow: bool) -> Outcome:
-            slot = optimizer.get_slot(v, "momentum")
-            assert slot is not None
-            if slow:
-                await slot.read()
-                local_training.shared["read"].set()
-                await local_training.shared["over"].wait()
-            else:
-                await local_training.shared["read"].wait()
-            await v.read()
-            gradient = np.ones(2, np.float32)
-            result = await optimizer.apply_gradients([(gradient, v)], global_step)
-            local_training.shared["over"].set()
-            return result.outcome
-
-        assert await m.run(step, True, False) == [ACCEPTED, ACCEPTED]
 
 
 async def test_the_last_token_can_be_read() -> None:
@@ -563,15 +547,13 @@ def test_what_a_wrapped_optimizer_excludes_is_settled() -> None:
             optimizer.exclude_from_weight_decay(var_names=["bias"])
 
 
-async def test_one_that_is_made_in_a_step_is_an_error() -> None:
+def test_one_that_is_made_in_a_step_is_an_error() -> None:
     inner = sgd()
-
-    async def step() -> None:
+    with (
+        inside_a_step(),
+        pytest.raises(UsageError, match=r"an optimizer \(SyncReplicasOptimizer\) inside"),
+    ):
         SyncReplicasOptimizer(inner, 1)
-
-    async with training() as (_, coordinator):
-        with pytest.raises(UsageError, match=r"an optimizer \(SyncReplicasOptimizer\) inside"):
-            await in_step(coordinator, step)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +584,7 @@ async def test_one_that_is_made_in_a_step_is_an_error() -> None:
     ],
     ids=["empty", "all None", "kind", "no step", "no variable", "no scalar"],
 )
-async def test_what_cannot_be_pushed_is_a_value_error(
+def test_what_cannot_be_pushed_is_a_value_error(
     make: Callable[[Any], Any], error: type[Exception], text: str
 ) -> None:
     class Declared:
@@ -613,18 +595,17 @@ async def test_what_cannot_be_pushed_is_a_value_error(
         m.v = psync.Variable(np.zeros(2, np.float32), name="v")
         m.step = psync.get_or_create_global_step()
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        await SyncReplicasOptimizer(sgd(), 2).apply_gradients(*make(m))
+        at_once(SyncReplicasOptimizer(sgd(), 2).apply_gradients(*make(m)))
     assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), "2", True])
-async def test_a_weight_is_a_number_above_0(weight: Any) -> None:
+def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     with strategy_of().scope():
         v, step = psync.Variable(np.float32(0)), psync.get_or_create_global_step()
+    pairs = [(np.float32(1), v)]
     with pytest.raises(ValueError, match="apply_gradients"):
-        await SyncReplicasOptimizer(sgd(), 2).apply_gradients(
-            [(np.float32(1), v)], step, weight=weight
-        )
+        at_once(SyncReplicasOptimizer(sgd(), 2).apply_gradients(pairs, step, weight=weight))
 
 
 async def test_the_program_is_no_replica() -> None:
@@ -673,18 +654,22 @@ async def test_minimize_of_some_variables_with_tensorflows_arguments() -> None:
         assert await m.value() == -1
 
 
-async def test_minimize_checks_before_it_computes() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "minimize: global_step is None"),
+        ({"gate_gradients": 3}, "expected gate_gradients GATE_NONE, GATE_OP or"),
+        ({"global_step": []}, "expected a variable as global_step, got list"),
+    ],
+)
+def test_minimize_checks_before_it_computes(arguments: dict[str, Any], text: str) -> None:
     optimizer = SyncReplicasOptimizer(sgd(), 1, name="sync")
 
     def never(*values: Any) -> Any:
         raise AssertionError
 
-    with pytest.raises(ConfigurationError, match="minimize: global_step is None"):
-        await optimizer.minimize(never)
-    with pytest.raises(ConfigurationError, match="expected gate_gradients GATE_NONE, GATE_OP or"):
-        await optimizer.minimize(never, gate_gradients=3)
-    with pytest.raises(ConfigurationError, match="expected a variable as global_step, got list"):
-        await optimizer.minimize(never, [])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=text):
+        at_once(optimizer.minimize(never, **arguments))
 
 
 async def test_gradients_are_computed_by_the_wrapped_optimizer() -> None:
@@ -742,55 +727,50 @@ async def test_initial_tokens_can_be_put_before_and_once() -> None:
         assert [result.step for result in results] == [0, 0, 1]
         assert await optimizer.get_init_tokens_op() == 1
         assert await optimizer.get_init_tokens_op(num_tokens=2) == 1
+        for count, text in WRONG_COUNTS:
+            with pytest.raises(ValueError, match=text):
+                optimizer.get_init_tokens_op(count)  # type: ignore[arg-type]
         results = await m.run(m.pushing(optimizer), 1.0, 2.0, 3.0)
         assert [result.step for result in results] == [1, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (1, "too few tokens to finish the first step: got 1, needed 2"),
-        (-2, "too few tokens"),
-        (1.5, "expected a whole number as num_tokens, got 1.5"),
-        (True, "expected a whole number as num_tokens, got True"),
-    ],
-)
-async def test_a_wrong_number_of_tokens_is_a_value_error(count: Any, text: str) -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
-        await m.run(m.pushing(optimizer), 1.0)
-        for ask in (
-            optimizer.get_init_tokens_op,
-            lambda count: optimizer.make_session_run_hook(True, count),
-        ):
-            with pytest.raises(ValueError, match=text):
-                ask(count)
-        with pytest.raises(ValueError, match=text):
-            await optimizer.init_tokens(m.step, count)
+WRONG_COUNTS = [
+    (1, "too few tokens to finish the first step: got 1, needed 2"),
+    (-2, "too few tokens"),
+    (1.5, "expected a whole number as num_tokens, got 1.5"),
+    (True, "expected a whole number as num_tokens, got True"),
+]
 
 
-async def test_no_initial_tokens_are_possible_where_none_are_needed() -> None:
+@pytest.mark.parametrize(("count", "text"), WRONG_COUNTS)
+def test_a_wrong_number_of_tokens_is_a_value_error(count: Any, text: str) -> None:
+    optimizer = SyncReplicasOptimizer(sgd(), 3, 1)
+    with strategy_of().scope():
+        step = psync.get_or_create_global_step()
+    with pytest.raises(ValueError, match=text):
+        optimizer.make_session_run_hook(True, count)
+    with pytest.raises(ValueError, match=text):
+        at_once(optimizer.init_tokens(step, count))
+
+
+@pytest.mark.parametrize("by", ["call", "hook"])
+async def test_where_no_initial_tokens_are_needed_none_may_be_put(by: str) -> None:
     async with model(1) as m:
         optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
-        assert await optimizer.init_tokens(m.step, 0) == 0
+        if by == "call":
+            assert await optimizer.init_tokens(m.step, 0) == 0
+        else:  # which puts them on the chief
+            await optimizer.make_session_run_hook(False, 7).after_create_session(None)
+            await optimizer.make_session_run_hook(True).after_create_session(None)  # ps 0 knows
+            await optimizer.make_session_run_hook(True, 0).after_create_session(None)
         results = await m.run(m.pushing(optimizer), 1.0, 1.0)  # so no step is wasted
         assert [result.outcome for result in results] == [ACCEPTED, ACCEPTED]
 
 
-async def test_the_hook_puts_the_tokens_on_the_chief() -> None:
-    async with model(1) as m:
-        optimizer = SyncReplicasOptimizer(sgd(), 1, tensorflow_compat=True)
-        await optimizer.make_session_run_hook(False, 7).after_create_session(None)
-        await optimizer.make_session_run_hook(True).after_create_session(None)  # ps 0 knows
-        await optimizer.make_session_run_hook(True, 0).after_create_session(None)
-        results = await m.run(m.pushing(optimizer), 1.0, 1.0)
-        assert [result.outcome for result in results] == [ACCEPTED, ACCEPTED]
-
-
-async def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> None:
+def test_the_hook_needs_a_global_step_to_put_other_numbers_of_tokens() -> None:
     hook = SyncReplicasOptimizer(sgd(), 1, name="sync").make_session_run_hook(True, 3)
     with pytest.raises(UsageError, match="sync: 3 initial tokens for an unknown global step"):
-        await hook.after_create_session(None)
+        at_once(hook.after_create_session(None))
 
 
 # --- what the tests share ----------------------------------------------------------------------

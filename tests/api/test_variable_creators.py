@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import inside_a_step, strategy_of
 from psync.errors import UsageError
 
 Creator = Callable[..., Any]
@@ -134,16 +134,12 @@ def test_it_must_be_callable() -> None:
             pass
 
 
-async def test_what_psync_declares_by_itself_it_does_not_see_nor_is_it_entered_in_a_step() -> None:
-    async with training() as (strategy, coordinator):
-        log: list[str] = []
-        with strategy.scope(), psync.variable_creator_scope(noting(log, "seen")):
-            psync.get_or_create_global_step()
-        assert log == []
-
-        async def step() -> None:
-            with psync.variable_creator_scope(print):
-                pass
-
-        with pytest.raises(UsageError, match="entering a variable creator scope inside a step"):
-            await in_step(coordinator, step)
+def test_what_psync_declares_by_itself_it_does_not_see_nor_is_it_entered_in_a_step() -> None:
+    log: list[str] = []
+    with strategy_of().scope(), psync.variable_creator_scope(noting(log, "seen")):
+        psync.get_or_create_global_step()
+    assert log == []
+    text = "entering a variable creator scope inside a step"
+    with inside_a_step(), pytest.raises(UsageError, match=text):
+        with psync.variable_creator_scope(print):
+            pass

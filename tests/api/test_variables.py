@@ -14,7 +14,7 @@ import pytest
 
 import local_training
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync.errors import ClosedError, GradientError, PartitionError, UsageError
 
 NO_CONNECTION = "no connection to the ps tasks here"
@@ -69,13 +69,9 @@ def test_a_variable_outside_a_scope_is_an_error() -> None:
     )
 
 
-async def test_a_variable_in_a_step_is_an_error() -> None:
-    async def step() -> None:
+def test_a_variable_in_a_step_is_an_error() -> None:
+    with inside_a_step(), pytest.raises(UsageError, match='declaring variable "late" inside a st'):
         psync.Variable(0.0, name="late")
-
-    async with training() as (_, coordinator):
-        with pytest.raises(UsageError, match='declaring variable "late" inside a step'):
-            await in_step(coordinator, step)
 
 
 def test_scopes_of_two_strategies_do_not_nest() -> None:
@@ -121,6 +117,11 @@ def test_names_are_made_unique(names: list[str | None], unique: list[str]) -> No
 def test_the_dtype_is_the_values_unless_given(value: Any, dtype: object, expected: str) -> None:
     with strategy_of().scope():
         assert psync.Variable(value, dtype=dtype).dtype.name == expected
+
+
+def test_bfloat16_is_that_of_ml_dtypes() -> None:
+    with strategy_of().scope():
+        assert psync.Variable(np.ones(2), dtype="bfloat16").dtype == ml_dtypes.bfloat16
 
 
 def test_a_dtype_that_ps_tasks_do_not_hold_is_an_error() -> None:
@@ -260,15 +261,18 @@ async def test_assign_add_and_sub_change_the_whole_value(partitioner: Any) -> No
         ("int64", np.int32(5)),
         ("bool", True),
         ("float16", np.array(2.5, ">f2")),
+        ("float64", 1), ("int16", 1), ("int32", 1), ("uint16", 1), ("uint32", 1), ("uint64", 1),
     ],
-)
-async def test_assign_casts_within_a_kind(dtype: str, value: Any) -> None:
+)  # fmt: skip
+async def test_variables_of_every_dtype_are_assigned_what_is_of_the_kind(
+    dtype: str, value: Any
+) -> None:
     async with training() as (strategy, _):
         with strategy.scope():
             v = psync.Variable(0, dtype=dtype)
         await v.assign(value)
         read = await v.read()
-    assert read.dtype.name == dtype
+    assert (read.dtype.name, read.dtype) == (dtype, v.dtype)
     assert read == value
 
 
@@ -289,42 +293,37 @@ async def test_assign_casts_within_a_kind(dtype: str, value: Any) -> None:
         ("bool", 1, "expected dtype bool, got int64"),
     ],
 )
-async def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(0, dtype=dtype, name="v")
-        for method in (v.assign, v.assign_add, v.assign_sub):
-            with pytest.raises(GradientError) as caught:
-                await method(value)
-            assert str(caught.value).startswith(f'{method.__name__} to "v": {text}')
-        assert await v.read() == 0
+def test_assign_refuses_what_does_not_fit(dtype: str, value: Any, text: str) -> None:
+    with strategy_of().scope():
+        v = psync.Variable(0, dtype=dtype, name="v")
+    for method in (v.assign, v.assign_add, v.assign_sub):
+        with pytest.raises(GradientError) as caught:
+            at_once(method(value))
+        assert str(caught.value).startswith(f'{method.__name__} to "v": {text}')
 
 
-async def test_the_hint_for_a_wrong_dtype_is_the_conversion() -> None:
+def test_the_hint_for_a_wrong_dtype_is_the_conversion() -> None:
     with strategy_of().scope():
         v = psync.Variable(0, name="v")
     with pytest.raises(GradientError, match=re.escape("convert it: np.asarray(value, 'int64')")):
-        await v.assign(np.float32(1))
+        at_once(v.assign(np.float32(1)))
 
 
-async def test_what_is_read_is_read_only_unless_a_copy_is_asked_for() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(3))
-        with pytest.raises(ValueError, match="read-only"):
-            (await v.read())[0] = 1
-        mine = await v.read(copy=True)
-        mine[0] = 1
-        assert (await v.read()).tolist() == [0, 0, 0]
-
-
-async def test_a_value_is_read_into_an_array_of_the_caller() -> None:
+async def test_what_is_read_is_read_only_unless_it_is_a_copy_or_an_array_of_the_caller() -> None:
     async with training(partitioner=two_rows_each) as (strategy, _):
         with strategy.scope():
             v = psync.Variable(np.arange(4.0))
-        mine = np.empty(4)
-        assert await v.read(out=mine) is mine
-        assert mine.tolist() == [0, 1, 2, 3]
+            large = psync.Variable(np.zeros(100_000))
+        with pytest.raises(ValueError, match="read-only"):
+            (await v.read())[0] = 1
+        for mine in (await v.read(copy=True), await v.read(out=(out := np.empty(4)))):
+            assert mine.tolist() == [0, 1, 2, 3]
+            mine[0] = 1
+        assert mine is out
+        assert (await v.read()).tolist() == [0, 1, 2, 3]
+        before = await large.read()  # it does not change when the variable does
+        await large.assign_add(np.ones(100_000))
+        assert not before.any()
 
 
 @pytest.mark.parametrize(
@@ -337,40 +336,14 @@ async def test_a_value_is_read_into_an_array_of_the_caller() -> None:
         (np.broadcast_to(0.0, 2), "got shape (2,) float64, not C-contiguous, read-only"),
     ],
 )
-async def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> None:
+def test_an_array_that_cannot_be_read_into_is_an_error(out: Any, got: str) -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2), name="v")
     with pytest.raises(GradientError) as caught:
-        await v.read(out=out)
+        at_once(v.read(out=out))
     assert str(caught.value) == (
         'out for "v": expected a writable C-contiguous array of shape (2,) float64, ' + got
     )
-
-
-async def test_what_was_read_does_not_change_when_the_variable_does() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(100_000))
-        before = await v.read()
-        await v.assign_add(np.ones(100_000))
-        assert not before.any()
-
-
-async def test_variables_hold_every_dtype() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            variables = [
-                psync.Variable(np.ones(2), dtype=dtype)
-                for dtype in (
-                    "float16", "float32", "float64", "bfloat16", "int8", "int16", "int32",
-                    "int64", "uint8", "uint16", "uint32", "uint64", "bool",
-                )
-            ]  # fmt: skip
-        for v in variables:
-            value = await v.read()
-            assert value.dtype == v.dtype
-            assert value.tolist() == [1, 1]
-        assert variables[3].dtype == ml_dtypes.bfloat16
 
 
 async def test_variables_of_no_elements_and_of_no_axes_are_read() -> None:
@@ -404,13 +377,13 @@ def test_a_handle_is_not_an_array() -> None:
         bool(v)
 
 
-async def test_before_the_coordinator_runs_there_is_no_connection() -> None:
+def test_before_the_coordinator_runs_there_is_no_connection() -> None:
     with strategy_of().scope():
         v = psync.Variable(0.0, name="v")
     with pytest.raises(UsageError, match=f'read of "v": {NO_CONNECTION}'):
-        await v.read()
+        at_once(v.read())
     with pytest.raises(UsageError, match=f'assign_add to "v": {NO_CONNECTION}'):
-        await v.assign_add(1)
+        at_once(v.assign_add(1))
 
 
 async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None:
@@ -427,16 +400,14 @@ async def test_after_the_coordinator_was_closed_the_variables_are_gone() -> None
         psync.Variable(0.0, name="w")
 
 
-async def test_a_variable_of_another_strategy_is_refused_in_a_step() -> None:
+def test_a_variable_of_another_strategy_is_refused_in_a_step() -> None:
     with strategy_of().scope():
         foreign = psync.Variable(0.0, name="foreign")
-
-    async def step() -> None:
-        await foreign.read()
-
-    async with training() as (_, coordinator):
-        with pytest.raises(UsageError, match='"foreign" belongs to another program or strategy'):
-            await in_step(coordinator, step)
+    with (
+        inside_a_step(),
+        pytest.raises(UsageError, match='"foreign" belongs to another program or strategy'),
+    ):
+        at_once(foreign.read())
 
 
 async def test_a_task_that_a_step_leaves_behind_cannot_read_or_assign() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import at_once, strategy_of
 from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.errors import (
     ClosedError,
@@ -110,13 +111,12 @@ async def test_a_worker_is_removed_when_its_closure_has_ended():
             await coordinator.remove_worker(W1)
 
 
-async def test_nobody_is_added_or_removed_outside_of_a_running_coordinator():
-    cluster = MemoryCluster(1, 1)
-    coordinator = psync.ClusterCoordinator(cluster.strategy())
+def test_nobody_is_added_or_removed_outside_of_a_running_coordinator():
+    coordinator = psync.ClusterCoordinator(strategy_of())
     with pytest.raises(ClosedError, match="add_worker: the coordinator is not running"):
-        await coordinator.add_worker("worker-2:1")
+        at_once(coordinator.add_worker("worker-2:1"))
     with pytest.raises(ClosedError, match="remove_worker: the coordinator is not running"):
-        await coordinator.remove_worker(W1)
+        at_once(coordinator.remove_worker(W1))
 
 
 async def test_whoever_ends_the_run_knows_the_workers_that_were_added():
@@ -241,6 +241,9 @@ async def test_join_ends_when_no_worker_will_come_again():
         await give_up(cluster, coordinator, "worker-0")
         await asyncio.sleep(60)
         assert not joining.done(), "the other one goes on"
+        text = "/job:worker/task:0 exited with code 9 and is not started"
+        with pytest.raises(DeadlineExceeded, match=text):
+            await coordinator.join(timeout=1)
         await give_up(cluster, coordinator, "worker-1")
         with pytest.raises(WorkerLost) as caught:
             await joining
@@ -312,38 +315,21 @@ async def test_a_worker_that_is_removed_while_it_is_given_up_is_no_fault(turns: 
         assert "a supervisor of the coordinator failed" not in caplog.text
 
 
-async def test_a_join_that_waits_says_who_was_given_up():
-    async with coordinating(1, 2) as (cluster, coordinator):
-
-        async def step():
-            await event_of("never").wait()
-
-        coordinator.schedule(step)
-        await give_up(cluster, coordinator, "worker-1")
-        with pytest.raises(DeadlineExceeded, match=f"{W1} exited with code 9 and is not started"):
-            await coordinator.join(timeout=1)
-
-
-async def test_a_worker_that_is_given_up_at_the_start_is_not_waited_for():
-    cluster = MemoryCluster(1, 2)
-    await cluster.start("ps-0")
-    await cluster.start("worker-0")
-    coordinator = psync.ClusterCoordinator(cluster.strategy())
-    starting = asyncio.create_task(coordinator.start())
-    await asyncio.sleep(1)
-    given_up = coordinator.strategy.cluster_resolver.platform.given_up
-    given_up.note("worker-1:1", "exited with code 2 and is not started again")
-    with pytest.raises(ConnectFailed, match=f"did not come up: {W1} exited with code 2"):
-        async with asyncio.timeout(1):
-            await starting
-    await cluster.stop_all()
-
-
 @pytest.mark.parametrize("when", ["before", "while it is waited for"])
-@pytest.mark.parametrize("task", ["ps-0", "ps-1"])
-async def test_a_ps_that_is_given_up_at_the_start_is_not_waited_for(task: str, when: str):
-    cluster = MemoryCluster(2, 1)
-    for other in {"ps-0", "ps-1", "worker-0"} - {task}:
+@pytest.mark.parametrize(
+    ("task", "error", "text"),
+    [
+        ("ps-0", ParameterServerLost, "ps-0:1 is lost: it exited with code 2"),
+        ("ps-1", ParameterServerLost, "ps-1:1 is lost: it exited with code 2"),
+        ("worker-0", ConnectFailed, "did not come up: /job:worker/task:0 exited with code 2"),
+        ("worker-1", ConnectFailed, "did not come up: /job:worker/task:1 exited with code 2"),
+    ],
+)
+async def test_a_task_that_is_given_up_at_the_start_is_not_waited_for(
+    task: str, error: type[Exception], text: str, when: str
+):
+    cluster = MemoryCluster(2, 2)
+    for other in {"ps-0", "ps-1", "worker-0", "worker-1"} - {task}:
         await cluster.start(other)
     coordinator = psync.ClusterCoordinator(cluster.strategy())
     given_up = coordinator.strategy.cluster_resolver.platform.given_up
@@ -352,7 +338,7 @@ async def test_a_ps_that_is_given_up_at_the_start_is_not_waited_for(task: str, w
     starting = asyncio.create_task(coordinator.start())
     await asyncio.sleep(1)
     given_up.note(f"{task}:1", "exited with code 2 and is not started again")
-    with pytest.raises(ParameterServerLost, match=f"{task}:1 is lost: it exited with code 2"):
+    with pytest.raises(error, match=text):
         async with asyncio.timeout(1):
             await starting
     await cluster.stop_all()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections import Counter
 
 import pytest
 
-import psync
 from inside import iterators_of as held_by
 from memory_cluster import MemoryCluster, coordinating
 from psync.errors import ClosedError
@@ -23,21 +21,6 @@ def iterators_of(cluster: MemoryCluster) -> list[int]:
 
 async def take(batches):
     return next(batches)
-
-
-async def test_the_position_is_what_steps_were_handed():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        iterator = iter(coordinator.create_per_worker_dataset(lambda: range(100)))
-        assert await iterator.positions() == {0: 0, 1: 0}
-
-        async def step(batches):
-            await asyncio.sleep(0.001)
-            return psync.get_worker_index(), next(batches)
-
-        values = [coordinator.schedule(step, args=(iterator,)) for _ in range(10)]
-        await coordinator.join()
-        counts = Counter(worker for worker, _ in await coordinator.fetch(values))
-        assert await iterator.positions() == {0: counts[0], 1: counts[1]}
 
 
 @pytest.mark.virtual_time

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import psync
+from psync.client.context import ClosureContext, enter_closure
+from psync.client.runtime import Runtime
 
 shared: dict[str, Any] = {}
 """What a step in this process shares with its test: steps capture by value, but not modules."""
@@ -37,6 +39,25 @@ def strategy_of(
     return psync.ParameterServerStrategy(
         psync.SimpleClusterResolver(cluster, task_type="chief", task_id=0), partitioner
     )
+
+
+@contextlib.contextmanager
+def inside_a_step(origin: str = "another program") -> Iterator[None]:
+    """As in a step of a program, on a worker in a process of its own that holds no values."""
+    runtime = Runtime(None, origin)  # type: ignore[arg-type]
+    with enter_closure(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
+        yield
+
+
+def at_once(call: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a call that ends, or raises, before it waits: nothing was sent."""
+    try:
+        call.send(None)
+    except StopIteration as ended:
+        return ended.value
+    finally:
+        call.close()
+    raise AssertionError("it waits for something")
 
 
 async def in_step(coordinator: psync.ClusterCoordinator, step: Callable[..., Any]) -> Any:

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, strategy_of, training
 from psync.checkpoints import writer
 from psync.errors import (
     CheckpointCorrupt,
-    CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
     ClosedError,
     ConfigurationError,
     UsageError,
 )
+from psync.serialization.functions import FunctionTable
 
 TABLE = np.arange(26, dtype=np.float32).reshape(13, 2)
 
@@ -177,13 +177,6 @@ class TestMistakes:
         with pytest.raises(ConfigurationError, match="'~' cannot be a name"):
             psync.Checkpoint(**{"~": psync.SavedState()})
 
-    async def test_a_state_that_would_not_come_back_is_refused(self, tmp_path: Path) -> None:
-        async with training():
-            for value in (np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]):
-                with pytest.raises(CheckpointError, match="'state'"):
-                    await psync.Checkpoint(state=psync.SavedState(x=value)).save(tmp_path)
-        assert list(tmp_path.iterdir()) == []
-
     async def test_the_loss_of_a_training_that_failed_can_be_saved(self, tmp_path: Path) -> None:
         state = psync.SavedState(losses=[1.5, float("inf"), float("nan")], best=None)
         async with training():
@@ -207,25 +200,22 @@ class TestMistakes:
             with pytest.raises(UsageError, match=r"two things are called 'model/(a/b|1|sgd/\w+)'"):
                 psync.Checkpoint(model=model)
 
-    async def test_without_a_coordinator_nothing_is_left_behind(self, tmp_path: Path) -> None:
-        strategy = strategy_of()
-        with strategy.scope():
+    def test_without_a_coordinator_nothing_is_left_behind(self, tmp_path: Path) -> None:
+        with strategy_of().scope():
             w = psync.Variable(np.zeros(3), name="w")
         with pytest.raises(UsageError, match="no connection to the ps tasks"):
-            await psync.Checkpoint(w=w).save(tmp_path)
+            at_once(psync.Checkpoint(w=w).save(tmp_path))
         assert list(tmp_path.iterdir()) == []
 
-    async def test_steps_cannot_save(self, tmp_path: Path) -> None:
-        async with training() as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(3), name="w")
-            checkpoint = psync.Checkpoint(w=w)
+    def test_steps_cannot_save(self, tmp_path: Path) -> None:
+        with strategy_of().scope():
+            checkpoint = psync.Checkpoint(w=psync.Variable(np.zeros(3), name="w"))
 
-            async def step() -> None:
-                await checkpoint.save(tmp_path)
+        async def step() -> None:
+            await checkpoint.save(tmp_path)
 
-            with pytest.raises(psync.CaptureError, match="saved by the program"):
-                coordinator.schedule(step)
+        with pytest.raises(psync.CaptureError, match="saved by the program"):
+            FunctionTable().register(step)
 
     def test_values_of_saved_states_have_names(self) -> None:
         with pytest.raises(AttributeError, match="no value 'epoch'"):
@@ -281,10 +271,10 @@ async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
             np.testing.assert_array_equal(await w.read(), np.ones(3))
 
 
-async def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.zeros(1), name="w")
-        checkpoint = psync.Checkpoint(w=w)
+def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
+    strategy = strategy_of()
+    with strategy.scope():
+        w = psync.Variable(np.zeros(1), name="w")
+    strategy.created = True  # as a coordinator leaves it
     with pytest.raises(ClosedError):
-        await checkpoint.save(tmp_path)
+        at_once(psync.Checkpoint(w=w).save(tmp_path))

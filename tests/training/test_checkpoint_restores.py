@@ -121,46 +121,36 @@ async def test_training_goes_on_with_the_same_next_value_of_everything(
         assert_same(await program.contents(), after, exactly="norms" not in name)
 
 
-class TestLearningRate:
-    async def test_one_that_was_set_is_restored(self, tmp_path: Path) -> None:
-        rates = [0.25, schedules.PolynomialDecay(0.5, 10)]
-        for number, rate in enumerate(rates):
-            async with training() as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.zeros(2, np.float32), name="w")
-                sgd = optimizers.SGD(0.1)
-                checkpoint = psync.Checkpoint(w=w, sgd=sgd)
-                await sgd.set_learning_rate(rate)
-                path = await checkpoint.save(tmp_path, number=number)
-            async with training() as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.zeros(2, np.float32), name="w")
-                sgd = optimizers.SGD(0.1)
-                await psync.Checkpoint(w=w, sgd=sgd).restore(path)
-                assert sgd.learning_rate == rate
+@pytest.mark.parametrize(
+    ("saved_rate", "declared", "set_meanwhile", "restored"),
+    [
+        (0.25, 0.1, None, 0.25),
+        (schedules.PolynomialDecay(0.5, 10), 0.1, None, schedules.PolynomialDecay(0.5, 10)),
+        (None, 0.5, 0.125, 0.5),  # the program was changed
+    ],
+)
+async def test_a_learning_rate_that_was_set_is_restored_and_else_the_program_says_it(
+    tmp_path: Path, saved_rate: Any, declared: float, set_meanwhile: float | None, restored: Any
+) -> None:
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+        sgd = optimizers.SGD(0.1)
+        if saved_rate is not None:
+            await sgd.set_learning_rate(saved_rate)
+        path = await psync.Checkpoint(w=w, sgd=sgd).save(tmp_path)
+    async with training() as (strategy, coordinator):
+        with strategy.scope():
+            w = psync.Variable(np.zeros(2, np.float32), name="w")
+        sgd = optimizers.SGD(declared)
+        if set_meanwhile is not None:
+            await sgd.set_learning_rate(set_meanwhile)
+        await psync.Checkpoint(w=w, sgd=sgd).restore(path)
+        assert sgd.learning_rate == restored
 
-                async def step(sgd: Any = sgd, w: Any = w) -> None:
-                    await sgd.apply_gradients([(np.ones(2, np.float32), w)])
+        async def step() -> None:
+            await sgd.apply_gradients([(np.ones(2, np.float32), w)])
 
-                await in_step(coordinator, step)
-                first = rate if isinstance(rate, float) else rate(0)
-                np.testing.assert_allclose(await w.read(), -first)
-
-    async def test_one_that_was_not_set_is_what_the_program_says(self, tmp_path: Path) -> None:
-        async with training() as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(2, np.float32), name="w")
-            path = await psync.Checkpoint(w=w, sgd=optimizers.SGD(0.1)).save(tmp_path)
-        async with training() as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(2, np.float32), name="w")
-            sgd = optimizers.SGD(0.5)  # the program was changed
-            await sgd.set_learning_rate(0.125)
-            await psync.Checkpoint(w=w, sgd=sgd).restore(path)
-            assert sgd.learning_rate == 0.5
-
-            async def step() -> None:
-                await sgd.apply_gradients([(np.ones(2, np.float32), w)])
-
-            await in_step(coordinator, step)
-            np.testing.assert_allclose(await w.read(), -0.5)
+        await in_step(coordinator, step)
+        first = restored if isinstance(restored, float) else restored(0)
+        np.testing.assert_allclose(await w.read(), -first)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import gc
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from psync.store.snapshot_state import ImageState
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training.checkpoint import TRIES
-from psync.training.saved_arrays import in_thread
 
 SLOW = {"latency": (0.0, 0.003), "chunk": (1 << 12, 1 << 16)}
 
@@ -358,25 +355,3 @@ async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> N
             assert await sgd.iterations.read() == 1
         with pytest.raises(CheckpointNotFound, match="saved without a ClusterCoordinator"):
             stored_images(path)
-
-
-async def test_work_in_a_thread_that_fails_when_its_waiter_has_gone_is_nobodys_error() -> None:
-    begun, may_fail = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def fail() -> None:
-        loop.call_soon_threadsafe(begun.set)
-        may_fail.wait()
-        raise OSError("the disk is full")
-
-    heard: list[Any] = []
-    loop.set_exception_handler(lambda _, context: heard.append(context))
-    waiter = asyncio.create_task(in_thread(fail))
-    await begun.wait()
-    waiter.cancel()
-    may_fail.set()
-    await asyncio.wait((waiter,))
-    assert waiter.cancelled()
-    del waiter
-    gc.collect()
-    assert not heard

@@ -31,7 +31,7 @@ def test_what_is_no_validation_data_is_refused(data: Any, text: str) -> None:
         shards_of(data, 3, 8)
 
 
-async def test_coroutines_are_refused() -> None:
+def test_coroutines_are_refused() -> None:
     async def shard(number: int, count: int) -> None: ...
 
     with pytest.raises(ConfigurationError, match="expected a plain function"):

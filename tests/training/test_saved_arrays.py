@@ -135,7 +135,9 @@ async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
     assert inspection(path)
 
 
-async def test_images_hold_what_was_not_asked_for(tmp_path: Path) -> None:
+async def test_images_hold_what_was_not_asked_for_and_inspection_finds_damage_in_it(
+    tmp_path: Path,
+) -> None:
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
         program = Program(strategy)
         await program.train(coordinator)
@@ -145,13 +147,6 @@ async def test_images_hold_what_was_not_asked_for(tmp_path: Path) -> None:
     assert held == {("w", 0), ("w", 1), ("half", 0), ("half", 1), ("count", 0), ("other", 0)}
     assert {step for state in states for step in
             (each.step for each in state.optimizers.values())} == {1}  # fmt: skip
-
-
-async def test_inspection_finds_damage_in_what_only_images_need(tmp_path: Path) -> None:
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
-        program = Program(strategy)
-        await program.train(coordinator)
-        path = await psync.Checkpoint(half=program.half).save(tmp_path)
     lines = inspection(path)
     assert lines[0].startswith("half  bfloat16[3]")
     assert lines[1].startswith("ps-00000-of-00002.safetensors  all that a ps held")

@@ -65,25 +65,35 @@ VALUES = {"a": float(ord("a")), "b": float(ord("b"))}
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "names"),
     [
-        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}),
-        (lambda a, b: [a, b], lambda b, a: [b, a]),
-        (lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}]),
-        (lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))}),
+        (lambda a, b: {"a": a, "b": b}, lambda b, a: {"b": b, "a": a}, {"b": "b", "a": "a"}),
+        (lambda a, b: [a, b], lambda b, a: [b, a], {"b": "b", "a": "a"}),
+        (
+            lambda a, b: [{"w": a}, {"w": b}], lambda b, a: [{"w": b}, {"w": a}],
+            {"b": "b", "a": "a"},
+        ),
+        (
+            lambda a, b: {"layers": ((a,), (b,))}, lambda b, a: {"layers": ((b,), (a,))},
+            {"b": "b", "a": "a"},
+        ),
+        # What is no variable has no name.
+        (
+            lambda a, b: {"a": a, "rate": 0.5, "others": [1, {}]}, lambda a: {"a": a},
+            {"a": "a"},
+        ),
+        # One that has got another name keeps it.
+        (lambda a, b: {"weight": a}, lambda b: {"weight": b}, {"b": "a"}),
     ],
-    ids=["dict", "list", "list of dicts", "dict of tuples"],
-)
-async def test_a_program_that_nests_its_variables_in_another_order_gets_their_own_values(
-    tmp_path: Path, before: Any, after: Any
+    ids=["dict", "list", "list of dicts", "dict of tuples", "with other things", "renamed"],
+)  # fmt: skip
+async def test_a_program_that_nests_or_names_its_variables_otherwise_gets_their_own_values(
+    tmp_path: Path, before: Any, after: Any, names: dict[str, str]
 ) -> None:
+    """``names``: those by now, and what they were called before."""
     await saved(before, tmp_path, "a", "b")
-    assert await resumed(after, tmp_path, "b", "a") == VALUES
-
-
-async def test_what_is_no_variable_has_no_name(tmp_path: Path) -> None:
-    await saved(lambda a: {"a": a, "rate": 0.5, "others": [1, {}]}, tmp_path, "a")
-    assert await resumed(lambda a: {"a": a}, tmp_path, "a") == {"a": VALUES["a"]}
+    found = await resumed(after, tmp_path, *names)
+    assert found == {name: VALUES[earlier] for name, earlier in names.items()}
 
 
 @pytest.mark.parametrize(
@@ -170,10 +180,6 @@ class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
             assert values["averages"][name].tolist() == [20 + number] * 2
             assert values["optimizer"]["momentum"][name].tolist() == [10 + number] * 2
 
-    async def test_a_variable_that_got_another_name_keeps_it(self, tmp_path: Path) -> None:
-        await saved(lambda a: {"weight": a}, tmp_path, "a")
-        assert await resumed(lambda b: {"weight": b}, tmp_path, "b") == {"b": VALUES["a"]}
-
     async def test_where_nothing_tells_its_names_those_of_now_are_looked_for(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -214,43 +220,51 @@ class TestCheckpointsOfEarlierVersions:
         await self.save(tmp_path, "a", "b")
         assert await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a") == VALUES
 
-    async def test_an_evaluator_is_told_them_as_well(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b")
-        b, a = declared(strategy_of(1), "b", "a")
-        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
-        np.testing.assert_equal(
-            values["model"], {name: np.full(2, value) for name, value in VALUES.items()}
-        )
+    @pytest.mark.parametrize(
+        ("shapes", "forgets", "objects"),
+        [
+            # Told by what each ps held.
+            (((2,), (2,)), False, lambda a, b: {"model": {"b": b, "a": a}}),
+            # Told by the shapes, as each occurs once.
+            (((2,), (3,)), True, lambda a, b: {"model": {"b": b, "a": a}}),
+            # In the order in which it was saved.
+            (((2,), (2,)), True, lambda a, b: {"variables": [a, b]}),
+        ],
+    )
+    async def test_an_evaluator_is_told_them_as_well(
+        self, tmp_path: Path, shapes: Any, forgets: bool, objects: Any
+    ) -> None:
+        path = await self.save(tmp_path, "a", "b", shapes=shapes)
+        if forgets:
+            self.forget_names(path)
+        strategy = strategy_of(1)
+        (b,) = declared(strategy, "b", shape=shapes[1])
+        (a,) = declared(strategy, "a", shape=shapes[0])
+        values = await psync.Checkpoint(**objects(a, b)).read(path)
+        expected = (np.full(shape, VALUES[name]) for name, shape in zip("ab", shapes, strict=True))
+        np.testing.assert_equal(values, objects(*expected))
 
-    async def test_shapes_that_occur_once_tell_them_too(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b", shapes=((2,), (3,)))
-        self.forget_names(path)
-        (b,) = declared(strategy := strategy_of(1), "b", shape=(3,))
-        (a,) = declared(strategy, "a")
-        values = await psync.Checkpoint(model={"b": b, "a": a}).read(path)
-        assert {name: value[0] for name, value in values["model"].items()} == VALUES
-
-    async def test_where_nothing_tells_them_it_is_refused_with_both_names(
-        self, tmp_path: Path
+    @pytest.mark.parametrize(
+        ("forgets", "tree", "names", "text", "hint"),
+        [
+            # Nothing tells which is which.
+            (
+                True, lambda b, a: {"b": b, "a": a}, "ba",
+                '\'variables/0\' may be the value of "b" or "a"', "psync.Checkpoint(variables=[…]",
+            ),
+            # One is not declared.
+            (
+                False, lambda c, a: {"c": c, "a": a}, "ca",
+                '\'variables/1\' of "b"; declared here: "c"', "",
+            ),
+        ],
+    )  # fmt: skip
+    async def test_where_they_are_not_clear_it_is_refused_with_the_names_that_are_declared(
+        self, tmp_path: Path, forgets: bool, tree: Any, names: str, text: str, hint: str
     ) -> None:
         path = await self.save(tmp_path, "a", "b")
-        self.forget_names(path)
-        with pytest.raises(
-            CheckpointMismatch, match='\'variables/0\' may be the value of "b" or "a"'
-        ) as caught:
-            await resumed(lambda b, a: {"b": b, "a": a}, tmp_path, "b", "a")
-        assert "psync.Checkpoint(variables=[…]" in (caught.value.hint or "")
-
-    async def test_a_name_that_is_not_declared_is_refused_with_those_that_are(
-        self, tmp_path: Path
-    ) -> None:
-        await self.save(tmp_path, "a", "b")
-        with pytest.raises(CheckpointMismatch, match='\'variables/1\' of "b"; declared here: "c"'):
-            await resumed(lambda c, a: {"c": c, "a": a}, tmp_path, "c", "a")
-
-    async def test_it_is_restored_in_the_order_in_which_it_was_saved(self, tmp_path: Path) -> None:
-        path = await self.save(tmp_path, "a", "b")
-        self.forget_names(path)
-        a, b = declared(strategy_of(1), "a", "b")
-        values = await psync.Checkpoint(variables=[a, b]).read(path)
-        assert [value[0] for value in values["variables"]] == list(VALUES.values())
+        if forgets:
+            self.forget_names(path)
+        with pytest.raises(CheckpointMismatch, match=text) as caught:
+            await resumed(tree, tmp_path, *names)
+        assert hint in (caught.value.hint or "")

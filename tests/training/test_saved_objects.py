@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 import psync
 from local_training import strategy_of
+from psync.errors import CheckpointError
 from psync.training.saved_objects import Contents
 
 
@@ -42,6 +46,14 @@ def test_an_object_with_a_state_is_asked_for_it() -> None:
     assert contents.states == {"progress/one": state}
     state.restore_checkpoint_state({"epoch": 4, "best": 0.5})
     assert state.checkpoint_state() == {"epoch": 4, "best": 0.5}
+
+
+@pytest.mark.parametrize("value", [np.float32(1), {1: 2}, (1, 2), [{"a": (1,)}]])
+def test_a_state_that_would_not_come_back_is_refused(value: Any) -> None:
+    contents = Contents()
+    contents.add("state", psync.SavedState(x=value))
+    with pytest.raises(CheckpointError, match="'state'"):
+        contents.present_states()
 
 
 def test_a_metric_is_held_as_its_aggregate() -> None:

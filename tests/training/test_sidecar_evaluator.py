@@ -141,21 +141,26 @@ class TestRules:
             await save.manager.restore_or_initialize()
             assert not is_last(path)
 
-    async def test_a_run_that_a_launcher_ends_has_its_newest_checkpoint_evaluated(
-        self, tmp_path: Path
+    @pytest.mark.parametrize("saves", [False, True])
+    async def test_a_run_that_a_launcher_ends_has_its_newest_checkpoint_evaluated_if_there_is_one(
+        self, tmp_path: Path, saves: bool
     ) -> None:
         over = asyncio.Event()
         run_over.set(over)
         evaluator = psync.SidecarEvaluator(declared(), value_of, tmp_path, poll_interval=1000)
         async with saving(tmp_path) as save:
-            await save(1, last=True)  # of an earlier run
+            if saves:
+                await save(1, last=True)  # of an earlier run
+            else:
+                over.set()
             running = asyncio.create_task(evaluator.run())
             await asyncio.sleep(10)
-            await save(2)
-            await save(3)
+            if saves:
+                await save(2)
+                await save(3)
             over.set()
             began = asyncio.get_running_loop().time()
-            assert brief(await running) == [(1, 1.0), (3, 3.0)]
+            assert brief(await running) == ([(1, 1.0), (3, 3.0)] if saves else [])
             assert asyncio.get_running_loop().time() - began < 10
 
     async def test_it_ends_when_training_has_and_says_what_it_waits_for(
@@ -181,12 +186,6 @@ class TestRules:
             assert running.done()
             assert brief(await running) == [(1, 1.0), (2, 2.0)]
         assert "the evaluator ends: nobody trains any more (/job:ps/task:0 at ps:1)" in caplog.text
-
-    async def test_a_run_without_any_checkpoint_may_end(self, tmp_path: Path) -> None:
-        over = asyncio.Event()
-        over.set()
-        run_over.set(over)
-        assert await psync.SidecarEvaluator(declared(), value_of, tmp_path).run() == []
 
 
 @pytest.mark.virtual_time
@@ -277,28 +276,6 @@ class TestTrouble:
             with pytest.raises(UsageError, match=text):
                 await psync.SidecarEvaluator(declared(), wrong, tmp_path).run()
 
-    async def test_numbers_of_every_kind_are_taken(self, tmp_path: Path) -> None:
-        async def numbers(values: dict[str, Any]) -> Any:
-            return {"a": 1, "b": np.float32(0.5), "c": np.array(2.0), "d": True}
-
-        async with saving(tmp_path) as save:
-            await save(1, last=True)
-            (found,) = await psync.SidecarEvaluator(declared(), numbers, tmp_path).run()
-            assert found.logs == {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0}
-
-    async def test_an_error_of_the_function_is_raised_and_the_callbacks_hear_of_the_end(
-        self, tmp_path: Path
-    ) -> None:
-        async def failing(values: dict[str, Any]) -> Any:
-            raise KeyError("mine")
-
-        told = Told()
-        async with saving(tmp_path) as save:
-            await save(1)
-            with pytest.raises(KeyError, match="mine"):
-                await psync.SidecarEvaluator(declared(), failing, tmp_path, callbacks=[told]).run()
-        assert told.calls == ["begin", "begin 1", "end {}"]
-
 
 class Told(psync.callbacks.Callback):
     """Notes what it is told."""
@@ -348,25 +325,48 @@ async def test_a_plain_function_runs_in_a_thread_and_the_loop_goes_on(tmp_path: 
         assert brief(await running) == [(1, 1.0)]
 
 
-async def test_an_error_of_a_plain_function_is_raised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", [False, True])
+async def test_an_error_of_the_function_is_raised_and_the_callbacks_hear_of_the_end(
+    tmp_path: Path, plain: bool
+) -> None:
     def failing(values: dict[str, Any]) -> Any:
         raise KeyError("mine")
 
+    async def failing_coroutine(values: dict[str, Any]) -> Any:
+        failing(values)
+
+    told = Told()
     async with saving(tmp_path) as save:
         await save(1)
         with pytest.raises(KeyError, match="mine"):
-            await psync.SidecarEvaluator(declared(), failing, tmp_path).run()
+            await psync.SidecarEvaluator(
+                declared(), failing if plain else failing_coroutine, tmp_path, callbacks=[told]
+            ).run()
+    assert told.calls == ["begin", "begin 1", "end {}"]
 
 
-async def test_an_object_whose_call_is_a_coroutine_is_awaited(tmp_path: Path) -> None:
-    class Evaluate:
-        async def __call__(self, values: dict[str, Any]) -> dict[str, float]:
-            return await value_of(values)
+class Evaluate:
+    """An object whose call is a coroutine."""
 
+    async def __call__(self, values: dict[str, Any]) -> dict[str, float]:
+        return await value_of(values)
+
+
+async def numbers(values: dict[str, Any]) -> Any:
+    return {"a": 1, "b": np.float32(0.5), "c": np.array(2.0), "d": True}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "logs"),
+    [(Evaluate(), {"w": 1.0}), (numbers, {"a": 1.0, "b": 0.5, "c": 2.0, "d": 1.0})],
+)
+async def test_what_is_called_and_awaited_gives_numbers_of_every_kind(
+    tmp_path: Path, evaluate: Any, logs: dict[str, float]
+) -> None:
     async with saving(tmp_path) as save:
         await save(1, last=True)
-        found = await psync.SidecarEvaluator(declared(), Evaluate(), tmp_path).run()
-        assert brief(found) == [(1, 1.0)]
+        (found,) = await psync.SidecarEvaluator(declared(), evaluate, tmp_path).run()
+        assert found.logs == logs
 
 
 async def test_cancelling_ends_it_though_the_function_goes_on(tmp_path: Path) -> None:

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import training
+from local_training import at_once, strategy_of, training
 from memory_cluster import coordinating, event_of, note
 from psync.errors import ClosedError, ConfigurationError, GradientError
 
 TRUE = np.array([[2.0], [-1.0]], np.float32)
 X = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
 Y = X @ TRUE
+
+ONE_HOT = 2.0 * (np.arange(len(X)) == 5)  # weights, of which one is not 0
+OF_ZEROS = {"loss": float(np.mean(Y**2)), "mae": float(np.mean(np.abs(Y)))}  # before training
 
 
 def batches(context: psync.InputContext) -> Iterator[Any]:
@@ -54,7 +57,7 @@ async def examples(trainer: psync.Trainer) -> int:
 
 
 async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:
-    async with training(num_workers=2) as (strategy, _):
+    async with training(num_workers=2) as (strategy, coordinator):
         trainer = make(strategy)
         history = await trainer.fit(
             batches, epochs=4, steps_per_epoch=20, steps_per_execution=3, verbose="lines",
@@ -66,21 +69,14 @@ async def test_it_trains_and_says_how_each_epoch_went(capsys: Any) -> None:
         assert len(history.history["val_loss"]) == 2
         w = await psync.pull(trainer.variables)
         np.testing.assert_allclose(w["w"], TRUE, atol=0.05)
+        # Every step is counted once.
+        statistics = await coordinator.ps_statistics()
+        assert sum(ps["pushes"] for ps in statistics) == 4 * 20
+        assert await examples(trainer) == 20 * 8  # of the last epoch
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[1].startswith("epoch 2/4: 20 steps in ")
     assert "val_mae" in lines[1]
-
-
-async def test_every_step_is_counted_once() -> None:
-    async with training(num_workers=2) as (strategy, coordinator):
-        trainer = make(strategy)
-        await trainer.fit(
-            batches, epochs=2, steps_per_epoch=7, steps_per_execution=3, verbose=False
-        )
-        statistics = await coordinator.ps_statistics()
-        assert sum(ps["pushes"] for ps in statistics) == 14
-        assert await examples(trainer) == 7 * 8  # examples of the last epoch
 
 
 async def test_synchronous_optimizers_train_as_well() -> None:
@@ -92,43 +88,28 @@ async def test_synchronous_optimizers_train_as_well() -> None:
 
 
 class TestEvaluation:
-    async def test_each_example_counts_once(self) -> None:
+    @pytest.mark.parametrize(
+        ("data", "options", "made", "logs"),
+        [
+            ((X, Y), {"batch_size": 7, "num_shards": 4}, {}, OF_ZEROS),
+            ([[(X, Y)]], {}, {}, OF_ZEROS),
+            (lambda number, count: [(X[number::count], Y[number::count])], {"num_shards": 3}, {},
+             OF_ZEROS),
+            ((X, Y, ONE_HOT), {}, {}, {"mae": abs(float(Y[5, 0]))}),
+            ((X, Y), {}, {"loss_and_predictions": lambda values, batch: (5.0, 0 * batch[1])},
+             OF_ZEROS | {"loss": 5.0}),
+        ],
+        ids=["arrays", "shards", "made by workers", "weighted", "without gradients"],
+    )  # fmt: skip
+    async def test_each_example_counts_once(
+        self, data: Any, options: dict[str, Any], made: dict[str, Any], logs: dict[str, float]
+    ) -> None:
         async with training(num_workers=3) as (strategy, _):
-            trainer = make(strategy)
-            logs = await trainer.evaluate((X, Y), batch_size=7, num_shards=4)
-            assert logs["loss"] == pytest.approx(float(np.mean(Y**2)), rel=1e-5)
-            assert logs["mae"] == pytest.approx(float(np.mean(np.abs(Y))), rel=1e-5)
+            trainer = make(strategy, **made)
+            found = await trainer.evaluate(data, **options)
+            assert set(found) == {"loss", "mae"}
+            assert found | logs == pytest.approx(found, rel=1e-5)
             assert (await trainer.metrics["mae"].result()) == 0.0  # training counts on its own
-
-    async def test_weights_of_examples_are_used(self) -> None:
-        weights = np.zeros(len(X))
-        weights[5] = 2.0
-        async with training() as (strategy, _):
-            logs = await make(strategy).evaluate((X, Y, weights))
-            assert logs["mae"] == pytest.approx(abs(float(Y[5, 0])), rel=1e-5)
-
-    async def test_workers_may_make_their_shards(self) -> None:
-        def shard(number: int, count: int) -> list[Any]:
-            return [(X[number::count], Y[number::count])]
-
-        async with training(num_workers=2) as (strategy, _):
-            trainer = make(strategy)
-            made = await trainer.evaluate(shard, num_shards=3)
-            sent = await trainer.evaluate([[(X, Y)]])
-            assert made == pytest.approx(sent)
-
-    async def test_loss_and_predictions_may_be_computed_without_gradients(self) -> None:
-        def forward(values: Any, batch: Any) -> Any:
-            return 5.0, np.zeros_like(batch[1])
-
-        async with training() as (strategy, _):
-            logs = await make(strategy, loss_and_predictions=forward).evaluate((X, Y))
-            assert logs == {"loss": 5.0, "mae": pytest.approx(float(np.mean(np.abs(Y))), rel=1e-5)}
-
-    async def test_shards_without_examples_are_an_error(self) -> None:
-        async with training() as (strategy, _):
-            with pytest.raises(ConfigurationError, match="at least one batch"):
-                await make(strategy).evaluate(lambda number, count: [])
 
 
 class TestEnds:
@@ -223,87 +204,81 @@ class TestEnds:
 
 
 class TestMistakes:
-    async def test_outside_of_a_coordinator_it_cannot_train(self) -> None:
-        async with training() as (strategy, _):
-            trainer = make(strategy)
+    def test_outside_of_a_coordinator_it_cannot_train(self) -> None:
         with pytest.raises(ClosedError):
-            await trainer.fit(batches, steps_per_epoch=2)
+            at_once(make(strategy_of()).fit(batches, steps_per_epoch=2))
 
-    async def test_numbers_out_of_range_are_refused(self) -> None:
-        async with training() as (strategy, _):
-            trainer = make(strategy)
-            with pytest.raises(ConfigurationError, match="steps_per_epoch above 0, got 0"):
-                await trainer.fit(batches, steps_per_epoch=0)
-            with pytest.raises(ConfigurationError, match="batch_size above 0, got 0"):
-                await trainer.evaluate((X, Y), batch_size=0)
-            with pytest.raises(ConfigurationError, match="initial_epoch from 0, or None, got -1"):
-                await trainer.fit(batches, steps_per_epoch=1, initial_epoch=-1)
-
-    async def test_what_is_wrong_is_said_before_anything_is_trained(self) -> None:
-        async with training() as (strategy, coordinator):
-            trainer = make(strategy)
-            for options, text in (
-                ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
-                ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
-                (
-                    {"callbacks": [print]},
-                    "expected psync.callbacks, got builtin_function_or_method",
-                ),
-            ):
-                with pytest.raises(ConfigurationError, match=text):
-                    await trainer.fit(batches, steps_per_epoch=1, verbose=False, **options)
-            statistics = await coordinator.ps_statistics()
-            assert sum(ps["pushes"] for ps in statistics) == 0
-
-    async def test_arguments_that_are_none_are_refused(self) -> None:
-        async with training() as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(2), name="w")
-                twice = [psync.metrics.Mean("m"), psync.metrics.Sum("m")]
-            sgd = psync.optimizers.SGD()
-            with pytest.raises(ConfigurationError, match="expected an optimizer, got float"):
-                psync.Trainer(strategy, w, value_and_grad, 0.1)  # type: ignore[arg-type]
-            with pytest.raises(ConfigurationError, match="different names"):
-                psync.Trainer(strategy, w, value_and_grad, sgd, twice)
-            with pytest.raises(ConfigurationError, match="metrics, got str"):
-                psync.Trainer(strategy, w, value_and_grad, sgd, ["mae"])  # type: ignore[list-item]
-            with pytest.raises(ConfigurationError, match="expected variables to train"):
-                psync.Trainer(strategy, [], value_and_grad, sgd)
-
-    async def test_metrics_without_predictions_say_what_to_return(self) -> None:
-        async with training() as (strategy, _):
-            none = lambda values, batch: (0.0, {"w": np.zeros((2, 1), "f4")})  # noqa: E731
-            trainer = make(strategy, compute=none)
-            with pytest.raises(GradientError, match="mae need predictions"):
-                await trainer.fit(batches, steps_per_epoch=1, verbose=False)
-
-    async def test_gradients_are_nested_as_the_variables_are(self) -> None:
-        async with training() as (strategy, _):
-            trainer = make(strategy, compute=lambda values, batch: (0.0, [1], batch[1]))
-            with pytest.raises(GradientError, match="gradients: expected a dict with the keys"):
-                await trainer.fit(batches, steps_per_epoch=1, verbose=False)
+    def test_numbers_out_of_range_are_refused(self) -> None:
+        trainer = make(strategy_of())
+        with pytest.raises(ConfigurationError, match="steps_per_epoch above 0, got 0"):
+            at_once(trainer.fit(batches, steps_per_epoch=0))
+        with pytest.raises(ConfigurationError, match="batch_size above 0, got 0"):
+            at_once(trainer.evaluate((X, Y), batch_size=0))
+        with pytest.raises(ConfigurationError, match="initial_epoch from 0, or None, got -1"):
+            at_once(trainer.fit(batches, steps_per_epoch=1, initial_epoch=-1))
 
     @pytest.mark.parametrize(
-        ("made", "text"),
+        ("options", "text"),
         [
-            (3.0, r"expected \(loss, gradients\) or .*, got float"),
-            ((1.0, 2.0, 3.0, 4.0), "got 4 values"),
-            ((np.ones(8), {"w": np.zeros((2, 1), "f4")}, Y[:8]), r"a number, got shape \(8,\)"),
+            ({"validation_data": (X, Y[:3])}, "expected arrays of one length"),
+            ({"validation_data": (X, Y), "validation_batch_size": 0}, "batch_size above 0"),
+            ({"callbacks": [print]}, "expected psync.callbacks, got builtin_function_or_method"),
         ],
     )
-    async def test_what_a_step_computes_is_checked(self, made: Any, text: str) -> None:
+    def test_what_is_wrong_is_said_before_anything_is_trained(
+        self, options: dict[str, Any], text: str
+    ) -> None:
+        trainer = make(strategy_of())
+        with pytest.raises(ConfigurationError, match=text):
+            at_once(trainer.fit(batches, steps_per_epoch=1, verbose=False, **options))
+
+    def test_arguments_that_are_none_are_refused(self) -> None:
+        strategy = strategy_of()
+        with strategy.scope():
+            w = psync.Variable(np.zeros(2), name="w")
+            twice = [psync.metrics.Mean("m"), psync.metrics.Sum("m")]
+        sgd = psync.optimizers.SGD()
+        with pytest.raises(ConfigurationError, match="expected an optimizer, got float"):
+            psync.Trainer(strategy, w, value_and_grad, 0.1)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="different names"):
+            psync.Trainer(strategy, w, value_and_grad, sgd, twice)
+        with pytest.raises(ConfigurationError, match="metrics, got str"):
+            psync.Trainer(strategy, w, value_and_grad, sgd, ["mae"])  # type: ignore[list-item]
+        with pytest.raises(ConfigurationError, match="expected variables to train"):
+            psync.Trainer(strategy, [], value_and_grad, sgd)
+
+    @pytest.mark.parametrize(
+        ("made", "text", "evaluates"),
+        [
+            (3.0, r"expected \(loss, gradients\) or .*, got float", True),
+            ((1.0, 2.0, 3.0, 4.0), "got 4 values", True),
+            (
+                (np.ones(8), {"w": np.zeros((2, 1), "f4")}, Y[:8]),
+                r"a number, got shape \(8,\)",
+                True,
+            ),
+            ((0.0, {"w": np.zeros((2, 1), "f4")}), "mae need predictions", False),
+            ((0.0, [1], Y[:8]), "gradients: expected a dict with the keys", False),
+        ],
+    )
+    async def test_what_a_step_computes_is_checked(
+        self, made: Any, text: str, evaluates: bool
+    ) -> None:
         async with training() as (strategy, _):
             trainer = make(strategy, compute=lambda values, batch: made)
             with pytest.raises(GradientError, match=text):
                 await trainer.fit(batches, steps_per_epoch=1, verbose=False)
-            with pytest.raises(GradientError, match=text):
-                await trainer.evaluate((X[:8], Y[:8]), num_shards=1)
+            if evaluates:
+                with pytest.raises(GradientError, match=text):
+                    await trainer.evaluate((X[:8], Y[:8]), num_shards=1)
 
     async def test_data_without_a_batch_are_no_training(self) -> None:
         async with training() as (strategy, _):
             trainer = make(strategy)
             with pytest.raises(ConfigurationError, match="expected at least one batch, got none"):
                 await trainer.fit(lambda: [], steps_per_epoch=3, verbose=False)
+            with pytest.raises(ConfigurationError, match="at least one batch"):
+                await trainer.evaluate(lambda number, count: [])
             with pytest.raises(ConfigurationError, match="or False, got 'quiet'"):
                 await trainer.fit(batches, steps_per_epoch=3, verbose="quiet")
 

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, inside_a_step, strategy_of, training
 from psync import optimizers, schedules
-from psync.client.context import ClosureContext, enter_closure
-from psync.client.runtime import Runtime
 from psync.errors import GradientError, UsageError
 
 
 def halves(shape: tuple[int, ...], dtype: object) -> list[int]:
     return [2, *[1] * (len(shape) - 1)]
-
-
-@contextlib.contextmanager
-def in_closure_of(origin: str) -> Iterator[None]:
-    """As in a step on a worker in another process than the program's."""
-    runtime = Runtime(None, origin)  # type: ignore[arg-type]
-    with enter_closure(ClosureContext(worker_index=0, closure_id=1, runtime=runtime)):
-        yield
 
 
 # --- what comes back ---------------------------------------------------------------------------
@@ -116,13 +105,13 @@ REFUSED: dict[str, Refusal] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
+def test_gradients_that_do_not_fit_are_refused_before_the_push(name: str) -> None:
     make, text = REFUSED[name]
     with strategy_of().scope():
         v = psync.Variable(np.zeros(2, np.float32), name="v")
         w = psync.Variable(np.zeros(2, np.float32), name="w")
     with pytest.raises(GradientError) as caught:
-        await optimizers.SGD(0.1).apply_gradients(make(v, w))
+        at_once(optimizers.SGD(0.1).apply_gradients(make(v, w)))
     assert str(caught.value) == text
 
 
@@ -137,71 +126,36 @@ ROW = psync.IndexedSlices(np.ones((1, 2), np.float32), [0])
         (optimizers.Lamb(1.0), ROW, "lamb scales updates by a norm over the whole variable"),
     ],
 )
-async def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
+def test_what_one_ps_would_refuse_changes_nothing_on_the_others(
     optimizer: optimizers.Optimizer, gradient: Any, text: str
 ) -> None:
     dtype = getattr(gradient, "dtype", np.float32)
-    async with training(2) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.ones((2, 2), np.float32), name="v")
-            w = psync.Variable(np.ones((2, 2), dtype), name="w", trainable=False)
-        assert v.device != w.device
-        with pytest.raises(GradientError, match=f'^gradient for "w": {text}'):
-            await optimizer.apply_gradients([(np.ones((2, 2), np.float32), v), (gradient, w)])
-        assert (await v.read() == 1).all()
-        for slot in optimizer.variables():
-            assert not (await slot.read()).any()
+    with strategy_of(2).scope():
+        v = psync.Variable(np.ones((2, 2), np.float32), name="v")
+        w = psync.Variable(np.ones((2, 2), dtype), name="w", trainable=False)
+    assert v.device != w.device
+    with pytest.raises(GradientError, match=f'^gradient for "w": {text}'):
+        at_once(optimizer.apply_gradients([(np.ones((2, 2), np.float32), v), (gradient, w)]))
 
 
-async def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
+def test_a_whole_variable_and_one_of_its_shards_are_the_same_twice() -> None:
     with strategy_of(2, halves).scope():
         v = psync.Variable(np.zeros(4, np.float32), name="v")
     pairs = [(np.zeros(4, np.float32), v), (np.zeros(2, np.float32), v.variables[0])]
     with pytest.raises(GradientError, match='variable "v/part_0" occurs twice'):
-        await optimizers.SGD(0.1).apply_gradients(pairs)
+        at_once(optimizers.SGD(0.1).apply_gradients(pairs))
 
 
-async def test_none_is_passed_over_if_there_is_another_gradient() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(2, np.float32))
-            w = psync.Variable(np.zeros(2, np.float32))
-        pairs = [(None, v), (np.ones(2, np.float32), w)]
-        await optimizers.SGD(1.0).apply_gradients(pairs)
-        assert [value.tolist() for value in await psync.pull((v, w))] == [[0, 0], [-1, -1]]
-
-
-async def test_numbers_and_lists_without_a_dtype_get_the_variables() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable(1.0), psync.Variable([1.0, 2.0])
-        await optimizers.SGD(1.0).apply_gradients([(0.5, v), ([1, 2], w)])
-        assert [value.tolist() for value in await psync.pull((v, w))] == [0.5, [0, 0]]
-
-
-async def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> None:
+def test_gradients_that_are_not_finite_are_refused_where_that_is_asked_for() -> None:
     bad = np.array([1, np.nan, -np.inf], np.float32)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros(3, np.float32), name="v")
-        with pytest.raises(GradientError) as caught:
-            await optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)])
-        assert str(caught.value) == (
-            'gradient for "v": 2 of 3 elements are NaN or infinite\n'
-            "hint: SGD was made with forbid_nonfinite=True"
-        )
-        assert not (await v.read()).any()
-        await optimizers.SGD(1.0).apply_gradients([(bad, v)])
-        assert np.isnan((await v.read())[1])
-
-
-async def test_a_push_in_another_memory_layout_is_the_same_push() -> None:
-    gradient = np.arange(15, dtype=np.float32).reshape(3, 5).T
-    async with training(2, partitioner=halves) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((5, 3), np.float32))
-        await optimizers.SGD(1.0).apply_gradients([(gradient, v)])
-        assert np.array_equal(await v.read(), -gradient)
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros(3, np.float32), name="v")
+    with pytest.raises(GradientError) as caught:
+        at_once(optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(bad, v)]))
+    assert str(caught.value) == (
+        'gradient for "v": 2 of 3 elements are NaN or infinite\n'
+        "hint: SGD was made with forbid_nonfinite=True"
+    )
 
 
 # --- slots -------------------------------------------------------------------------------------
@@ -229,56 +183,53 @@ def test_variables_that_are_not_trained_have_no_slots() -> None:
     assert [sgd.get_slot(variable, "momentum") for variable in others] == [None] * 3
 
 
-async def test_a_variable_that_is_not_trainable_has_slots_once_it_is_trained_all_the_same() -> None:
+async def test_floating_variables_that_are_trained_have_slots() -> None:
+    adam = optimizers.Adam(0.5)
     sgd = optimizers.SGD(0.5, momentum=0.5)
     async with training() as (strategy, _):
         with strategy.scope():
+            w = psync.Variable(np.float32(4))
+            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
             v = psync.Variable(np.float32(0), trainable=False)
+        assert [slot.variable for slot in adam.variables()] == [w, w]
+        for slot in adam.variables():  # so that a checkpoint can ask for all
+            assert await slot.read() == 0
         assert sgd.get_slot(v, "momentum") is None
-        await sgd.apply_gradients([(np.float32(2), v)])
-        slot = sgd.get_slot(v, "momentum")
-        assert slot is not None
-        assert await slot.read() == -1
+        await sgd.apply_gradients([(np.float32(2), v)])  # one that is trained all the same
+        momentum = sgd.get_slot(v, "momentum")
+        assert momentum is not None
+        assert await momentum.read() == -1
 
 
 # --- compute_gradients, minimize ---------------------------------------------------------------
 
 
-async def test_compute_gradients_pulls_and_pairs() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
-        pairs = await optimizers.SGD(0.1).compute_gradients(lambda a, b: (a * b, (b, a)), [v, w])
-    assert pairs == [(4, v), (3, w)]
+def nested(values: Any) -> Any:
+    (a,), b = values["pair"], values["w"]
+    return a * b, {"pair": [b], "w": a}
 
 
-async def test_minimize_returns_the_loss_and_applies_the_gradients() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
-            global_step = psync.Variable(0)
-        loss = await optimizers.SGD(0.5).minimize(lambda a, b: (a * b, (b, a)), [v, w], global_step)
-        assert loss == 12
-        assert await psync.pull([v, w, global_step]) == [1, 2.5, 1]
-
-
-@pytest.mark.parametrize("synchronous", [False, True])
-async def test_minimize_takes_variables_in_any_nesting(synchronous: bool) -> None:
+@pytest.mark.parametrize(
+    ("value_and_grad", "var_list", "synchronous"),
+    [
+        (lambda a, b: (a * b, (b, a)), lambda v, w: [v, w], False),
+        (nested, lambda v, w: {"pair": (v,), "w": w}, False),
+        (nested, lambda v, w: {"pair": (v,), "w": w}, True),
+    ],
+)
+async def test_minimize_returns_the_loss_and_applies_the_gradients_in_any_nesting(
+    value_and_grad: Any, var_list: Any, synchronous: bool
+) -> None:
     async with training() as (strategy, coordinator):
         with strategy.scope():
             v, w = psync.Variable(np.float32(3)), psync.Variable(np.float32(4))
             step = psync.get_or_create_global_step()
         sgd: Any = optimizers.SGD(0.5)
         optimizer = psync.SyncReplicasOptimizer(sgd, 1) if synchronous else sgd
-
-        def value_and_grad(values: Any) -> Any:
-            (a,), b = values["pair"], values["w"]
-            return a * b, {"pair": [b], "w": a}
+        variables = var_list(v, w)
 
         async def train() -> Any:
-            return await optimizer.minimize(
-                value_and_grad, var_list={"pair": (v,), "w": w}, global_step=step
-            )
+            return await optimizer.minimize(value_and_grad, var_list=variables, global_step=step)
 
         assert await in_step(coordinator, train) == 12
         assert await psync.pull([v, w, step]) == [1, 2.5, 1]
@@ -322,13 +273,13 @@ async def test_an_optimizer_takes_the_trainable_variables_along_to_other_process
     del sgd, strategy
     again = pickle.loads(few)
     assert again.number == number
-    with in_closure_of(origin):
+    with inside_a_step(origin):
         assert trained_by(again) == [v]
         assert pickle.loads(text) is again
         assert trained_by(again) == [v, w]
         assert pickle.loads(few) is again
         assert trained_by(pickle.loads(pickle.dumps(again))) == [v, w]
-    with in_closure_of("another strategy"), pytest.raises(UsageError) as caught:
+    with inside_a_step("another strategy"), pytest.raises(UsageError) as caught:
         trained_by(again)
     assert str(caught.value) == (
         "minimize: no trainable variable is known here\n"
@@ -354,11 +305,11 @@ async def test_with_two_strategies_a_program_says_which_variables() -> None:
         assert await v.read() == 1.5
 
 
-async def test_only_variables_can_be_optimized() -> None:
+def test_only_variables_can_be_optimized() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.float32(3))
     with pytest.raises(GradientError, match="var_list: expected variables, got str"):
-        await optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"])  # type: ignore[list-item]
+        at_once(optimizers.SGD(0.1).compute_gradients(lambda a: (0, [a]), [v, "w"]))  # type: ignore[list-item]
 
 
 # --- handles -----------------------------------------------------------------------------------
@@ -399,13 +350,10 @@ def test_an_optimizer_says_its_name_and_configuration() -> None:
     assert repr(named).startswith("<SGD 'mine' {")
 
 
-async def test_an_optimizer_made_in_a_step_is_an_error() -> None:
-    async def step() -> None:
+def test_an_optimizer_made_in_a_step_is_an_error() -> None:
+    text = re.escape("making an optimizer (SGD) inside a step")
+    with inside_a_step(), pytest.raises(UsageError, match=text):
         optimizers.SGD(0.1)
-
-    async with training() as (_, coordinator):
-        with pytest.raises(UsageError, match=re.escape("making an optimizer (SGD) inside a step")):
-            await in_step(coordinator, step)
 
 
 async def test_an_optimizer_that_another_process_made_is_refused() -> None:
@@ -420,14 +368,3 @@ async def test_an_optimizer_that_another_process_made_is_refused() -> None:
         "optimizer 'mine' was made on this worker, where nobody shares its slots\n"
         "hint: make it in main(), on the coordinator, and let the step capture it"
     )
-
-
-async def test_only_floating_variables_have_slots_so_a_checkpoint_can_ask_for_all() -> None:
-    adam = optimizers.Adam(0.5)
-    async with training() as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.float32(4))
-            psync.Variable(np.int32(3))  # trainable, as all are unless they say otherwise
-        assert [slot.variable for slot in adam.variables()] == [w, w]
-        for slot in adam.variables():
-            assert await slot.read() == 0

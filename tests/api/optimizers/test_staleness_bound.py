@@ -86,37 +86,26 @@ async def test_without_a_bound_the_fast_worker_runs_away():
 
 
 @pytest.mark.virtual_time
-async def test_bound_0_is_lock_step():
-    async with race(psync.StalenessBound(0)) as running:
-        running.schedule(40)
-        await running.coordinator.join()
-        assert running.rounds == {0: 20, 1: 20}
-        assert max(running.leads) == 0
-        clocks = running.clocks()
-        assert clocks["max_staleness"] == 0
-        assert clocks["ticks"] == 40
-        assert 19 <= clocks["waits"] <= 20
-        assert clocks["waiting"] == 0
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("bound", [1, 2, 5])
-async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound):
+@pytest.mark.parametrize(
+    ("bound", "closures", "rounds"),
+    [(0, 40, 1), (1, 40, 1), (2, 40, 1), (5, 40, 1), (1, 2, 15)],
+    ids=["lock step", "1", "2", "5", "rounds within one closure"],
+)
+async def test_the_fast_worker_is_ahead_by_the_bound_at_most(bound, closures, rounds):
     async with race(psync.StalenessBound(bound)) as running:
-        running.schedule(40)
+        running.schedule(closures, rounds)
         await running.coordinator.join()
         # At the end the slow worker has nothing left to do, and so no clock.
-        assert max(running.leads[:-2]) == bound
-        assert sum(running.rounds.values()) == 40
-
-
-@pytest.mark.virtual_time
-async def test_rounds_within_one_closure_are_bounded_too():
-    async with race(psync.StalenessBound(1)) as running:
-        running.schedule(2, 15)
-        await running.coordinator.join()
-        assert max(running.leads) == 1
-        assert running.rounds == {0: 15, 1: 15}
+        assert max(running.leads[:-2] if bound else running.leads) == bound
+        assert sum(running.rounds.values()) == closures * rounds
+        if bound == 0 or rounds > 1:
+            assert running.rounds[0] == running.rounds[1]
+        clocks = running.clocks()
+        assert clocks["max_staleness"] == bound
+        assert clocks["ticks"] == closures * rounds
+        assert clocks["waiting"] == 0
+        if bound == 0:
+            assert 19 <= clocks["waits"] <= 20
 
 
 @pytest.mark.virtual_time
@@ -276,21 +265,7 @@ async def test_a_round_that_another_run_has_done_is_not_done_again():
 
 
 @pytest.mark.virtual_time
-async def test_the_program_itself_has_no_clock():
-    async with cluster_of(1, 2) as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy):
-            with strategy.scope():
-                v = psync.Variable(np.zeros(4, np.float32), name="v")
-            optimizer = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(0))
-            for _ in range(3):
-                await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
-            assert (await v.read() == -3).all()
-            assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
-
-
-@pytest.mark.virtual_time
-async def test_optimizers_have_clocks_of_their_own():
+async def test_optimizers_have_clocks_of_their_own_and_the_program_has_none():
     async with cluster_of(1, 2) as cluster:
         strategy = cluster.strategy()
         async with psync.ClusterCoordinator(strategy) as coordinator:
@@ -303,6 +278,10 @@ async def test_optimizers_have_clocks_of_their_own():
                 for optimizer in optimizers:
                     await optimizer.apply_gradients([(np.ones(4, np.float32), v)])
 
+            for _ in range(3):
+                await step()
+            assert (await v.read() == -6).all()
+            assert cluster.tasks["ps-0"].statistics()["clocks"] == {}
             for _ in range(6):
                 coordinator.schedule(step)
             await coordinator.join()

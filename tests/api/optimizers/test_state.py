@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, strategy_of, training
+from local_training import at_once, in_step, strategy_of, training
 from psync import optimizers
 from psync.api.optimizers.state import MAX_ITERATIONS
 from psync.errors import UsageError
@@ -37,13 +37,13 @@ async def test_a_slot_is_read_in_the_shape_of_its_variable() -> None:
         assert await in_step(coordinator, step) == [0, -0.5, -1, -1.5]
 
 
-async def test_a_slot_cannot_be_read_without_a_coordinator() -> None:
+def test_a_slot_cannot_be_read_without_a_coordinator() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.float32(0), name="v")
     slot = optimizers.SGD(0.1, momentum=0.5).get_slot(v, "momentum")
     assert slot is not None
     with pytest.raises(UsageError, match='read of slot "momentum" of "v": no connection'):
-        await slot.read()
+        at_once(slot.read())
 
 
 async def test_iterations_are_set_to_whole_numbers() -> None:
@@ -57,6 +57,6 @@ async def test_iterations_are_set_to_whole_numbers() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 2.5, True, "7", None, MAX_ITERATIONS + 1])
-async def test_what_is_no_number_of_updates_is_refused_here(step: Any) -> None:
+def test_what_is_no_number_of_updates_is_refused_here(step: Any) -> None:
     with pytest.raises(UsageError, match="iterations: expected a whole number from 0 to 42949672"):
-        await optimizers.Adam(0.1).iterations.assign(step)
+        at_once(optimizers.Adam(0.1).iterations.assign(step))
