@@ -104,6 +104,10 @@ class PsByHand:
         """Send a message; return the answer without its segments."""
         return self.call(client, message, *segments).message
 
+    def tell(self, client: tuple[str, int], message: Message) -> None:
+        """Send a message that has no answer."""
+        assert self._handlers[type(message)].run(self.peer(client), message, []) is None
+
     def pull(self, key: Key) -> tuple[np.ndarray, list[Any]]:
         """The value of a shard, and the steps of groups that it is at least of."""
         reply = self.call(A, Pull(77, [key], -1, ""))
