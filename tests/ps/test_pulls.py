@@ -7,8 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from ps_by_hand import A, PsByHand
 from ps_cluster import CONFIG, PsCluster, hold, pull, push
 from psync.errors import LockLost, UsageError
+from psync.wire.lock_messages import PullLocked
 
 
 async def test_values_and_slots_are_pulled_and_counted() -> None:
@@ -34,8 +36,8 @@ async def test_a_pull_waits_for_a_shard_that_is_busy() -> None:
         assert [array.tolist() for array in await pulling] == [[2], [1]]
 
 
-async def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(2), shards=2)
-        with pytest.raises(LockLost, match="lock 7 has ended"):
-            await pull(cluster.chief, v, lock=7)
+def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
+    ps = PsByHand()
+    v = ps.create("v", np.zeros(2))
+    with pytest.raises(LockLost, match="lock 7 has ended"):
+        ps.ask(A, PullLocked(9, [v], -1, "", 7))
