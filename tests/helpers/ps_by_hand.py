@@ -15,12 +15,14 @@ from psync.errors import UsageError
 from psync.net.peer import Peer, Reply
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
+from psync.numerics.update_rule import SGD
 from psync.ps.backup_host import AsIfFrom
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life
 from psync.ps.snapshots import Contents
 from psync.specs import ShardSpec, dtype_name, dtype_of
 from psync.store.store import Key
+from psync.store.sync_config import SyncConfig
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message, decode, encode
 from psync.wire.limits import DEFAULT_LIMITS, Limits
@@ -126,6 +128,15 @@ def joined(segments: Sequence[Any]) -> bytes:
     return b"".join(
         joined(each) if isinstance(each, list | tuple) else bytes(each) for each in segments
     )
+
+
+def group_config(**more: Any) -> dict[str, Any]:
+    """The configuration of a group of two replicas that takes steps of SGD(0.5)."""
+    values: dict[str, Any] = {
+        "name": "sync", "optimizer": SGD(0.5).to_config(), "replicas_to_aggregate": 2,
+        "total_num_replicas": 2, "global_step": (0, 99, 0),
+    }  # fmt: skip
+    return SyncConfig(**(values | more)).to_config()
 
 
 def _check_coordinator(peer: Peer) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from inside import endpoint_of, store_of, sync_of, work_of
-from ps_by_hand import COORDINATOR, PS_0, A, B, PsByHand
-from ps_cluster import CHIEF, CONFIG, OTHER, RATE, WORKER, hold, is_busy, pull, until
+from ps_by_hand import COORDINATOR, PS_0, A, B, PsByHand, group_config
+from ps_cluster import CHIEF, OTHER, RATE, WORKER, hold, is_busy, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import (
     ConfigurationError,
@@ -51,11 +51,7 @@ class Group(PsByHand):
         self.configure()
 
     def configure(self, **more: Any) -> None:
-        values: dict[str, Any] = {
-            "name": "sync", "optimizer": CONFIG, "replicas_to_aggregate": 2,
-            "total_num_replicas": 2, "global_step": (0, 0, 0),
-        }  # fmt: skip
-        self.config = SyncConfig(**(values | more)).to_config()
+        self.config = group_config(**more)
 
     def part(
         self,

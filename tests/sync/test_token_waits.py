@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ps_by_hand import PsByHand
-from ps_cluster import CONFIG as SGD_CONFIG
+from ps_by_hand import PsByHand, group_config
 from psync.errors import TrainingEnded
 from psync.net.peer import Reply
-from psync.store.sync_config import SyncConfig
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet
 from psync.sync.group import Answer, Refuse
 from psync.sync.token_waits import PushKey, TokenWaits
@@ -18,10 +16,7 @@ from psync.wire.sync_messages import Contributed
 from sync_cluster import GROUP
 
 STEP = (9, 0)
-CONFIG = SyncConfig(
-    name="sync", optimizer=SGD_CONFIG, replicas_to_aggregate=2, total_num_replicas=2,
-    global_step=(1, *STEP),
-).to_config()  # fmt: skip
+CONFIG = group_config(global_step=(1, *STEP))
 REPLICA = ("/job:worker/task:0", 5)
 KEY: PushKey = (GROUP, REPLICA, 1)
 CONTRIBUTED = Contributed("accepted", 0, 1, False, 2)
