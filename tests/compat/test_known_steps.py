@@ -9,7 +9,7 @@ from memory_cluster import coordinating
 from psync.compat.known_steps import known_step
 
 
-async def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
+def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
     optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 3, 1, name="sync")
     for ask in (optimizer.get_init_tokens_op, optimizer.get_chief_queue_runner):
         with pytest.raises(ValueError, match="before apply_gradients of sync was called"):

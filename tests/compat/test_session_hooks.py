@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psync.compat.session_hooks import SessionHook, SyncReplicasHook
-
-
-async def test_a_hook_does_nothing_by_itself() -> None:
-    hook = SessionHook()
-    hook.begin()
-    await hook.after_create_session(None)
-    await hook.after_run(None, 1)
-    await hook.end(None)
+from psync.compat.session_hooks import SyncReplicasHook
 
 
 @pytest.mark.parametrize("is_chief", [True, False])

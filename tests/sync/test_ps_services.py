@@ -9,16 +9,17 @@ import weakref
 import numpy as np
 import pytest
 
-from ps_cluster import CHIEF, PsCluster, until
+from ps_cluster import CHIEF, SECRET, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.errors import NotServedError, PsyncError
+from psync.net.platform import Platform
 from psync.ps.life import Life
+from psync.ps_task import PsTask
 from psync.sync.ps_services import PsServices
+from psync.testing import MemoryNetwork
 from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
 from psync.wire.recovery_messages import Gate
-from sync_cluster import SyncCluster, ask
-
-pytestmark = pytest.mark.asyncio
+from sync_cluster import ask
 
 ACCUMULATOR = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
 
@@ -30,10 +31,10 @@ async def attach(cluster: PsCluster) -> PsClient:
     return client
 
 
-async def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None:
-    cluster = SyncCluster()
-    services = cluster.ps[0].services
-    assert cluster.ps[0].life is Life.EMPTY
+def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None:
+    task = PsTask(Platform(MemoryNetwork(), SECRET), 0, "ps0:1")
+    assert task.life is Life.EMPTY
+    services = task.services
     assert (services.coordinator, services.closer, services.store.keys()) == (0, None, [])
     with pytest.raises(NotServedError):
         services.sync.check_served()
