@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inside import locks_of, work_of
+from ps_by_hand import A, PsByHand
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -134,21 +135,6 @@ async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
         assert await value_of(holder, v) == 1
 
 
-async def test_of_two_locks_the_first_is_first_and_updates_have_their_turn_between() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        first, second = cluster.client(WORKER), cluster.client(OTHER)
-        await lock(first, v)
-        update = asyncio.ensure_future(assign(first, v, [1.0], "add"))
-        await settle()
-        locking = asyncio.ensure_future(lock(second, v))
-        await settle()
-        assert not locking.done()
-        await unlock(first)
-        await asyncio.gather(locking, update)
-        assert await value_of(first, v) == 1
-
-
 async def test_a_lock_ends_with_its_connection() -> None:
     async with PsCluster() as cluster:
         v = await cluster.create("v", [0.0])
@@ -223,16 +209,15 @@ async def test_a_new_coordinator_ends_the_locks_of_the_old_ones_tasks() -> None:
         assert cluster.ps[0].statistics()["locks"]["held"] == 0
 
 
-async def test_what_makes_no_sense_is_refused() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        client = cluster.client()
-        for lease_s in (0, -1, MAX_LEASE_S + 1, float("nan")):
-            with pytest.raises(UsageError, match="expected a lease above 0 and up to 60 s"):
-                await lock(client, v, lease_s=lease_s)
-        with pytest.raises(UnknownVariableError, match="holds no shard 3"):
-            await say(client, LockShards(1, [(v.variable_id, 3)], 1.0))
-        await assign(client, v, [1.0])
+def test_what_makes_no_sense_is_refused() -> None:
+    ps = PsByHand()
+    v = ps.create("v", [0.0])
+    for lease_s in (0, -1, MAX_LEASE_S + 1, float("nan")):
+        with pytest.raises(UsageError, match="expected a lease above 0 and up to 60 s"):
+            ps.ask(A, LockShards(1, [v], lease_s))
+    with pytest.raises(UnknownVariableError, match="holds no shard 3"):
+        ps.ask(A, LockShards(1, [(v[0], 3)], 1.0))
+    assert ps.services.locks.statistics() == {"held": 0, "taken": 0, "expired": 0}
 
 
 async def test_a_ps_that_ends_waits_for_no_lock() -> None:
