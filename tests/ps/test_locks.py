@@ -27,6 +27,7 @@ from psync.ps.locks import MAX_LEASE_S
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
+from psync.wire.ps_messages import Assign, Pushed
 
 
 async def say(client: PsClient, message: Message, ps: int = 0, **options: Any) -> Any:
@@ -106,16 +107,13 @@ async def test_who_holds_no_lock_may_not_speak_under_it() -> None:
         assert await value_of(other, v) == 0
 
 
-async def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        client = cluster.client()
-        keys = [(v.variable_id, 0)]
-        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
-        with pytest.raises(LockLost):
-            await say_body(client, message, memoryview(bytes(8)))
-        await lock(client, v)
-        assert (await say_body(client, message, memoryview(bytes(8)))).outcome == "accepted"
+def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
+    ps = PsByHand()
+    v = ps.create("v", [0.0])
+    call = (1, 1, 5, 0, 9, [v], "assign")
+    with pytest.raises(LockLost):
+        ps.ask(A, AssignLocked(*call, lock=1), bytes(8))
+    assert ps.ask(A, Assign(*call), bytes(8)) == Pushed("accepted", 0)
 
 
 async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:

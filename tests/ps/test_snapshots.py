@@ -47,10 +47,13 @@ from psync.wire.ps_messages import (
     SetOptimizer,
 )
 from psync.wire.recovery_messages import (
+    Admit,
     AskShared,
     DropFrozen,
     FillImage,
     Freeze,
+    Gate,
+    OpenGate,
     PrepareImage,
     ReadFrozen,
     TakeImage,
@@ -88,7 +91,8 @@ class TestWho:
     @pytest.mark.parametrize(
         "message",
         [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
-         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, [])],
+         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, []),
+         Gate(1), Admit(1, []), OpenGate(1)],  # with which a cut begins
         ids=lambda message: type(message).__name__,
     )  # fmt: skip
     async def test_only_the_coordinator_that_is_served_may_ask(self, message: Message) -> None:

@@ -80,12 +80,6 @@ async def test_all_others_are_asked_at_once() -> None:
         assert all_ps.ask_others(AskStatistics()) == []
 
 
-async def test_a_step_is_applied_everywhere() -> None:
-    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        await closed(all_ps, close_step(cluster, 0))
-        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
-
-
 async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

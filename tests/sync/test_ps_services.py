@@ -9,6 +9,7 @@ import weakref
 import numpy as np
 import pytest
 
+from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, SECRET, PsCluster, until
 from psync.client.ps_client import PsClient
 from psync.errors import NotServedError, PsyncError
@@ -40,11 +41,11 @@ def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None
         services.sync.check_served()
 
 
-async def test_only_ps_0_decides_steps() -> None:
-    async with PsCluster(2) as cluster:
-        closers = [task.services.closer is not None for task in cluster.ps]
-        assert closers == [True, False]
-        assert [task.life for task in cluster.ps] == [Life.SERVING] * 2
+def test_beside_ps_0_nobody_decides_steps() -> None:
+    """Ps 0 does in all tests of ``StepCloser``."""
+    services = PsByHand().services
+    assert services.coordinator == 100
+    assert services.closer is None
 
 
 async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_is_kept() -> None:

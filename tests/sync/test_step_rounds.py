@@ -335,8 +335,10 @@ class TestLosses:
             attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
+                assert "newer coordinator" in str(answer)
             cluster.network.heal("ps1:1")
             await attaching
+            assert cluster.ps[0].statistics()["sync"] == {}
             for task in cluster.ps:
                 assert sync_of(task).steps() == []
                 assert sync_of(task).statistics()["parts"] == 0
