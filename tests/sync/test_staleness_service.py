@@ -12,9 +12,9 @@ from ps_by_hand import COORDINATOR, A, PsByHand
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.ps_messages import Fence
-from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
+from psync.wire.sync_messages import AwaitWaiters, ClockTicked, ReportSchedule, TickClock
 
 pytestmark = pytest.mark.virtual_time
 
@@ -86,6 +86,27 @@ async def test_a_tick_is_answered_when_the_others_have_ticked(scene):
     assert await scene.counters() == {
         "max_staleness": 0, "clocks": {WORKER: 1, OTHER: 1}, "ticks": 2, "waits": 1, "waiting": 0,
     }  # fmt: skip
+
+
+async def test_the_first_tick_asks_for_the_schedule_and_waits_for_it(scene):
+    asked = asyncio.create_task(scene.cluster.chief.links[0].call(lambda _: AwaitWaiters()))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    first = await scene.waiting(scene.a)
+    assert isinstance((await asked).message, Done)
+    await scene.report(0, 1)
+    await asyncio.sleep(1)
+    assert not first.done(), "the other one, of whom nobody knew, has not ticked"
+    assert await scene.tick(scene.b) == 0
+    assert await first == 0
+
+
+async def test_a_tick_that_waited_for_the_schedule_is_refused_if_its_worker_was_replaced(scene):
+    first = await scene.waiting(scene.a)
+    await scene.cluster.chief.links[0].call(lambda _: Fence(WORKER, 1001))
+    await scene.report(0, 1)
+    with pytest.raises(FencedError):
+        await first
 
 
 @pytest.mark.parametrize(
@@ -211,6 +232,7 @@ async def test_the_end_of_training_releases_everybody_for_ever(scene):
 
 
 async def test_one_optimizer_has_one_bound(scene):
+    await scene.report(0)
     await scene.tick(scene.a, 2)
     with pytest.raises(ConfigurationError, match="has a staleness bound of 2 rounds, got 3"):
         await scene.tick(scene.b, 3)
