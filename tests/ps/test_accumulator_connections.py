@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inside import accumulators_of, ledger_of
-from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, until
+from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.accumulators import TakeState
 from psync.client.accumulator_client import AccumulatorClient, Place
 from psync.client.ps_client import PsClient
@@ -346,14 +346,6 @@ async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene, monk
             await scene.value(scene.b)
     assert scene.held() == (1, 0, 0, 0)
     assert await scene.value(scene.b) == [1, 3]  # under the same number
-
-
-async def test_a_new_coordinator_finds_no_accumulators_and_nobody_waiting(scene):
-    taking = await scene.waiting(scene.a)
-    await scene.cluster.attach(scene.cluster.client(CHIEF, 2000), 2000)
-    with pytest.raises(FencedError, match="has been replaced"):
-        await taking
-    assert scene.counters() == dict.fromkeys(scene.counters(), 0)
 
 
 async def test_a_task_that_ends_leaves_nobody_waiting():

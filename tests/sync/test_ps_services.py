@@ -12,7 +12,7 @@ import pytest
 from ps_by_hand import PsByHand
 from ps_cluster import CHIEF, SECRET, PsCluster, until
 from psync.client.ps_client import PsClient
-from psync.errors import NotServedError, PsyncError
+from psync.errors import FencedError, NotServedError
 from psync.net.platform import Platform
 from psync.ps.life import Life
 from psync.ps_task import PsTask
@@ -27,8 +27,8 @@ ACCUMULATOR = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False
 
 async def attach(cluster: PsCluster) -> PsClient:
     """A newer coordinator takes over."""
-    client = cluster.client(CHIEF, 200, host="chief-2")
-    await cluster.attach(client, 200)
+    client = cluster.client(CHIEF, 2000, host="chief-2")
+    await cluster.attach(client, 2000)
     return client
 
 
@@ -59,8 +59,10 @@ async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_i
         take = asyncio.create_task(ask(worker, TakeGradient("g", 1, 1, 1)))
         await until(lambda: cluster.ps[0].statistics()["accumulators"]["waiting"])
         await attach(cluster)
-        assert cluster.ps[0].services.coordinator == 200
+        assert cluster.ps[0].services.coordinator == 2000
         assert cluster.ps[0].services.store.keys() == []
-        with pytest.raises(PsyncError):
+        with pytest.raises(FencedError, match="has been replaced"):
             await take
+        counters = cluster.ps[0].statistics()["accumulators"]
+        assert counters == dict.fromkeys(counters, 0)
         await until(lambda: gc.collect() >= 0 and before() is None)

@@ -324,9 +324,12 @@ class TestClosing:
             assert (await two.value() == 1 - RATE).all()
             assert (await two.value(v) == -RATE).all()
 
-    async def test_a_step_waits_for_shards_that_others_update(self) -> None:
+    @pytest.mark.parametrize("busy", ["variable", "average"])
+    async def test_a_step_waits_for_shards_that_others_update(self, busy: str) -> None:
         async with Two() as two:
-            release = hold(two.cluster.ps[0], two.w)
+            average = await two.cluster.create("average", np.zeros(3, np.float32))
+            two.cluster.configure(decay=0.75, averages=((two.w.variable_id, average.variable_id),))
+            release = hold(two.cluster.ps[0], average if busy == "average" else two.w)
             await stage(two.cluster, two.a, {two.w: 1.0})
             ending = asyncio.create_task(two.close(0, (two.a, 1)))
             await until(lambda: work_of(two.cluster.ps[0]).waiting)
@@ -334,6 +337,7 @@ class TestClosing:
             release()
             await ending
             assert (await two.value() == 1 - RATE).all()
+            assert (await two.value(average) == 0.25 * (1 - RATE)).all()
 
     async def test_a_step_once_begun_is_applied_whatever_becomes_of_its_request(self) -> None:
         async with Two() as two:
@@ -463,17 +467,6 @@ class TestAverages:
         for _ in range(2):
             ps.close(0)
         assert (ps.value(average) == 0.25).all()
-
-    async def test_an_average_that_is_busy_is_waited_for(self) -> None:
-        async with Two() as two:
-            average = await two.cluster.create("average", np.zeros(3, np.float32))
-            two.cluster.configure(decay=0.75, averages=((two.w.variable_id, average.variable_id),))
-            release = hold(two.cluster.ps[0], average)
-            ending = asyncio.create_task(two.close(0))
-            await until(lambda: work_of(two.cluster.ps[0]).waiting)
-            release()
-            await ending
-            assert (await two.value(average) == 0.25).all()
 
     async def test_averages_of_large_shards_follow_what_has_been_applied(self) -> None:
         async with Two() as two:
