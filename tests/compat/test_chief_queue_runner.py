@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 import psync
-from memory_cluster import cluster_of, coordinating
+from memory_cluster import cluster_of
 from ps_cluster import heard, until
 from psync.compat.chief_queue_runner import ChiefQueueRunner
 from psync.wire.session_messages import AwaitEnd, EndTraining
 
 
-async def test_the_chiefs_queue_runner_waits_for_the_end() -> None:
-    async with coordinating(1, 1) as (cluster, coordinator):
-        with coordinator.strategy.scope():
-            step = psync.get_or_create_global_step()
-        asked = heard(cluster.tasks["ps-0"], AwaitEnd)  # type: ignore[arg-type]
-        running = asyncio.create_task(ChiefQueueRunner(step).run())
-        await until(lambda: asked)
-        assert not running.done()
-        runtime = coordinator.strategy.runtime
-        assert runtime is not None
-        await runtime.ps.links[0].call(lambda peer: EndTraining("enough", False))
-        await running
-
-
-async def test_it_ends_with_the_connections_of_its_task_too() -> None:
+@pytest.mark.parametrize("end", ["of training", "of its task"])
+async def test_the_chiefs_queue_runner_waits_for_the_end(end: str) -> None:
     async with cluster_of(1, 1) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy()) as coordinator:
             with coordinator.strategy.scope():
@@ -33,4 +22,10 @@ async def test_it_ends_with_the_connections_of_its_task_too() -> None:
             asked = heard(cluster.tasks["ps-0"], AwaitEnd)  # type: ignore[arg-type]
             running = asyncio.create_task(ChiefQueueRunner(step).run())
             await until(lambda: asked)
+            assert not running.done()
+            if end == "of training":
+                runtime = coordinator.strategy.runtime
+                assert runtime is not None
+                await runtime.ps.links[0].call(lambda peer: EndTraining("enough", False))
+                await running
         await running

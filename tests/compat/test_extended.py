@@ -125,19 +125,15 @@ async def test_an_update_runs_in_its_context_with_arguments_unwrapped() -> None:
         seen.append((variable, gradient, rate, in_update_context(), get_replica_context()))
         return "updated"
 
+    with pytest.raises(ReplicaValueError, match=r"values of 3 replicas.*\nhint: .*reduce_to"):
+        await made.extended.update(v, print, args=(THREE,))
+    with pytest.raises(ReplicaValueError, match="update: expected a variable, got ndarray"):
+        await made.extended.update(np.ones(2), print)
     args, kwargs = (Mirrored([1.0], v),), {"rate": PerReplica([0.5])}
     assert await made.extended.update(v, fn, args, kwargs) == "updated"
     assert seen == [(v, 1.0, 0.5, True, None)]
     assert not in_update_context()
     assert await made.extended.update(v, lambda var: [1, 2], group=False) == [(1,), (2,)]
-
-
-async def test_a_variable_is_not_updated_with_values_of_several_replicas() -> None:
-    made, (v,) = variables()
-    with pytest.raises(ReplicaValueError, match=r"values of 3 replicas.*\nhint: .*reduce_to"):
-        await made.extended.update(v, print, args=(THREE,))
-    with pytest.raises(ReplicaValueError, match="update: expected a variable, got ndarray"):
-        await made.extended.update(np.ones(2), print)
 
 
 async def test_what_an_optimizer_keeps_once_is_updated_where_all_agree() -> None:

@@ -6,15 +6,7 @@ import pytest
 
 import psync
 from memory_cluster import coordinating
-from psync.compat.session_hooks import SessionHook, SyncReplicasHook, known_step
-
-
-async def test_a_hook_does_nothing_by_itself() -> None:
-    hook = SessionHook()
-    hook.begin()
-    await hook.after_create_session(None)
-    await hook.after_run(None, 1)
-    await hook.end(None)
+from psync.compat.session_hooks import SyncReplicasHook, known_step
 
 
 @pytest.mark.parametrize("is_chief", [True, False])
@@ -34,7 +26,7 @@ async def test_the_chief_alone_puts_the_initial_tokens(is_chief: bool) -> None:
 # Which global step is meant where a program names none.
 
 
-async def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
+def test_before_the_first_push_there_is_nothing_to_run_on_the_chief() -> None:
     optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(1.0), 3, 1, name="sync")
     for ask in (optimizer.get_init_tokens_op, optimizer.get_chief_queue_runner):
         with pytest.raises(ValueError, match="before apply_gradients of sync was called"):

@@ -43,39 +43,33 @@ def links_of(
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_without_a_chief_says_so() -> None:
-    async with session_cluster() as cluster:
-        links = links_of(cluster)
-        with pytest.raises(ConnectFailed) as caught:
-            await links.enter()
-        assert str(caught.value) == (
+@pytest.mark.parametrize(
+    ("task", "stopped", "said"),
+    [
+        (
+            WORKER,
+            "",
             "the chief has not begun a training session within 5 s\n"
-            "hint: is the chief running, and does it wait for others?"
-        )
-        await links.close()
-
-
-@pytest.mark.virtual_time
-async def test_a_worker_without_a_ps_says_which() -> None:
-    async with session_cluster(1) as cluster:
-        await cluster.stop("ps-0")
-        links = links_of(cluster)
-        with pytest.raises(ConnectFailed, match=r"^no connection to /job:ps/task:0 at ps-0:1 with"):
-            await links.enter()
-        await links.close()
-
-
-@pytest.mark.virtual_time
-async def test_a_chief_without_a_ps_says_which() -> None:
-    async with session_cluster(2) as cluster:
-        await cluster.stop("ps-1")
-        links = links_of(cluster, CHIEF_TASK, num_ps=2)
-        with pytest.raises(ConnectFailed) as caught:
-            await links.attach(trains=True)
-        assert str(caught.value) == (
+            "hint: is the chief running, and does it wait for others?",
+        ),
+        (WORKER, "ps-0", "no connection to /job:ps/task:0 at ps-0:1 with"),
+        (
+            CHIEF_TASK,
+            "ps-1",
             "no connection within 5 s to /job:ps/task:1 at ps-1:1\n"
-            "hint: are these tasks running, and are these their addresses?"
-        )
+            "hint: are these tasks running, and are these their addresses?",
+        ),
+    ],
+    ids=["worker without chief", "worker without ps", "chief without ps"],
+)
+async def test_who_misses_another_task_says_which(task: str, stopped: str, said: str) -> None:
+    async with session_cluster(2) as cluster:
+        if stopped:
+            await cluster.stop(stopped)
+        links = links_of(cluster, task, num_ps=2)
+        with pytest.raises(ConnectFailed) as caught:
+            await (links.attach(trains=True) if task == CHIEF_TASK else links.enter())
+        assert str(caught.value).startswith(said)
         await links.close()
 
 

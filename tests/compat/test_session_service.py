@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from endpoints import PS, connected
-from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign, heard, until
+from ps_by_hand import COORDINATOR, A, PsByHand
+from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, assign
 from psync.client.ps_client import PsClient
 from psync.cluster_roles import ENQUIRER
 from psync.compat.session_members import GRACE_S
@@ -22,6 +23,7 @@ from psync.errors import (
     FencedError,
     UsageError,
 )
+from psync.net.peer import Peer
 from psync.specs import ShardSpec
 from psync.store.store import ShardStore
 from psync.sync.staleness_service import ClockService
@@ -65,16 +67,6 @@ async def enter(cluster: PsCluster, task: str = WORKER) -> PsClient:
     return client
 
 
-async def test_a_worker_enters_when_the_chief_has_declared() -> None:
-    async with PsCluster() as cluster:
-        entering = later(cluster.client(WORKER, ENQUIRER), EnterSession(50))
-        while (await session_of(cluster.chief)).get("asking") != [WORKER]:
-            pass
-        assert not entering.done()
-        assert await ask(cluster.chief, OPEN) == Done()
-        assert await entering == SessionEntered(101)
-
-
 async def test_the_chief_hears_when_all_its_workers_are_there() -> None:
     async with PsCluster() as cluster:
         opening = later(cluster.chief, Declared(False, 2))
@@ -97,18 +89,24 @@ async def test_a_worker_that_stops_waiting_is_forgotten() -> None:
             pass
 
 
-async def test_only_workers_enter_and_only_the_chief_declares() -> None:
-    async with PsCluster() as cluster:
-        worker = cluster.client(WORKER)
-        with pytest.raises(UsageError, match="/job:chief/task:0 is not a worker"):
-            await ask(cluster.chief, EnterSession(50))
-        with pytest.raises(UsageError, match="is not a coordinator"):
-            await ask(worker, OPEN)
-        older = cluster.client(CHIEF, 150)
-        await cluster.attach(older, 150)
-        for message in (OPEN, EndTraining("", False), LeaveSession()):
-            with pytest.raises(FencedError, match="is not the coordinator that it serves"):
-                await ask(cluster.chief, message)
+def test_only_workers_enter_and_only_the_chief_declares() -> None:
+    ps = PsByHand()
+    endpoint: Any = SimpleNamespace(peers=[], on_peer=[])
+    check = ps.peer(COORDINATOR)
+
+    def check_coordinator(peer: Peer) -> None:
+        if peer is not check:
+            raise FencedError(f"{peer.task} is not the coordinator that it serves")
+
+    handlers = SessionService(endpoint, lambda: ps.services, check_coordinator).handlers()
+    with pytest.raises(UsageError, match="/job:chief/task:0 is not a worker"):
+        handlers[EnterSession].run(check, EnterSession(50), [])
+    with pytest.raises(FencedError):
+        handlers[Declared].run(ps.peer(A), OPEN, [])
+    older = ps.peer((CHIEF, 99))
+    for message in (OPEN, EndTraining("", False), LeaveSession()):
+        with pytest.raises(FencedError, match="is not the coordinator that it serves"):
+            handlers[type(message)].run(older, message, [])
 
 
 @pytest.mark.virtual_time
@@ -157,16 +155,6 @@ async def test_who_has_no_connection_for_a_while_is_fenced_on_every_ps() -> None
 
 
 @pytest.mark.virtual_time
-async def test_who_enters_and_never_connects_is_lost() -> None:
-    async with PsCluster() as cluster:
-        await ask(cluster.chief, OPEN)
-        await ask(cluster.client(WORKER, ENQUIRER), EnterSession(50))
-        assert (await session_of(cluster.chief))["members"] == [WORKER]
-        await asyncio.sleep(GRACE_S + 1)
-        assert (await session_of(cluster.chief))["missing"] == [WORKER]
-
-
-@pytest.mark.virtual_time
 async def test_one_of_several_connections_may_go() -> None:
     async with PsCluster() as cluster:
         await ask(cluster.chief, OPEN)
@@ -189,20 +177,6 @@ async def test_the_end_reaches_all_and_the_chief_waits_for_those_who_are_left() 
         assert not leaving.done()
         await ask(other, LeaveSession())
         assert await leaving == Done()
-
-
-async def test_a_new_chief_ends_the_sessions_of_the_last_one() -> None:
-    async with PsCluster() as cluster:
-        await ask(cluster.chief, OPEN)
-        asked = heard(cluster.ps[0], AwaitEnd)
-        watching = later(await enter(cluster), AwaitEnd())
-        await until(lambda: asked)
-        chief = cluster.client(CHIEF, 200)
-        await cluster.attach(chief, 200)
-        over = await watching
-        assert isinstance(over, TrainingOver)
-        assert over.failed
-        assert (await session_of(chief))["members"] == []
 
 
 # --- declarations ------------------------------------------------------------------------------

@@ -144,24 +144,24 @@ async def test_an_asynchronous_iterator_will_do() -> None:
         await extended.experimental_run_steps_on_iterator(lambda *_: None, iterator, 2)
 
 
-async def test_an_iterator_that_ends_early_says_how_far_it_came() -> None:
-    with pytest.raises(EndOfData, match="the iterator ended after 2 of 3 elements"):
+@pytest.mark.parametrize(
+    ("elements", "iterations", "error", "said"),
+    [
+        (lambda: iter([1, 2]), 3, EndOfData, "the iterator ended after 2 of 3 elements"),
+        (lambda: [1], 1, UsageError, r"expected an iterator, got list\nhint: iter"),
+        *(
+            (lambda: iter([1]), iterations, UsageError, "expected iterations of 1 at least")
+            for iterations in (0, -1, 1.5, True)
+        ),
+    ],
+)
+async def test_steps_need_an_iterator_that_lasts_and_their_number(
+    elements: Any, iterations: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         await strategy().extended.experimental_run_steps_on_iterator(
-            lambda *_: None, iter([1, 2]), iterations=3
+            lambda *_: None, elements(), iterations
         )
-
-
-@pytest.mark.parametrize("iterations", [0, -1, 1.5, True])
-async def test_there_is_one_step_at_least(iterations: Any) -> None:
-    with pytest.raises(UsageError, match="expected iterations of 1 at least"):
-        await strategy().extended.experimental_run_steps_on_iterator(
-            lambda *_: None, iter([1]), iterations
-        )
-
-
-async def test_a_list_is_no_iterator() -> None:
-    with pytest.raises(UsageError, match=r"expected an iterator, got list\nhint: iter"):
-        await strategy().extended.experimental_run_steps_on_iterator(lambda *_: None, [1])
 
 
 def test_outputs_are_set_where_the_context_is_and_not_in_a_replica() -> None:

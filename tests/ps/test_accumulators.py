@@ -1,32 +1,27 @@
-"""Gradients that count once, takes that wait, and what ends a wait."""
+"""Gradients that count once, and takes, as they come in a turn of the loop."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from inside import accumulators_of, ledger_of
-from ps_cluster import CHIEF, OTHER, WORKER, PsCluster, until
-from psync.accumulators import TakeState
-from psync.client.accumulator_client import AccumulatorClient, Place
-from psync.client.ps_client import PsClient
+from ps_by_hand import COORDINATOR, A, B, PsByHand
 from psync.errors import (
     ConfigurationError,
     ConnectionLost,
     FencedError,
     GradientError,
-    PsyncError,
     RemoteProtocolError,
     UnknownVariableError,
     UsageError,
 )
-from psync.net.peer import Received
+from psync.net.peer import Reply
 from psync.ps.takes import HostedAccumulator
 from psync.wire.accumulator_messages import (
+    AccumulatorState,
     ApplyGradient,
     AskAccumulator,
     DefineAccumulator,
@@ -40,127 +35,114 @@ from psync.wire.messages import Done
 from psync.wire.ps_messages import Fence, FinalBelow
 from psync.wire.tensors import to_bytes_view
 
-pytestmark = pytest.mark.virtual_time
-
 DENSE = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
 SPARSE = DefineAccumulator("s", "sparse", "float32", None, "MEAN", "per_index", False, 0)
-LARGE = (6 << 20) // 4  # elements of float32: several pieces
 
 
-class Scene:
-    """One ps, the chief, and two workers of incarnation 1000."""
+def applying(
+    gradient: Any,
+    sequence: int,
+    definition: DefineAccumulator = DENSE,
+    *,
+    local_step: int = 0,
+    weight: float = 1.0,
+    closure: int = -1,
+    ordinal: int = 0,
+    indices: Any = None,
+) -> tuple[ApplyGradient, list[memoryview]]:
+    """A message that brings a gradient."""
+    array = np.asarray(gradient, np.float32)
+    segments = [to_bytes_view(array)]
+    if indices is not None:
+        segments.insert(0, to_bytes_view(np.asarray(indices, np.int64)))
+    message = ApplyGradient(
+        sequence, 1, closure, ordinal, definition.name, list(array.shape), None, local_step, weight
+    )
+    return message, segments
 
-    def __init__(self, cluster: PsCluster) -> None:
-        self.cluster = cluster
-        self.chief = cluster.chief
-        self.a = cluster.client(WORKER, 1000, host="a")
-        self.b = cluster.client(OTHER, 1000, host="b")
-        self.service = accumulators_of(cluster.ps[0])
-        self._sequences: dict[PsClient, int] = {}
 
-    async def define(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
-        assert await self.ask(self.chief, definition) == Done()
-        return self.hosted(definition)
+class ByHand(PsByHand):
+    """One ps with accumulators. Takes come as they do in the log: whoever asks does not wait."""
 
-    def hosted(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
-        return self.service.hosted[definition.name]
+    def __init__(self, *definitions: DefineAccumulator) -> None:
+        super().__init__()
+        self.accumulators = self.services.accumulators
+        self._log = self.accumulators.replayed()
+        self._sequence = 0
+        for definition in definitions or (DENSE,):
+            assert self.ask(COORDINATOR, definition) == Done()
 
-    async def call(
-        self, client: PsClient, message: Message, segments: Sequence[memoryview] = ()
-    ) -> Received:
-        return await client.links[0].call(lambda _: message, segments)
-
-    async def ask(self, *args: Any) -> Message:
-        return (await self.call(*args)).message
-
-    async def apply(
-        self,
-        client: PsClient,
-        gradient: Any,
-        *,
-        local_step: int = 0,
-        weight: float = 1.0,
-        closure: int = -1,
-        ordinal: int = 0,
-        sequence: int = 0,
-        definition: DefineAccumulator = DENSE,
-        indices: Any = None,
-    ) -> GradientApplied:
-        if not sequence:
-            sequence = self._sequences[client] = self._sequences.get(client, 0) + 1
-        array = np.asarray(gradient, np.float32)
-        segments = [to_bytes_view(array)]
-        if indices is not None:
-            segments.insert(0, to_bytes_view(np.asarray(indices, np.int64)))
-        message = ApplyGradient(
-            sequence, 1, closure, ordinal, definition.name, list(array.shape), None, local_step,
-            weight,
-        )  # fmt: skip
-        answer = await self.ask(client, message, segments)
-        assert isinstance(answer, GradientApplied)
-        return answer
-
-    async def take(
-        self,
-        client: PsClient,
-        num_required: int = 1,
-        number: int = 1,
-        acked_below: int = 1,
-        definition: DefineAccumulator = DENSE,
-    ) -> tuple[GradientTaken, list[np.ndarray]]:
-        message = TakeGradient(definition.name, number, acked_below, num_required)
-        received = await self.call(client, message)
-        assert isinstance(received.message, GradientTaken)
-        *indices, values = received.segments
-        arrays = [np.frombuffer(view, np.int64) for view in indices]
-        return received.message, [*arrays, np.frombuffer(values, np.float32)]
-
-    async def value(self, *args: Any, **options: Any) -> list[float]:
-        _, arrays = await self.take(*args, **options)
-        return arrays[-1].tolist()
-
-    async def waiting(self, *args: Any, **options: Any) -> asyncio.Task[list[float]]:
-        """Begin a take that does not end at once."""
-        task = asyncio.create_task(self.value(*args, **options))
-        await asyncio.sleep(1)
-        assert not task.done()
-        return task
+    @property
+    def hosted(self) -> dict[str, HostedAccumulator]:
+        return self.accumulators.hosted
 
     def counters(self) -> dict[str, int]:
-        counters: dict[str, int] = self.cluster.ps[0].statistics()["accumulators"]
-        return counters
+        return self.accumulators.statistics()
 
     def held(self) -> tuple[int, int, int, int]:
         """Gradients held, the step, takes that wait, values that are kept."""
-        rule, counters = self.hosted().rule, self.counters()
+        rule, counters = self.hosted["g"].rule, self.counters()
         return rule.num_accumulated(), rule.step, counters["waiting"], counters["kept"]
 
+    def apply(
+        self, client: tuple[str, int], gradient: Any, *, sequence: int = 0, **options: Any
+    ) -> GradientApplied:
+        self._sequence += 1
+        message, segments = applying(gradient, sequence or self._sequence, **options)
+        answer = self.ask(client, message, *segments)
+        assert isinstance(answer, GradientApplied)
+        return answer
 
-@pytest.fixture
-async def scene(clean_loop: None) -> AsyncIterator[Scene]:
-    async with PsCluster() as cluster:
-        made = Scene(cluster)
-        await made.define()
-        yield made
+    def log(self, client: tuple[str, int], message: Message) -> None:
+        """Do what an entry of the log says."""
+        assert self._log[type(message)].run(self.peer(client), message, []) is None
+
+    def taken(
+        self,
+        client: tuple[str, int],
+        num_required: int = 1,
+        number: int = 1,
+        definition: DefineAccumulator = DENSE,
+    ) -> Reply | None:
+        """Ask for a take; return its answer, or None: it waits."""
+        self.log(client, TakeGradient(definition.name, number, 1, num_required))
+        return self.answer_of(client, number, definition)
+
+    def answer_of(
+        self, client: tuple[str, int], number: int = 1, definition: DefineAccumulator = DENSE
+    ) -> Reply | None:
+        """The answer to a take that was asked for; None: it waits."""
+        wanted = self.hosted[definition.name].wanted(client, number)
+        assert wanted is not None
+        return wanted.answer
+
+
+def value_of(answer: Reply | None) -> list[float]:
+    """The values that a take has got."""
+    assert answer is not None
+    values: list[float] = np.frombuffer(answer.segments[-1], np.float32).tolist()  # type: ignore[arg-type]
+    return values
 
 
 # --- definitions -----------------------------------------------------------------------------
 
 
-async def test_the_same_definition_again_changes_nothing(scene):
-    await scene.apply(scene.a, [1, 3])
-    await scene.define()
-    assert scene.held() == (1, 0, 0, 0)
+def test_the_same_definition_again_changes_nothing():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
+    assert ps.ask(COORDINATOR, DENSE) == Done()
+    assert ps.held() == (1, 0, 0, 0)
 
 
-async def test_another_definition_under_the_same_name_is_refused(scene):
+def test_another_definition_under_the_same_name_is_refused():
+    ps = ByHand()
     other = DefineAccumulator("g", "dense", "float64", None, "SUM", "", False, 0)
     with pytest.raises(
         ConfigurationError,
         match="expected dtype='float32', reduction='MEAN', got dtype='float64', reduction='SUM'",
     ):
-        await scene.ask(scene.a, other)
-    assert scene.hosted().definition == DENSE
+        ps.ask(A, other)
+    assert ps.hosted["g"].definition == DENSE
 
 
 @pytest.mark.parametrize(
@@ -173,87 +155,88 @@ async def test_another_definition_under_the_same_name_is_refused(scene):
         ({"shape": [2, -3]}, ConfigurationError, "dimensions of 0 or more, or None, got -3"),
     ],
 )
-async def test_a_definition_of_nothing_is_refused(scene, change, error, text):
+def test_a_definition_of_nothing_is_refused(change, error, text):
+    ps = ByHand()
     fields = {name: getattr(DENSE, name) for name in DENSE.__slots__}
     with pytest.raises(error, match=text):
-        await scene.ask(scene.a, DefineAccumulator(**(fields | {"name": "x"} | change)))
-    assert scene.counters()["accumulators"] == 1
+        ps.ask(A, DefineAccumulator(**(fields | {"name": "x"} | change)))
+    assert ps.counters()["accumulators"] == 1
 
 
-async def test_what_is_not_defined_is_refused(scene):
-    for message in (
-        ApplyGradient(1, 1, -1, 0, "x", [], None, 0, 1.0),
-        TakeGradient("x", 1, 1, 1),
-        AskAccumulator("x"),
-    ):
-        with pytest.raises(UnknownVariableError, match='accumulator "x" is not defined'):
-            await scene.ask(scene.a, message)
+@pytest.mark.parametrize(
+    "message", [ApplyGradient(1, 1, -1, 0, "x", [], None, 0, 1.0), AskAccumulator("x")]
+)
+def test_what_is_not_defined_is_refused(message):
+    with pytest.raises(UnknownVariableError, match='accumulator "x" is not defined'):
+        ByHand().ask(A, message)
+
+
+def test_a_take_of_what_is_not_defined_is_refused():
+    with pytest.raises(UnknownVariableError, match='accumulator "x" is not defined'):
+        ByHand().log(A, TakeGradient("x", 1, 1, 1))
 
 
 # --- gradients -------------------------------------------------------------------------------
 
 
-async def test_gradients_of_two_workers_become_their_mean(scene):
-    taking = await scene.waiting(scene.chief, 2)
-    assert await scene.apply(scene.a, [1, 3]) == GradientApplied("accepted", 1, 0)
-    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("accepted", 0, 1)
-    assert await taking == [2, 5]
-    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("stale", 0, 1)
-
-
-async def test_sparse_gradients_become_the_means_of_their_rows(scene):
-    await scene.define(SPARSE)
-    await scene.apply(scene.a, [[1.0], [2.0]], indices=[4, 2], definition=SPARSE)
-    await scene.apply(scene.b, [[3.0]], indices=[4], definition=SPARSE)
-    await scene.apply(scene.b, np.empty((0, 1)), indices=[], definition=SPARSE)
-    message, (indices, values) = await scene.take(scene.chief, 3, definition=SPARSE)
-    assert message == GradientTaken(3, 1, [2, 1], [-1, 1])
-    assert indices.tolist() == [2, 4]
-    assert values.tolist() == [2, 2]
+def test_sparse_gradients_become_the_means_of_their_rows():
+    ps = ByHand(SPARSE)
+    ps.apply(A, [[1.0], [2.0]], indices=[4, 2], definition=SPARSE)
+    ps.apply(B, [[3.0]], indices=[4], definition=SPARSE)
+    ps.apply(B, np.empty((0, 1)), indices=[], definition=SPARSE)
+    answer = ps.taken(COORDINATOR, 3, definition=SPARSE)
+    assert answer is not None
+    assert answer.message == GradientTaken(3, 1, [2, 1], [-1, 1])
+    assert np.frombuffer(answer.segments[0], np.int64).tolist() == [2, 4]
+    assert value_of(answer) == [2, 2]
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0), ()])
-async def test_gradients_of_any_shape_come_and_go(scene, shape):
-    await scene.apply(scene.a, np.ones(shape))
-    message, (values,) = await scene.take(scene.chief)
-    assert message.shape == list(shape)
-    assert values.size == np.prod(shape)
+def test_gradients_of_any_shape_come_and_go(shape):
+    ps = ByHand()
+    ps.apply(A, np.ones(shape))
+    answer = ps.taken(COORDINATOR)
+    assert answer.message.shape == list(shape)
+    assert len(value_of(answer)) == np.prod(shape)
 
 
-async def test_a_gradient_that_is_sent_again_counts_once(scene):
-    first = await scene.apply(scene.a, [1, 3], sequence=7)
-    assert await scene.apply(scene.a, [1, 3], sequence=7) == first
-    assert scene.held()[0] == 1
+def test_a_gradient_that_is_sent_again_counts_once():
+    ps = ByHand()
+    first = ps.apply(A, [1, 3], sequence=7)
+    assert ps.apply(A, [1, 3], sequence=7) == first
+    assert ps.held()[0] == 1
 
 
-async def test_the_second_run_of_a_closure_is_told_duplicate_with_count_and_step(scene):
-    await scene.apply(scene.a, [1, 3], closure=5)
-    await scene.apply(scene.b, [3, 3])
-    answer = await scene.apply(scene.b, [9, 9], closure=5)
-    assert answer == GradientApplied("duplicate", 2, 0)
-    assert await scene.value(scene.chief) == [2, 3]
+def test_the_second_run_of_a_closure_is_told_duplicate_with_count_and_step():
+    ps = ByHand()
+    ps.apply(A, [1, 3], closure=5)
+    ps.apply(B, [3, 3])
+    assert ps.apply(B, [9, 9], closure=5) == GradientApplied("duplicate", 2, 0)
+    assert value_of(ps.taken(COORDINATOR)) == [2, 3]
 
 
-async def test_a_stale_gradient_is_no_duplicate_of_the_run_that_comes_after_it(scene):
-    await scene.apply(scene.a, [1, 3])
-    await scene.value(scene.chief)
-    assert (await scene.apply(scene.a, [1, 1], closure=5)).outcome == "stale"
-    answer = await scene.apply(scene.b, [2, 2], closure=5, local_step=1)
+def test_a_stale_gradient_is_no_duplicate_of_the_run_that_comes_after_it():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
+    assert ps.taken(COORDINATOR)
+    assert ps.apply(A, [1, 1], closure=5).outcome == "stale"
+    answer = ps.apply(B, [2, 2], closure=5, local_step=1)
     assert answer == GradientApplied("accepted", 1, 1)
 
 
-async def test_a_gradient_of_a_closure_that_is_final_does_not_count(scene):
-    scene.chief.links[0].notify(FinalBelow(6))
-    await asyncio.sleep(1)
-    assert (await scene.apply(scene.a, [1, 3], closure=5)).outcome == "duplicate"
-    assert scene.held()[0] == 0
+def test_a_gradient_of_a_closure_that_is_final_does_not_count():
+    ps = ByHand()
+    ps.tell(COORDINATOR, FinalBelow(6))
+    assert ps.apply(A, [1, 3], closure=5).outcome == "duplicate"
+    assert ps.held()[0] == 0
 
 
-async def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_again(scene):
-    await scene.apply(scene.a, [1, 3])
+def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_again():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
     with pytest.raises(GradientError, match=r"shape mismatch: expected \(2,\), got \(3,\)"):
-        await scene.apply(scene.b, [1, 2, 3], closure=5)
-    assert (await scene.apply(scene.b, [3, 3], closure=5)).count == 2
+        ps.apply(B, [1, 2, 3], closure=5)
+    assert ps.apply(B, [3, 3], closure=5).count == 2
 
 
 @pytest.mark.parametrize(
@@ -265,353 +248,92 @@ async def test_a_gradient_that_does_not_fit_changes_nothing_and_may_be_tried_aga
         ([2], [], "expected 8 bytes"),
     ],
 )
-async def test_bytes_that_are_no_gradient_are_refused(scene, shape, segments, text):
-    message = ApplyGradient(1, 1, -1, 0, "g", shape, None, 0, 1.0)
+def test_bytes_that_are_no_gradient_are_refused(shape, segments, text):
+    ps = ByHand()
     with pytest.raises(GradientError, match=text):
-        await scene.ask(scene.a, message, [memoryview(each) for each in segments])
-    assert scene.held()[0] == 0
+        ps.ask(A, ApplyGradient(1, 1, -1, 0, "g", shape, None, 0, 1.0), *segments)
+    assert ps.held()[0] == 0
 
 
-async def test_indices_that_are_no_integers_are_refused(scene):
-    await scene.define(SPARSE)
+def test_indices_that_are_no_integers_are_refused():
     message = ApplyGradient(1, 1, -1, 0, "s", [1, 1], None, 0, 1.0)
     with pytest.raises(GradientError, match="7 bytes are no int64 indices"):
-        await scene.ask(scene.a, message, [memoryview(bytes(7)), memoryview(bytes(4))])
+        ByHand(SPARSE).ask(A, message, bytes(7), bytes(4))
 
 
-# --- large ones ------------------------------------------------------------------------------
-
-
-async def longest_turn(work: Any) -> tuple[Any, int]:
-    """Do work; return what it returns, and how often the loop ran meanwhile."""
-    task = asyncio.create_task(work)
-    turns = 0
-    while not task.done():
-        await asyncio.sleep(0)
-        turns += 1
-    return await task, turns
-
-
-async def test_the_loop_runs_while_a_large_gradient_is_added_and_taken(scene):
-    _, small = await longest_turn(scene.apply(scene.a, [1.0]))
-    _, taken = await longest_turn(scene.value(scene.chief))
-    for count in (1, 2):
-        gradient = np.full(LARGE, count, np.float32)
-        message = ApplyGradient(count + 7, 1, -1, 0, "g", [LARGE], None, 1, 1.0)
-        client = scene.a.links[0]
-        await client.peer("bulk")
-        _, turns = await longest_turn(
-            client.call(lambda _, m=message: m, [to_bytes_view(gradient)], bulk=True)
-        )
-        assert turns > small + LARGE * 4 // (1 << 20)
-    (_, (mean,)), turns = await longest_turn(scene.take(scene.chief, number=2))
-    assert turns > taken + LARGE * 4 // (1 << 20)
-    assert (mean == 1.5).all()
-
-
-async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(scene):
-    hosted = scene.hosted()
-    large = np.ones(LARGE, np.float32)
-    first = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    await until(hosted.lock.locked)
-    again = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
-    rerun = asyncio.create_task(scene.apply(scene.b, large, closure=5))
-    other = asyncio.create_task(scene.apply(scene.b, large * 3, closure=6))
-    taking = asyncio.create_task(scene.take(scene.chief, 2))
-    assert await first == await again == GradientApplied("accepted", 1, 0)
-    assert (await rerun).outcome == "duplicate"
-    assert await other == GradientApplied("accepted", 0, 1)
-    message, (mean,) = await taking
-    assert message.count == 2
-    assert (mean == 2).all()
-
-
-async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_answer(scene):
-    hosted = scene.hosted()
-    (ps,) = scene.cluster.ps
-    await hosted.lock.acquire()  # as if something large was being added
-    calls = [
-        asyncio.create_task(scene.apply(client, [1, 3], sequence=7, closure=5))
-        for client in (scene.a, scene.a, scene.b)
-    ]
-    await asyncio.sleep(1)
-    assert ledger_of(ps).statistics().in_progress == 2
-    assert not any(call.done() for call in calls)
-    hosted.lock.release()
-    accepted = GradientApplied("accepted", 1, 0)
-    assert await asyncio.gather(*calls) == [accepted, accepted, GradientApplied("duplicate", 1, 0)]
-
-
-async def test_a_take_that_ends_while_its_value_is_made_consumes_nothing(scene):
-    hosted = scene.hosted()
-    await scene.apply(scene.b, np.ones(LARGE, np.float32))
-    taking = asyncio.create_task(scene.value(scene.a))
-    await until(lambda: hosted.lock.locked() and hosted.waiting)
-    (take,) = hosted.waiting
-    scene.service.fence(WORKER, 1001)
-    assert hosted.lock.locked()
+def test_a_client_that_was_replaced_applies_and_takes_nothing():
+    ps = ByHand()
+    ps.ask(COORDINATOR, Fence(A[0], A[1] + 1))
     with pytest.raises(FencedError):
-        await taking
-    await asyncio.sleep(1)
-    assert take.state is TakeState.CANCELLED
-    assert scene.held() == (1, 0, 0, 0)
-
-
-async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
-    forbids = DefineAccumulator("f", "dense", "float32", None, "MEAN", "", True, 0)
-    await scene.define(forbids)
-    large = np.ones(LARGE, np.float32)
-    large[-1] = np.nan
-    with pytest.raises(GradientError, match="expected finite values, got 1 of"):
-        await scene.apply(scene.a, large, definition=forbids)
-    large[-1] = 1
-    assert (await scene.apply(scene.a, large, definition=forbids)).count == 1
-
-
-async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
-    hosted = scene.hosted()
-    large = np.ones(LARGE, np.float32)
-    await scene.apply(scene.a, large)
-
-    def adding(values: np.ndarray, weight: float) -> Any:
-        kept.is_torn = True
-        yield
-        raise MemoryError
-
-    kept = hosted.rule._sum
-    kept.adding = adding
-    with pytest.raises(PsyncError):
-        await scene.apply(scene.a, large)
-    (ps,) = scene.cluster.ps
-    assert ps.is_torn
-    assert ps.stopped.is_set()
-    assert "failed half-way" in caplog.text
+        ps.apply(A, [1, 3])
+    with pytest.raises(FencedError):
+        ps.taken(A)
+    assert ps.ask(B, AskAccumulator("g")) == AccumulatorState(0, 0)
 
 
 # --- takes -----------------------------------------------------------------------------------
 
 
-async def test_a_take_that_is_sent_again_gets_the_same_value(scene):
-    await scene.apply(scene.a, [1, 3])
-    assert await scene.value(scene.chief) == [1, 3]
-    await scene.apply(scene.a, [5, 5], local_step=1)
-    assert await scene.value(scene.chief) == [1, 3]
-    assert scene.held() == (1, 1, 0, 1)
+def test_a_take_that_is_sent_again_gets_the_same_value():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
+    assert value_of(ps.taken(COORDINATOR)) == [1, 3]
+    ps.apply(A, [5, 5], local_step=1)
+    assert value_of(ps.taken(COORDINATOR)) == [1, 3]
+    assert ps.held() == (1, 1, 0, 1)
 
 
-async def test_a_value_is_kept_until_its_client_says_that_it_has_it(scene):
-    await scene.apply(scene.a, [1, 3])
-    await scene.value(scene.chief)
-    assert scene.counters()["kept"] == 1
-    scene.chief.links[0].notify(ForgetTakes("g", 2))
-    await asyncio.sleep(1)
-    assert scene.counters()["kept"] == 0
+def test_a_value_is_kept_until_its_client_says_that_it_has_it():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
+    assert ps.taken(COORDINATOR)
+    assert ps.counters()["kept"] == 1
+    ps.tell(COORDINATOR, ForgetTakes("g", 2))
+    assert ps.counters()["kept"] == 0
     with pytest.raises(UsageError, match="does not want take 1 any more"):
-        await scene.value(scene.chief)
+        ps.taken(COORDINATOR)
 
 
-async def test_the_next_take_says_so_too(scene):
-    await scene.apply(scene.a, [1, 3])
-    await scene.value(scene.chief)
-    await scene.waiting(scene.chief, number=2, acked_below=2)
-    assert scene.held() == (0, 1, 1, 0)
-    await scene.apply(scene.a, [1, 3], local_step=1)
+def test_the_next_take_says_so_too():
+    ps = ByHand()
+    ps.apply(A, [1, 3])
+    assert ps.taken(COORDINATOR)
+    ps.log(COORDINATOR, TakeGradient("g", 2, 2, 1))
+    assert ps.held() == (0, 1, 1, 0)
 
 
-async def test_takes_of_two_clients_have_numbers_of_their_own(scene):
-    first = await scene.waiting(scene.a)
-    second = await scene.waiting(scene.b)
-    await scene.apply(scene.a, [1, 3])
-    assert await first == [1, 3]
-    assert not second.done()
-    await scene.apply(scene.a, [2, 2], local_step=1)
-    assert await second == [2, 2]
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_takes_of_two_clients_are_apart_and_one_that_waits_keeps_its_place(asks_again):
+    ps = ByHand()
+    for client in (A, B, *[A] * asks_again):
+        assert ps.taken(client) is None
+    ps.apply(A, [1, 3])
+    assert value_of(ps.answer_of(A)) == [1, 3]
+    assert ps.answer_of(B) is None
+    ps.apply(A, [2, 2], local_step=1)
+    assert value_of(ps.answer_of(B)) == [2, 2]
 
 
-async def test_a_take_that_waits_and_is_sent_again_keeps_its_place(scene):
-    first = await scene.waiting(scene.a)
-    second = await scene.waiting(scene.b)
-    again = await scene.waiting(scene.a)
-    first.cancel()
-    await asyncio.sleep(1)
-    await scene.apply(scene.a, [1, 3])
-    assert await again == [1, 3]
-    assert not second.done()
-    await scene.apply(scene.a, [2, 2], local_step=1)
-    assert await second == [2, 2]
-
-
-async def test_a_take_whose_request_is_cancelled_consumes_nothing(scene):
-    taking = await scene.waiting(scene.chief)
-    taking.cancel()
-    await asyncio.sleep(1)
-    assert scene.held() == (0, 0, 0, 0)
-    assert await scene.apply(scene.a, [1, 3]) == GradientApplied("accepted", 1, 0)
-
-
-async def test_a_cancelled_take_lets_those_behind_it_go_on(scene):
-    first = await scene.waiting(scene.a, 3)
-    second = await scene.waiting(scene.b, 1)
-    await scene.apply(scene.a, [1, 3])
-    await asyncio.sleep(1)
-    assert not second.done()
-    first.cancel()
-    assert await second == [1, 3]
-
-
-async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
-    taking = await scene.waiting(scene.a)
-    scene.cluster.network.partition("a")
-    scene.cluster.network.cut("a")
-    await asyncio.sleep(1)
-    assert scene.held() == (0, 0, 0, 0)
-    assert (await scene.apply(scene.b, [1, 3])).count == 1
-    taking.cancel()
-
-
-def waits_for(scene: Scene) -> Any:
-    """The connection whose take waits."""
-    (peer,) = next(iter(scene.service._waits._waiting.values())).values()
-    return peer
-
-
-async def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait(scene):
-    taking = await scene.waiting(scene.a)
-    peer = waits_for(scene)
-    scene.cluster.network.cut("a")
-    await until(lambda: peer.is_closed)
-    with pytest.raises(ConnectionLost, match="has gone"):
-        scene.service._take(peer, TakeGradient("g", 2, 1, 1), [])
-    taking.cancel()
-
-
-async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scene):
-    await scene.apply(scene.b, [1, 3])
-    takes = [await scene.waiting(scene.a, 3 if n == 1 else 1, number=n) for n in (1, 2, 3)]
-    scene.cluster.network.partition("a")
-    scene.cluster.network.cut("a")
-    await asyncio.sleep(1)
-    assert scene.held() == (1, 0, 0, 0)
-    scene.cluster.network.heal("a")
-    await asyncio.sleep(5)
-    assert scene.held() == (1, 0, 3, 0)  # they are back, and the first one waits for two more
-    await scene.ask(scene.chief, Fence(WORKER, 1001))
-    assert scene.held() == (1, 0, 0, 0)
-    ends = await asyncio.gather(*takes, return_exceptions=True)
-    assert [type(end) for end in ends] == [FencedError] * 3
-
-
-async def test_a_connection_does_not_remember_takes_that_have_ended(scene):
-    await scene.apply(scene.a, [1, 3])
-    await scene.value(scene.a)
-    taking = await scene.waiting(scene.a, number=2)
-    peer = waits_for(scene)
-    assert len(peer.state["takes"]) == 1
-    await scene.apply(scene.b, [1, 3], local_step=1)
-    await taking
-    assert not peer.state["takes"]
-
-
-async def test_a_take_goes_on_after_a_lost_connection(scene):
-    taking = await scene.waiting(scene.a)
-    scene.cluster.network.cut("a")
-    await asyncio.sleep(5)
-    assert scene.held() == (0, 0, 1, 0)
-    await scene.apply(scene.b, [1, 3])
-    assert await taking == [1, 3]
-
-
-async def test_a_value_whose_answer_was_lost_with_the_connection_comes_again(scene):
-    await scene.apply(scene.b, [1, 3])
-    taking = asyncio.create_task(scene.value(scene.a))
-    await until(lambda: scene.counters()["kept"])
-    scene.cluster.network.cut("a")
-    assert not taking.done()
-    assert await taking == [1, 3]
-    assert scene.held() == (0, 1, 0, 1)
-
-
-async def test_a_client_says_that_it_does_not_want_a_take_of_which_the_cancelling_was_lost(scene):
-    taking = await scene.waiting(scene.a)
-    scene.a.links[0].notify(ForgetTakes("g", 2))
-    with pytest.raises(UsageError, match="nobody wants this take any more"):
-        await taking
-    assert scene.held() == (0, 0, 0, 0)
-
-
-async def test_a_fenced_client_takes_nothing(scene):
-    taking = await scene.waiting(scene.a)
-    behind = await scene.waiting(scene.b)
-    await scene.ask(scene.chief, Fence(WORKER, 1001))
-    with pytest.raises(FencedError, match="has been replaced by incarnation 1001"):
-        await taking
-    await scene.apply(scene.b, [1, 3])
-    assert await behind == [1, 3]
-    with pytest.raises(FencedError):
-        await scene.value(scene.a, number=2)
-    with pytest.raises(FencedError):
-        await scene.apply(scene.a, [1, 3])
-
-
-async def test_what_is_kept_for_a_fenced_client_goes(scene):
-    await scene.apply(scene.b, [1, 3])
-    await scene.value(scene.a)
-    assert scene.counters()["kept"] == 1
-    await scene.ask(scene.chief, Fence(WORKER, 1001))
-    assert scene.counters()["kept"] == 0
+def test_what_is_kept_for_a_fenced_client_goes():
+    ps = ByHand()
+    ps.apply(B, [1, 3])
+    assert ps.taken(A)
+    assert ps.counters()["kept"] == 1
+    ps.ask(COORDINATOR, Fence(A[0], A[1] + 1))
+    assert ps.counters()["kept"] == 0
 
 
 @pytest.mark.parametrize("required", [0, -3])
-async def test_a_take_of_no_gradients_is_refused(scene, required):
+def test_a_take_of_no_gradients_is_refused(required):
+    ps = ByHand()
     with pytest.raises(ConfigurationError, match=f"gradients above 0, got {required}"):
-        await scene.value(scene.a, required)
-    assert scene.held() == (0, 0, 0, 0)
+        ps.taken(A, required)
+    assert ps.held() == (0, 0, 0, 0)
 
 
-async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene, monkeypatch):
-    hosted = scene.hosted()
-    await scene.apply(scene.a, [1, 3])
-
-    def failing() -> Any:
-        raise GradientError("not today")
-        yield
-
-    with monkeypatch.context() as patched:
-        patched.setattr(hosted.rule, "_reduce", failing)
-        with pytest.raises(GradientError, match="not today"):
-            await scene.value(scene.b)
-    assert scene.held() == (1, 0, 0, 0)
-    assert await scene.value(scene.b) == [1, 3]  # under the same number
-
-
-async def test_a_new_coordinator_finds_no_accumulators_and_nobody_waiting(scene):
-    taking = await scene.waiting(scene.a)
-    await scene.cluster.attach(scene.cluster.client(CHIEF, 2000), 2000)
-    with pytest.raises(FencedError, match="has been replaced"):
-        await taking
-    assert scene.counters() == dict.fromkeys(scene.counters(), 0)
-
-
-async def test_a_task_that_ends_leaves_nobody_waiting():
-    async with PsCluster() as cluster:
-        scene = Scene(cluster)
-        await scene.define()
-        taking = await scene.waiting(scene.a)
-        taking.cancel()
-
-
-# --- the client ------------------------------------------------------------------------------
-
-
-async def test_a_take_given_up_before_the_ps_has_seen_it_consumes_nothing(scene):
-    client = AccumulatorClient(scene.a)
-    place = Place(DENSE, 0)
-    await client.state(place)
-    await scene.apply(scene.b, [1, 3])
-    for _ in range(3):
-        taking = asyncio.create_task(client.take(place, 2))
-        await asyncio.sleep(0)  # it is sent
-        taking.cancel()
-        await asyncio.wait([taking])
-    await asyncio.sleep(1)
-    assert scene.held() == (1, 0, 0, 0)
+def test_a_take_that_is_read_after_its_connection_has_gone_does_not_wait():
+    ps = ByHand()
+    gone: Any = SimpleNamespace(task=A[0], incarnation=A[1], is_closed=True)
+    with pytest.raises(ConnectionLost, match="has gone"):
+        ps.accumulators.handlers()[TakeGradient].run(gone, TakeGradient("g", 1, 1, 1), [])
+    assert ps.held() == (0, 0, 0, 0)

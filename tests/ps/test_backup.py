@@ -11,17 +11,19 @@ import pytest
 from backups import W, alone, back_up, create, promote, take_over
 from image_tools import freeze, prepare, take, write
 from inside import is_deposed
-from ps_cluster import CHIEF, PsCluster, assign, pull, push, until
+from ps_by_hand import A, PsByHand
+from ps_cluster import CHIEF, CONFIG, PsCluster, assign, pull, push, until
 from psync.client.shard_locks import assign_at_once
-from psync.errors import FencedError, ParameterServerLost, UsageError
+from psync.errors import ParameterServerLost, UsageError
+from psync.wire.ps_messages import Push
 from psync.wire.recovery_messages import BackUp
 
 
-async def test_before_the_first_order_there_is_nothing_to_wait_for() -> None:
-    async with PsCluster(2) as cluster:
-        w = await create(cluster)
-        await push(cluster.client(), (w,), (1.0,))
-        assert cluster.ps[0].statistics()["backup"] == {}
+def test_before_the_first_order_there_is_nothing_to_wait_for() -> None:
+    ps = PsByHand()
+    w = ps.create("w", np.zeros(3, np.float32))
+    ps.ask(A, Push(1, 0, -1, 0, 9, [w], 1, CONFIG, 0), bytes(12))  # answered at once
+    assert ps.services.statistics()["backup"] == {}
 
 
 async def test_a_backup_has_what_was_before_and_what_comes_after() -> None:
@@ -112,11 +114,9 @@ async def test_one_that_was_replaced_serves_nobody() -> None:
             await back_up(cluster, 10)  # of nothing
 
 
-async def test_only_the_coordinator_may_order_it() -> None:
-    async with PsCluster(2) as cluster:
-        other = cluster.client(CHIEF, 99)
-        with pytest.raises(FencedError):
-            await other.links[0].call(lambda _: BackUp(1, "/job:ps/task:1", "ps1:1", False))
+def test_only_the_coordinator_may_order_it() -> None:
+    with pytest.raises(UsageError, match="is not a coordinator"):
+        PsByHand().ask((CHIEF, 99), BackUp(1, "/job:ps/task:1", "ps1:1", False))
 
 
 async def test_an_assign_under_locks_is_followed_though_locks_are_not() -> None:

@@ -247,17 +247,6 @@ async def test_takes_whose_connection_is_lost_wait_at_the_end_on_both(scene: Sce
     await scene.check_same()
 
 
-async def test_the_takes_of_a_client_that_is_fenced_leave_both(scene: Scene) -> None:
-    g = dense()
-    await back_up(scene.cluster)
-    first, second = await busy(scene, g)
-    await scene.ask(scene.cluster.chief, Fence(OTHER, 1001))
-    with pytest.raises(Exception, match="has been replaced"):
-        await second
-    await scene.check_same()
-    first.cancel()
-
-
 async def test_a_large_sum_is_followed_in_pieces_and_entries_come_one_after_the_other(
     scene: Scene,
 ) -> None:

@@ -88,7 +88,10 @@ async def test_a_copy_to_a_process_that_says_nothing_is_given_up() -> None:
         cluster.network.heal("ps1:1")
 
 
-async def test_that_a_process_was_started_again_is_noticed_though_nothing_is_to_be_sent() -> None:
+@pytest.mark.parametrize("sends", [False, True])
+async def test_a_process_that_was_started_again_does_not_follow_which_is_noticed(
+    sends: bool,
+) -> None:
     async with PsCluster(2) as cluster:
         await create(cluster)
         await back_up(cluster)
@@ -96,7 +99,12 @@ async def test_that_a_process_was_started_again_is_noticed_though_nothing_is_to_
         await cluster.ps[1].close()
         again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
         await again.start()
+        fence = Fence("/job:worker/task:9", 5)
+        adding = [asyncio.create_task(say(cluster, 0, fence)) for _ in range(sends)]
         await lost
+        for each in adding:
+            each.cancel()
+        await asyncio.gather(*adding, return_exceptions=True)
         await again.close()
 
 
@@ -111,21 +119,6 @@ async def test_a_connection_that_is_lost_while_nothing_is_to_be_sent_is_made_aga
         await take_over(cluster)
         (value,) = await pull(cluster.chief, w)
         assert np.array_equal(value, W + 3)
-
-
-async def test_a_process_that_was_started_again_does_not_follow() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        lost = asyncio.create_task(back_up(cluster, lost=True))
-        await cluster.ps[1].close()
-        again = PsTask(cluster.platform(incarnation=8), 1, "ps1:1")
-        await again.start()
-        adding = asyncio.create_task(say(cluster, 0, Fence("/job:worker/task:9", 5)))
-        await lost
-        adding.cancel()
-        await asyncio.gather(adding, return_exceptions=True)
-        await again.close()
 
 
 async def test_one_that_is_ended_is_ended_in_the_same_turn_and_deposes_nobody() -> None:

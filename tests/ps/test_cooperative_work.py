@@ -11,8 +11,6 @@ from psync.ps.cooperative_work import INLINE_BYTES, LongWork
 from psync.specs import ShardSpec
 from psync.store.store import Key, ShardStore, Work
 
-pytestmark = pytest.mark.asyncio
-
 TASK = "/job:ps/task:0"
 
 
@@ -57,7 +55,7 @@ async def test_work_goes_on_when_its_request_is_cancelled() -> None:
     assert ps.value(0) == 1
 
 
-async def test_what_is_small_and_idle_fits_into_this_turn() -> None:
+def test_what_is_small_and_idle_fits_into_this_turn() -> None:
     ps = Ps(2)
     assert ps.work.fits_now(ps.store, ps.keys, 8)
     assert not ps.work.fits_now(ps.store, ps.keys, INLINE_BYTES)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inside import store_of
+from ps_by_hand import COORDINATOR, PsByHand
 from ps_cluster import PsCluster, pull, until
 from psync.client.ps_client import PsClient
 from psync.errors import GradientError, PartitionError, RemoteProtocolError
@@ -16,8 +17,6 @@ from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import CreateShards, Pull
 from psync.wire.tensors import to_bytes_view
-
-pytestmark = pytest.mark.asyncio
 
 MiB = 1 << 20
 LARGE = 8 * MiB // 4  # elements of float32: several blocks, applied with the loop running between
@@ -42,31 +41,31 @@ class TestCreation:
             with pytest.raises(PartitionError, match=r"exists already as .*shape \(3,\)"):
                 await ask(cluster.chief, self.message([2]), [nines[:8]])
 
-    async def test_what_does_not_fit_is_refused(self) -> None:
-        async with PsCluster() as cluster:
-            body = to_bytes_view(np.zeros(3, np.float32))
-            for segments in ([body[:8]], [body, body]):
-                with pytest.raises(GradientError, match="do not have the shards' sizes"):
-                    await ask(cluster.chief, self.message([3]), segments)
-            with pytest.raises(GradientError, match="no initial values for 1 shards"):
-                await ask(cluster.chief, self.message([3]))
-            with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
-                await ask(cluster.chief, self.message([-3]), [body])
-            for sources in ([], [None, None]):
-                uneven = CreateShards(self.message([3]).shards, sources)
-                with pytest.raises(RemoteProtocolError, match=f"{len(sources)} sources for 1 s"):
-                    await ask(cluster.chief, uneven, [body])
-            for dtype, element in (("float32", b"123"), ("bool", b"\2"), ("int8", b"")):
-                constant = CreateShards([("v", 0, 0, 0, [3], dtype)], [element])
-                with pytest.raises(GradientError, match=f"expected an element of {dtype}, got b"):
-                    await ask(cluster.chief, constant)
-            copied = CreateShards(self.message([3]).shards, [(0, 1)])
+    def test_what_does_not_fit_is_refused(self) -> None:
+        ps = PsByHand()
+        body = bytes(12)
+        for segments in ([body[:8]], [body, body]):
             with pytest.raises(GradientError, match="do not have the shards' sizes"):
-                await ask(cluster.chief, copied, [body])
-            assert not store_of(cluster.ps[0]).keys()
-            wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
-            with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
-                await ask(cluster.chief, wrong, [body])
+                ps.ask(COORDINATOR, self.message([3]), *segments)
+        with pytest.raises(GradientError, match="no initial values for 1 shards"):
+            ps.ask(COORDINATOR, self.message([3]))
+        with pytest.raises(RemoteProtocolError, match=r"negative numbers .* 'v'"):
+            ps.ask(COORDINATOR, self.message([-3]), body)
+        for sources in ([], [None, None]):
+            uneven = CreateShards(self.message([3]).shards, sources)  # type: ignore[arg-type]
+            with pytest.raises(RemoteProtocolError, match=f"{len(sources)} sources for 1 s"):
+                ps.ask(COORDINATOR, uneven, body)
+        for dtype, element in (("float32", b"123"), ("bool", b"\2"), ("int8", b"")):
+            constant = CreateShards([("v", 0, 0, 0, [3], dtype)], [element])
+            with pytest.raises(GradientError, match=f"expected an element of {dtype}, got b"):
+                ps.ask(COORDINATOR, constant)
+        copied = CreateShards(self.message([3]).shards, [(0, 1)])
+        with pytest.raises(GradientError, match="do not have the shards' sizes"):
+            ps.ask(COORDINATOR, copied, body)
+        wrong = CreateShards([("v", 0, 0, 0, [3], "complex64")], [None])
+        with pytest.raises(PartitionError, match="dtype 'complex64' is not supported"):
+            ps.ask(COORDINATOR, wrong, body)
+        assert not ps.store.keys()
 
     async def test_a_large_shard_is_filled_although_its_request_is_given_up(self) -> None:
         async with PsCluster(chunk=(1 << 20, 1 << 20)) as cluster:

@@ -11,7 +11,7 @@ import pytest
 from inside import endpoint_of, ledger_of, peers_of
 from ps_cluster import OTHER, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.client.ps_client import PsClient
-from psync.errors import CutLost, FencedError, UsageError
+from psync.errors import CutLost, UsageError
 from psync.ps import cut_gate
 from psync.wire.codec import Message
 from psync.wire.ps_messages import Fence
@@ -121,32 +121,6 @@ async def test_a_part_whose_client_is_replaced_or_that_was_refused_is_not_waited
         assert not missing.done()
         await say(cluster.chief, Fence(WORKER, me[1] + 1), 1)
         await missing
-
-
-async def test_a_repetition_is_answered_while_the_gate_is_shut() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        worker = cluster.client(WORKER)
-        release = hold(cluster.ps[0], v)
-        update = asyncio.ensure_future(push(worker, [v], [1]))
-        await until(lambda: ledger_of(cluster.ps[0]).statistics().answers)
-        shut = asyncio.ensure_future(say(cluster.chief, Gate(1)))
-        await settle()
-        (peer,) = peers_of(worker.links[0])
-        peer.abort()  # the client sends it again
-        await settle()
-        release()
-        await shut
-        await update
-        assert await values(worker, v) == [-0.5]
-
-
-async def test_only_the_coordinator_that_is_served_shuts_the_gate() -> None:
-    async with PsCluster() as cluster:
-        with pytest.raises(UsageError, match="is not a coordinator"):
-            await say(cluster.client(WORKER), Gate(1))
-        with pytest.raises(FencedError):
-            await say(cluster.client("/job:chief/task:0", 101), Gate(1))
 
 
 async def test_the_gate_opens_with_the_connection_over_which_it_was_shut() -> None:

@@ -23,10 +23,8 @@ from psync.specs import VariableSpec
 from psync.store.snapshot import ImageState
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
-    AskShared,
     DropFrozen,
     Freeze,
-    Shared,
     WriteFrozen,
 )
 
@@ -94,17 +92,6 @@ class TestFreeze:
             state, _ = await freezing
             assert state.versions == {v.shards[0].key: 1}
 
-    async def test_rows_that_are_constant_in_part(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros((5000, 64), np.float32))
-            store = store_of(cluster.ps[0])
-            key, rows = v.shards[0].key, np.array([3, 4999])
-            for _ in store.scatter(key, "assign", rows, np.ones((2, 64), np.float32)):
-                pass
-            state, _ = await freeze(cluster)
-            got = np.frombuffer(await read(cluster, 0, 0, state.items[0].nbytes), np.float32)
-            assert got.sum() == 128
-
     async def test_the_same_cut_again_is_the_same_contents(self) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.zeros(3, np.float32))
@@ -163,13 +150,6 @@ class TestFreeze:
 
 @pytest.mark.asyncio
 class TestWriting:
-    async def test_a_file_that_both_see(self, tmp_path: Path) -> None:
-        async with PsCluster() as cluster:
-            (tmp_path / "nonce").write_text("abc")
-            for text, same in (("abc", True), ("abd", False)):
-                received = await call(cluster.chief, AskShared(str(tmp_path / "nonce"), text))
-                assert received.message == Shared(same)
-
     async def test_the_same_request_again_gets_the_same_answer(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
             await cluster.create("v", np.ones(LARGE, np.float32))

@@ -79,7 +79,7 @@ def test_what_is_large_is_not_done_at_once() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_work_in_pieces_is_done_one_after_the_other_in_the_order_of_its_coming() -> None:
+async def test_work_in_pieces_is_done_in_the_order_of_its_coming_also_after_an_error() -> None:
     hosted = HostedAccumulator(DENSE)
     done: list[str] = []
 
@@ -87,25 +87,16 @@ async def test_work_in_pieces_is_done_one_after_the_other_in_the_order_of_its_co
         for piece in range(3):
             done.append(f"{name}{piece}")
             yield
+        if name == "b":
+            raise ValueError("here")
         return name
 
-    names = await asyncio.gather(*(hosted.in_turn(lambda n=n: work(n)) for n in "ab"))
-    assert names == ["a", "b"]
-    assert done == ["a0", "a1", "a2", "b0", "b1", "b2"]
+    turns = (hosted.in_turn(lambda n=n: work(n)) for n in "abc")
+    first, second, third = await asyncio.gather(*turns, return_exceptions=True)
+    assert (first, str(second), third) == ("a", "here", "c")
+    assert isinstance(second, ValueError)
+    assert done == ["a0", "a1", "a2", "b0", "b1", "b2", "c0", "c1", "c2"]
     assert hosted.fits_now(0)
-
-
-@pytest.mark.virtual_time
-async def test_an_error_lets_the_next_one_begin() -> None:
-    hosted = HostedAccumulator(DENSE)
-
-    def fails() -> Pieces[None]:
-        yield
-        raise ValueError("here")
-
-    with pytest.raises(ValueError, match="here"):
-        await hosted.in_turn(fails)
-    assert not hosted.lock.locked()
 
 
 def test_bytes_of_an_array_are_those_of_the_gradient() -> None:

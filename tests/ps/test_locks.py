@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from inside import locks_of, work_of
+from ps_by_hand import A, PsByHand
 from ps_cluster import (
     OTHER,
     WORKER,
@@ -26,6 +27,7 @@ from psync.ps.locks import MAX_LEASE_S
 from psync.specs import VariableSpec
 from psync.wire.codec import Message
 from psync.wire.lock_messages import AssignLocked, LockShards, PullLocked, RenewLock, UnlockShards
+from psync.wire.ps_messages import Assign, Pushed
 
 
 async def say(client: PsClient, message: Message, ps: int = 0, **options: Any) -> Any:
@@ -105,16 +107,13 @@ async def test_who_holds_no_lock_may_not_speak_under_it() -> None:
         assert await value_of(other, v) == 0
 
 
-async def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        client = cluster.client()
-        keys = [(v.variable_id, 0)]
-        message = AssignLocked(1, 1, -1, 0, 9, keys, "assign", lock=1)
-        with pytest.raises(LockLost):
-            await say_body(client, message, memoryview(bytes(8)))
-        await lock(client, v)
-        assert (await say_body(client, message, memoryview(bytes(8)))).outcome == "accepted"
+def test_an_assign_that_was_refused_for_its_lock_is_not_noted_as_done() -> None:
+    ps = PsByHand()
+    v = ps.create("v", [0.0])
+    call = (1, 1, 5, 0, 9, [v], "assign")
+    with pytest.raises(LockLost):
+        ps.ask(A, AssignLocked(*call, lock=1), bytes(8))
+    assert ps.ask(A, Assign(*call), bytes(8)) == Pushed("accepted", 0)
 
 
 async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
@@ -132,21 +131,6 @@ async def test_a_lock_waits_for_an_update_that_is_under_way() -> None:
         release()
         await asyncio.gather(update, locking)
         assert await value_of(holder, v) == 1
-
-
-async def test_of_two_locks_the_first_is_first_and_updates_have_their_turn_between() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        first, second = cluster.client(WORKER), cluster.client(OTHER)
-        await lock(first, v)
-        update = asyncio.ensure_future(assign(first, v, [1.0], "add"))
-        await settle()
-        locking = asyncio.ensure_future(lock(second, v))
-        await settle()
-        assert not locking.done()
-        await unlock(first)
-        await asyncio.gather(locking, update)
-        assert await value_of(first, v) == 1
 
 
 async def test_a_lock_ends_with_its_connection() -> None:
@@ -223,16 +207,15 @@ async def test_a_new_coordinator_ends_the_locks_of_the_old_ones_tasks() -> None:
         assert cluster.ps[0].statistics()["locks"]["held"] == 0
 
 
-async def test_what_makes_no_sense_is_refused() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [0.0])
-        client = cluster.client()
-        for lease_s in (0, -1, MAX_LEASE_S + 1, float("nan")):
-            with pytest.raises(UsageError, match="expected a lease above 0 and up to 60 s"):
-                await lock(client, v, lease_s=lease_s)
-        with pytest.raises(UnknownVariableError, match="holds no shard 3"):
-            await say(client, LockShards(1, [(v.variable_id, 3)], 1.0))
-        await assign(client, v, [1.0])
+def test_what_makes_no_sense_is_refused() -> None:
+    ps = PsByHand()
+    v = ps.create("v", [0.0])
+    for lease_s in (0, -1, MAX_LEASE_S + 1, float("nan")):
+        with pytest.raises(UsageError, match="expected a lease above 0 and up to 60 s"):
+            ps.ask(A, LockShards(1, [v], lease_s))
+    with pytest.raises(UnknownVariableError, match="holds no shard 3"):
+        ps.ask(A, LockShards(1, [(v[0], 3)], 1.0))
+    assert ps.services.locks.statistics() == {"held": 0, "taken": 0, "expired": 0}
 
 
 async def test_a_ps_that_ends_waits_for_no_lock() -> None:

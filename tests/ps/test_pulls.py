@@ -7,20 +7,24 @@ import asyncio
 import numpy as np
 import pytest
 
-from ps_cluster import CONFIG, PsCluster, hold, pull, push
+from ps_by_hand import A, PsByHand, joined
+from ps_cluster import CONFIG, PsCluster, hold, pull
 from psync.errors import LockLost, UsageError
+from psync.wire.lock_messages import PullLocked
+from psync.wire.ps_messages import Pull, Push
 
 
-async def test_values_and_slots_are_pulled_and_counted() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", [1.0, 2.0])
-        assert (await pull(cluster.chief, v))[0].tolist() == [1, 2]
-        await push(cluster.chief, [v], [1.0], config={**CONFIG, "momentum": 0.9})
-        (slot,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
-        assert slot.tolist() == [-0.5, -0.5]
-        with pytest.raises(UsageError, match="has no slot 'm'"):
-            await pull(cluster.chief, v, optimizer=1, slot="m")
-        assert cluster.ps[0].statistics()["pulls"] >= 2
+def test_values_and_slots_are_pulled_and_counted() -> None:
+    ps = PsByHand()
+    v = ps.create("v", [1.0, 2.0])
+    assert ps.value(v).tolist() == [1, 2]
+    config = {**CONFIG, "momentum": 0.9}
+    ps.ask(A, Push(1, 0, -1, 0, 9, [v], 1, config, 0), np.ones(2).tobytes())
+    (slot,) = ps.call(A, Pull(9, None, 1, "momentum")).segments
+    assert np.frombuffer(joined([slot])).tolist() == [-0.5, -0.5]
+    with pytest.raises(UsageError, match="has no slot 'm'"):
+        ps.ask(A, Pull(9, None, 1, "m"))
+    assert ps.services.pulls.pulls >= 2
 
 
 async def test_a_pull_waits_for_a_shard_that_is_busy() -> None:
@@ -34,8 +38,8 @@ async def test_a_pull_waits_for_a_shard_that_is_busy() -> None:
         assert [array.tolist() for array in await pulling] == [[2], [1]]
 
 
-async def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
-    async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros(2), shards=2)
-        with pytest.raises(LockLost, match="lock 7 has ended"):
-            await pull(cluster.chief, v, lock=7)
+def test_a_pull_under_a_lock_that_is_not_held_is_refused() -> None:
+    ps = PsByHand()
+    v = ps.create("v", np.zeros(2))
+    with pytest.raises(LockLost, match="lock 7 has ended"):
+        ps.ask(A, PullLocked(9, [v], -1, "", 7))

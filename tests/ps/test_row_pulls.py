@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inside import store_of, work_of
+from ps_by_hand import A, PsByHand, joined
 from ps_cluster import WORKER, PsCluster, assign, hold, pull, until
 from psync.errors import GradientError, PsyncError, RemoteError, RemoteProtocolError, UsageError
 from psync.net.peer import Received
@@ -22,6 +23,19 @@ aio = pytest.mark.asyncio
 
 VALUE = np.arange(30, dtype=np.float32).reshape(10, 3)
 ALL = (0, 0, 10, 0, 10, 1)
+
+
+def rows_of(ps: PsByHand, message: PullRows, *numbers: list[int]) -> list[list[float]]:
+    """Ask for rows; return those of each part."""
+    reply = ps.call(A, message, *(np.array(rows, np.int64).tobytes() for rows in numbers))
+    assert isinstance(reply.message, RowsPulled)
+    return [np.frombuffer(joined([each]), np.float32).tolist() for each in reply.segments]
+
+
+def holding(value: np.ndarray = VALUE, **limits: int) -> PsByHand:
+    ps = PsByHand(limits=Limits(**limits))
+    ps.create("v", value)
+    return ps
 
 
 async def ask(cluster: PsCluster, message: PullRows, *numbers: list[int]) -> Received:
@@ -44,7 +58,6 @@ async def test_several_parts_are_answered_in_their_order() -> None:
         assert got == [rows.reshape(-1).tolist() for rows in expected]
 
 
-@aio
 @pytest.mark.parametrize(
     ("parts", "numbers", "expected"),
     [
@@ -59,26 +72,22 @@ async def test_several_parts_are_answered_in_their_order() -> None:
         ([(0, 0, 1, 0, 2**63, 2**62)], [], (RemoteProtocolError, "row numbers beyond")),
     ],
 )
-async def test_what_does_not_fit_is_refused(
+def test_what_does_not_fit_is_refused(
     parts: list[tuple[int, int, int, int, int, int]],
     numbers: list[list[int]],
     expected: tuple[type[PsyncError], str],
 ) -> None:
-    async with PsCluster() as cluster:
-        await cluster.create("v", VALUE)
-        with pytest.raises(expected[0], match=expected[1]):
-            await ask(cluster, PullRows(parts, -1, ""), *numbers)
-        assert parts_of(await ask(cluster, PullRows([ALL], -1, ""))) == [VALUE.reshape(-1).tolist()]
+    ps = holding()
+    with pytest.raises(expected[0], match=expected[1]):
+        rows_of(ps, PullRows(parts, -1, ""), *numbers)
+    assert rows_of(ps, PullRows([ALL], -1, "")) == [VALUE.reshape(-1).tolist()]
 
 
-@aio
-async def test_no_more_is_gathered_than_the_limit_allows() -> None:
-    async with PsCluster(limits=Limits(gathered_bytes=24)) as cluster:
-        await cluster.create("v", VALUE)
-        assert parts_of(await ask(cluster, PullRows([ALL], -1, "")))  # nothing is gathered
-        message = PullRows([(0, 0, 3, 0, 0, 0)], -1, "")
-        with pytest.raises(UsageError, match="36 bytes of rows asked for at once, at most 24"):
-            await ask(cluster, message, [1, 1, 1])
+def test_no_more_is_gathered_than_the_limit_allows() -> None:
+    ps = holding(gathered_bytes=24)
+    assert rows_of(ps, PullRows([ALL], -1, ""))  # nothing is gathered
+    with pytest.raises(UsageError, match="36 bytes of rows asked for at once, at most 24"):
+        rows_of(ps, PullRows([(0, 0, 3, 0, 0, 0)], -1, ""), [1, 1, 1])
 
 
 @aio
@@ -118,16 +127,15 @@ async def test_many_rows_are_gathered_with_the_loop_running_in_between() -> None
         assert ((await pull(cluster.chief, v))[0] == value + 1).all()
 
 
-@aio
-async def test_what_is_answered_does_not_change_while_it_is_on_its_way() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", VALUE)
-        views = store_of(cluster.ps[0]).read_range(v.shards[0].key, 1, 3)
-        before = b"".join(views)
-        rows, ones = np.array([1, 2]), np.ones((2, 3), np.float32)
-        await cluster.chief.scatter(v, rows, ones, op="add", closure=-1, ordinal=0)
-        assert b"".join(views) == before
-        np.testing.assert_array_equal(await cluster.chief.read_range(v, 1, 3), VALUE[1:3] + 1)
+def test_what_is_answered_does_not_change_while_it_is_on_its_way() -> None:
+    ps = holding()
+    middle = PullRows([(0, 0, 2, 1, 3, 1)], -1, "")
+    on_its_way = ps.call(A, middle).segments
+    rows, ones = np.array([1, 2]), np.ones((2, 3), np.float32)
+    for _ in ps.store.scatter((0, 0), "add", rows, ones):
+        pass
+    assert joined(on_its_way) == VALUE[1:3].tobytes()
+    assert rows_of(ps, middle) == [(VALUE[1:3] + 1).reshape(-1).tolist()]
 
 
 numbers = st.integers(-3, 12) | st.sampled_from([-(2**63), 2**63 - 1])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from image_tools import call, fill, freeze, prepare, read, read_all, take, write
-from inside import accumulators_of, ledger_of, store_of, sync_of, work_of
-from ps_cluster import CHIEF, OTHER, RATE, WORKER, PsCluster, assign, hold, pull, push, until
+from image_tools import call, fill, freeze, prepare, read_all, take, write
+from inside import accumulators_of, sync_of, work_of
+from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.errors import (
     CheckpointCorrupt,
     FencedError,
@@ -42,16 +42,18 @@ from psync.wire.messages import AskStatistics, Done
 from psync.wire.ps_messages import (
     AskOptimizer,
     Fence,
-    FinalBelow,
     OptimizerState,
     Pushed,
     SetOptimizer,
 )
 from psync.wire.recovery_messages import (
+    Admit,
     AskShared,
     DropFrozen,
     FillImage,
     Freeze,
+    Gate,
+    OpenGate,
     PrepareImage,
     ReadFrozen,
     TakeImage,
@@ -85,17 +87,12 @@ def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
     return image
 
 
-@pytest.mark.asyncio
-def sender_of(cluster: PsCluster, task: str) -> Any:
-    """What the ledger of ps 0 knows of a client."""
-    return ledger_of(cluster.ps[0])._senders[task]
-
-
 class TestWho:
     @pytest.mark.parametrize(
         "message",
         [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
-         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, [])],
+         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, []),
+         Gate(1), Admit(1, []), OpenGate(1)],  # with which a cut begins
         ids=lambda message: type(message).__name__,
     )  # fmt: skip
     async def test_only_the_coordinator_that_is_served_may_ask(self, message: Message) -> None:
@@ -141,36 +138,6 @@ class TestGoingBack:
             assert await adam(cluster, v, 3.0, client=again, closure=5, ordinal=1) == ["accepted"]
             assert await everything(cluster, v) == after
 
-    async def test_a_message_of_the_coordinator_is_answered_as_before(self, tmp_path: Path) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.ones(5, np.float32))
-            (first,) = await push(cluster.chief, (v,), (1.0,), config=ADAM)
-            sender = sender_of(cluster, CHIEF)
-            state, _ = await freeze(cluster)
-            (kept,) = [each for each in state.ledger.senders if each.task == CHIEF]
-            assert unpack_answer(kept.answers[-1][2]) == first
-            await prepare(
-                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
-            )
-            await take(cluster)
-            restored = sender_of(cluster, CHIEF)
-            assert restored is not sender
-            assert restored.incarnation == sender.incarnation
-            assert [m.answer for m in restored.messages.values()][-1] == first
-
-    async def test_final_closures_stay_final(self, tmp_path: Path) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.ones(5, np.float32))
-            cluster.chief.links[0].notify(FinalBelow(7))
-            await adam(cluster, v, 1.0, closure=8)
-            state, _ = await freeze(cluster)
-            await prepare(
-                cluster, state, tmp_path / "a", await write(cluster, state, tmp_path / "a")
-            )
-            await take(cluster)
-            other = cluster.client(OTHER, 1001)
-            assert await adam(cluster, v, 1.0, client=other, closure=6) == ["duplicate"]
-
     async def test_an_empty_ps_takes_up_what_another_one_held(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:
             v = await cluster.create("v", np.ones(LARGE, np.float32))
@@ -207,21 +174,6 @@ class TestGoingBack:
                 await fill(cluster, place, data[:half])
             await take(cluster)
             assert await everything(cluster, v) == expected
-
-    async def test_a_table_that_was_never_touched_needs_no_bytes(self) -> None:
-        async with PsCluster() as cluster:
-            store = store_of(cluster.ps[0])
-            v = await cluster.create("v", np.zeros(2, np.float32))
-            spec = dataclasses.replace(v.shards[0], variable_id=50, shape=(8_000_000, 64))
-            store.create(spec, fill=0.25)
-            state, _ = await freeze(cluster)
-            assert (
-                await read(cluster, 1, 2048_000_000 - 4, 2048_000_000) == np.float32(0.25).tobytes()
-            )
-            await prepare(cluster, state)
-            await fill(cluster, 0, bytes(8))
-            await take(cluster)
-            assert store_of(cluster.ps[0]).shards()[spec.key].values.num_made == 0
 
     async def test_repetitions_change_nothing(self, tmp_path: Path) -> None:
         async with PsCluster() as cluster:

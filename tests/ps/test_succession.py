@@ -70,7 +70,7 @@ async def test_it_says_what_it_serves_whose_backups_it_has_and_for_which_it_wait
         assert await served(newer, 1) == ([(1, "", FIRST, 0, 0, -1, 0)], [(0, FIRST, 3)])
 
 
-async def test_a_backup_that_serves_is_told_with_its_address_and_order() -> None:
+async def test_a_backup_that_serves_is_told_with_its_address_order_and_life() -> None:
     async with PsCluster(2) as cluster:
         await create(cluster)
         await back_up(cluster)
@@ -82,6 +82,8 @@ async def test_a_backup_that_serves_is_told_with_its_address_and_order() -> None
         await attach(newer, 0, NEXT)  # which counts its orders anew
         primaries, _ = await served(newer, 1)
         assert (0, served_at(cluster), NEXT, 0, 0, -1, 0) in primaries
+        received = await newer.links[0].call(lambda _: DescribeShards())
+        assert f'"life": {FIRST}'.encode() in b"".join(received.segments)
 
 
 async def test_one_that_was_replaced_is_not_told_and_of_no_life() -> None:
@@ -99,18 +101,6 @@ async def test_one_that_was_replaced_is_not_told_and_of_no_life() -> None:
         await attach(newer, 0, NEXT)
         received = await newer.links[0].call(lambda _: DescribeShards())
         assert b'"life": 0' in b"".join(received.segments)
-
-
-async def test_a_copy_has_the_life_of_what_it_copies() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        newer = cluster.client(CHIEF, NEXT)
-        newer.links[0].address = served_at(cluster)
-        await attach(newer, 0, NEXT)
-        received = await newer.links[0].call(lambda _: DescribeShards())
-        assert f'"life": {FIRST}'.encode() in b"".join(received.segments)
 
 
 async def test_from_the_question_on_no_backup_of_before_is_made_or_begins_to_serve() -> None:
@@ -224,22 +214,15 @@ async def test_the_process_of_ps_0_grants_above_what_it_hosts_and_what_it_was_as
         assert granted.incarnation >= NEXT + RANGE
 
 
-async def test_a_ps_0_that_serves_in_another_process_grants_nothing() -> None:
-    async with PsCluster(2) as cluster:
-        await create(cluster)
-        await back_up(cluster)
-        await take_over(cluster)
-        for _ in range(2):
-            granted = await ask(cluster.chief, 0, GrantCoordinator(0, 0))
-            assert granted.incarnation == FIRST
-
-
-async def test_a_chief_that_talks_to_a_backup_that_serves_is_a_chief_of_the_process() -> None:
+async def test_a_chief_that_talks_to_a_backup_that_serves_is_a_chief_of_its_process() -> None:
+    """Which grants nothing, in ps 0's place."""
     async with PsCluster(2) as cluster:
         await create(cluster)
         await back_up(cluster)
         presence: ChiefPresence = cluster.ps[1].chief
         before = presence._connections
         await take_over(cluster)
-        await ask(cluster.chief, 0, GrantCoordinator(0, 0))
+        for _ in range(2):
+            granted = await ask(cluster.chief, 0, GrantCoordinator(0, 0))
+            assert granted.incarnation == FIRST
         assert presence._connections > before

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from inside import endpoint_of, ledger_of, points_of, work_of
+from ps_by_hand import COORDINATOR, A, B, PsByHand
 from ps_cluster import (
+    CONFIG,
     OTHER,
     WORKER,
     PsCluster,
@@ -27,16 +29,15 @@ from psync.errors import (
     UsageError,
 )
 from psync.specs import VariableSpec
-from psync.store.ledger import Fresh
+from psync.store.ledger import Client, Fresh
+from psync.store.store import Key
 from psync.testing.sabotage import Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.ps_messages import AverageShards, FinalBelow, Pushed
+from psync.wire.ps_messages import Assign, AverageShards, FinalBelow, Push, Pushed
 
 MiB = 1 << 20
 LARGE = 8 * MiB // 4  # elements of float32: several blocks, applied with the loop running between
-
-pytestmark = pytest.mark.asyncio
 
 
 async def ask(client: PsClient, message: Message, segments: Any = (), ps: int = 0) -> Message:
@@ -52,6 +53,77 @@ async def counters(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
 
 def outcomes(answers: list[Any]) -> list[str]:
     return [answer.outcome for answer in answers]
+
+
+class Ps(PsByHand):
+    """One ps with a variable of three zeros, and clients that number what they send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = self.create("v", np.zeros(3, np.float32))
+        self._sequence = 0
+
+    def push(self, client: Client, key: Key, gradient: float, *call: int) -> str:
+        """Push to a variable; return the outcome."""
+        self._sequence += 1
+        closure, ordinal = (*call, 0)[:2] if call else (-1, 0)
+        message = Push(self._sequence, 0, closure, ordinal, key[0], [key], 1, CONFIG, 0)
+        spec = self.store.spec(key)
+        answer = self.ask(client, message, np.full(spec.shape, gradient, spec.dtype).tobytes())
+        assert isinstance(answer, Pushed)
+        return answer.outcome
+
+    def count(self, counter: str) -> int:
+        """A counter of the ledger."""
+        counters: dict[str, int] = self.services.statistics()["ledger"]
+        return counters[counter]
+
+
+class TestCalls:
+    """Each call of a closure counts once, in whichever run."""
+
+    def test_the_second_run_of_a_closure_is_a_duplicate_on_each_variable(self) -> None:
+        ps = Ps()
+        w = ps.create("w", np.zeros(2, np.float32))
+        for key in (ps.v, w):
+            call = (5, key[0])
+            assert ps.push(A, key, 2.0, *call) == "accepted"
+            assert ps.push(B, key, 8.0, *call) == "duplicate"
+            assert ps.push(B, key, 2.0, 5, 7 + key[0]) == "accepted"
+            assert (ps.value(key) == -2).all()
+
+    def test_another_set_of_variables_in_the_second_run_is_an_error(self) -> None:
+        ps = Ps()
+        w = ps.create("w", np.zeros(3, np.float32))
+        ps.push(A, ps.v, 2.0, 5)
+        with pytest.raises(
+            UsageError,
+            match=r"closure 5, call 0 updates other variables \(w\) than in its first run "
+            r"\(v\)",
+        ):
+            ps.push(B, w, 2.0, 5)
+        assert not ps.value(w).any()
+
+    def test_the_second_run_is_applied_if_the_first_is_refused(self) -> None:
+        ps = Ps()
+        w = ps.create("w", np.array([True, False]))
+        first, second = (Assign(1, 0, 5, 0, w[0], [w], "assign") for _ in range(2))
+        with pytest.raises(GradientError, match="bytes other than 0 and 1"):
+            ps.ask(A, first, b"\7\0")
+        assert ps.ask(B, second, b"\0\1") == Pushed("accepted", 0)
+        assert ps.value(w).tolist() == [False, True]
+
+    def test_final_closures_are_forgotten_and_count_no_more(self) -> None:
+        ps = Ps()
+        for closure in range(20):
+            ps.push(A, ps.v, 2.0, closure)
+        assert ps.count("calls") == 20
+        ps.tell(A, FinalBelow(20))  # a worker does not decide that
+        assert ps.count("calls") == 20
+        ps.tell(COORDINATOR, FinalBelow(18))
+        assert ps.count("calls") == 2
+        assert ps.push(B, ps.v, 2.0, 3) == "duplicate"
+        assert (ps.value(ps.v) == -20).all()
 
 
 class TestIdentity:
@@ -110,17 +182,6 @@ class TestIdentity:
             assert await self.value(cluster, v) == -1
             committer.end()
 
-    async def test_the_second_run_of_a_closure_is_a_duplicate_on_each_shard(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", np.zeros((4, 2), np.float32), shards=2)
-            first, second = cluster.client(WORKER), cluster.client(OTHER)
-            assert outcomes(await push(first, (v,), (2.0,), closure=5)) == ["accepted"] * 2
-            assert outcomes(await push(second, (v,), (8.0,), closure=5)) == ["duplicate"] * 2
-            assert outcomes(await push(second, (v,), (2.0,), closure=5, ordinal=1)) == (
-                ["accepted"] * 2
-            )
-            assert await self.value(cluster, v) == -2
-
     async def test_where_the_first_run_has_not_come_the_second_counts(self) -> None:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
@@ -156,19 +217,6 @@ class TestIdentity:
             assert await self.value(cluster, v) == -1
             await asyncio.gather(pushing, return_exceptions=True)
 
-    async def test_another_set_of_variables_in_the_second_run_is_an_error(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            w = await cluster.create("w", np.zeros(3, np.float32))
-            await push(cluster.client(WORKER), (v,), (2.0,), closure=5)
-            with pytest.raises(
-                UsageError,
-                match=r"closure 5, call 0 updates other variables \(w\) than in its first run "
-                r"\(v\)",
-            ):
-                await push(cluster.client(OTHER), (w,), (2.0,), closure=5)
-            assert await self.value(cluster, w) == 0
-
     @pytest.mark.parametrize("size", [3, LARGE], ids=["control", "bulk"])
     async def test_the_second_run_waits_while_the_first_is_being_applied(self, size: int) -> None:
         async with PsCluster(chunk=(1 << 18, 1 << 20)) as cluster:
@@ -202,32 +250,6 @@ class TestIdentity:
             assert outcomes(await again) == ["accepted"]
             assert await self.value(cluster, v) == -1
 
-    async def test_the_second_run_is_applied_if_the_first_is_refused(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.array([True, False]))
-            first, second = cluster.client(WORKER), cluster.client(OTHER)
-            bad = np.array([7, 0], np.uint8).view(np.bool_)
-            with pytest.raises(GradientError, match="bytes other than 0 and 1"):
-                await assign(first, v, bad, closure=5)
-            answers = await assign(second, v, np.array([False, True]), closure=5)
-            assert outcomes(answers) == ["accepted"]
-
-    async def test_final_closures_are_forgotten_and_count_no_more(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            client, late = cluster.client(WORKER), cluster.client(OTHER)
-            for closure in range(20):
-                await push(client, (v,), (2.0,), closure=closure)
-            assert (await counters(cluster))["ledger"]["calls"] == 20
-            client.links[0].notify(FinalBelow(20))  # a worker does not decide that
-            await pull(client, v)
-            assert (await counters(cluster))["ledger"]["calls"] == 20
-            cluster.chief.links[0].notify(FinalBelow(18))
-            ledger = (await counters(cluster))["ledger"]
-            assert (ledger["calls"], ledger["answers"]) == (2, 1)
-            assert outcomes(await push(late, (v,), (2.0,), closure=3)) == ["duplicate"]
-            assert await self.value(cluster, v) == -20
-
 
 def average_of(
     spec: VariableSpec, original: VariableSpec, decay: float = 0.5, **identity: int
@@ -238,18 +260,42 @@ def average_of(
 
 
 class TestAverages:
-    async def test_an_average_that_is_repeated_happens_once(self) -> None:
-        async with PsCluster() as cluster:
-            s = await cluster.create("s", np.zeros(3, np.float32))
-            v = await cluster.create("v", np.ones(3, np.float32))
-            client, other = cluster.client(), cluster.client(OTHER)
-            message = average_of(s, v, closure=5)
-            assert await ask(client, message) == Pushed("accepted", 0)
-            assert await ask(client, message) == Pushed("accepted", 0)  # the same answer
-            again = average_of(s, v, closure=5)  # the closure's next run
-            assert await ask(other, again) == Pushed("duplicate", 0)
-            assert (await pull(client, s))[0].tolist() == [0.5] * 3
-            assert (await counters(cluster))["assigns"] == 1
+    def holding(self) -> tuple[Ps, Key, Key]:
+        """An average of zeros, and its original of ones."""
+        ps = Ps()
+        return ps, ps.v, ps.create("original", np.ones(3, np.float32))
+
+    def test_an_average_that_is_repeated_happens_once(self) -> None:
+        ps, s, v = self.holding()
+        message = AverageShards(1, 0, 5, 0, [(s[0], v[0], 0)], 0.5)
+        assert ps.ask(A, message) == Pushed("accepted", 0)
+        assert ps.ask(A, message) == Pushed("accepted", 0)  # the same answer
+        assert ps.ask(B, message) == Pushed("duplicate", 0)  # the closure's next run
+        assert ps.value(s).tolist() == [0.5] * 3
+        assert ps.services.updates.assigns == 1
+
+    def test_what_does_not_fit_is_refused_before_anything_is_averaged(self) -> None:
+        ps, s, v = self.holding()
+        wide = ps.create("wide", np.ones(4, np.float32))
+        count = ps.create("count", np.ones(3, np.int32))
+        good = (s[0], v[0], 0)
+
+        def refused(shards: list[tuple[int, int, int]], decay: float) -> None:
+            ps.ask(A, AverageShards(1, 0, -1, 0, shards, decay))
+
+        with pytest.raises(PartitionError, match=r"expected shape \(4,\) float32, as "):
+            refused([good, (s[0], wide[0], 0)], 0.5)
+        with pytest.raises(GradientError, match="only floating-point variables have moving"):
+            refused([good, (count[0], count[0], 0)], 0.5)
+        with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
+            refused([good, (s[0], 99, 0)], 0.5)
+        with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
+            refused([good, (99, v[0], 0)], 0.5)
+        for decay in (1.0, -0.5, float("nan")):
+            with pytest.raises(GradientError, match=r"expected decay in \[0, 1\), got"):
+                refused([good], decay)
+        assert not ps.value(s).any()
+        assert ps.ask(A, AverageShards(1, 0, -1, 0, [good], 0.5)) == Pushed("accepted", 0)
 
     @pytest.mark.parametrize("busy", ["average", "original"])
     async def test_a_busy_shard_on_either_side_is_waited_for(self, busy: str) -> None:
@@ -264,29 +310,3 @@ class TestAverages:
             release()
             assert await averaging == Pushed("accepted", 0)
             assert (await pull(client, s))[0].tolist() == [0.5] * 3
-
-    async def test_what_does_not_fit_is_refused_before_anything_is_averaged(self) -> None:
-        async with PsCluster() as cluster:
-            s = await cluster.create("s", np.zeros(3, np.float32))
-            v = await cluster.create("v", np.ones(3, np.float32))
-            wide = await cluster.create("wide", np.ones(4, np.float32))
-            count = await cluster.create("count", np.ones(3, np.int32))
-            client = cluster.client()
-            good = average_of(s, v).shards[0]
-
-            async def refused(shards: list[tuple[int, int, int]], decay: float) -> None:
-                await ask(client, AverageShards(1, 0, -1, 0, shards, decay))
-
-            with pytest.raises(PartitionError, match=r"expected shape \(4,\) float32, as "):
-                await refused([good, (s.variable_id, wide.variable_id, 0)], 0.5)
-            with pytest.raises(GradientError, match="only floating-point variables have moving"):
-                await refused([good, (count.variable_id, count.variable_id, 0)], 0.5)
-            with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
-                await refused([good, (s.variable_id, 99, 0)], 0.5)
-            with pytest.raises(UnknownVariableError, match="holds no shard 0 of variable 99"):
-                await refused([good, (99, v.variable_id, 0)], 0.5)
-            for decay in (1.0, -0.5, float("nan")):
-                with pytest.raises(GradientError, match=r"expected decay in \[0, 1\), got"):
-                    await refused([good], decay)
-            assert not (await pull(client, s))[0].any()
-            assert await ask(client, average_of(s, v)) == Pushed("accepted", 0)

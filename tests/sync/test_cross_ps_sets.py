@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from inside import points_of
+from ps_by_hand import PS_0 as CLOSER
+from ps_by_hand import A, PsByHand, group_config
 from ps_cluster import RATE, heard, pull
 from psync.errors import (
     GradientError,
@@ -24,7 +26,7 @@ from psync.specs import ShardSpec, VariableSpec
 from psync.store.store import ShardStore
 from psync.sync import cross_ps_sets
 from psync.sync.cross_ps_sets import ShareNumbers, WholeSet, whole_set_of
-from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet
+from psync.wire.sync_messages import CloseStep, Contribute, DescribeSet, SetSizes
 from psync.wire.tensors import to_bytes_view
 from sync_cluster import GROUP, SyncCluster, SyncReplica, ask
 
@@ -224,19 +226,17 @@ class TestWholePushes:
             with pytest.raises(ParameterServerLost):
                 await waiting
 
-    async def test_only_ps_0_may_ask_and_what_it_sends_is_looked_at(self) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            worker, closer = cluster.client("/job:worker/task:0"), cluster.client(PS_0, 100)
-            describe = DescribeSet(1, [w.shards[0].key], GROUP, cluster.config)
-            with pytest.raises(UsageError, match="only /job:ps/task:0"):
-                await ask(worker, describe, ps=1)
-            await ask(closer, describe, ps=1)
-            pushes = [("/job:worker/task:0", 1, 1, 1.0)]
-            body = to_bytes_view(np.ones(3, np.float32))
-            for along, segments in (([1], [body, body]), ([1], [body[:8]]), ([2], [body])):
-                message = CloseStep(GROUP, None, 0, pushes, along, [], [])
-                with pytest.raises(PsyncError):
-                    await ask(closer, message, segments, ps=1)
-            (got,) = await pull(cluster.chief, w)
-            assert (got == 1).all()
+
+def test_only_ps_0_may_ask_and_what_it_sends_is_looked_at() -> None:
+    ps = PsByHand()
+    w = ps.create("w", np.ones(3, np.float32))
+    config = group_config()
+    describe = DescribeSet(1, [w], GROUP, config)
+    with pytest.raises(UsageError, match="only /job:ps/task:0"):
+        ps.ask(A, describe)
+    assert ps.ask(CLOSER, describe) == SetSizes([12])
+    body = to_bytes_view(np.ones(3, np.float32))
+    for along, segments in (([1], [body, body]), ([1], [body[:8]]), ([2], [body])):
+        with pytest.raises(PsyncError):
+            ps.ask(CLOSER, CloseStep(GROUP, None, 0, [(*A, 1, 1.0)], along, [], []), *segments)
+    assert (ps.value(w) == 1).all()

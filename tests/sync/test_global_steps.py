@@ -8,22 +8,18 @@ import pytest
 
 from backups import alone, back_up, take_over
 from inside import depose, sync_of
-from ps_cluster import CONFIG, PsCluster, hold, pull
+from ps_by_hand import COORDINATOR, PS_0, A, PsByHand, group_config
+from ps_cluster import PsCluster, hold, pull
 from psync.client.ps_client import PsClient
-from psync.errors import FencedError, UsageError
-from psync.ps_task import PsTask
+from psync.errors import FencedError, NotServedError, UsageError
 from psync.specs import VariableSpec
-from psync.store.sync_config import SyncConfig
 from psync.sync.groups import CLOSER
 from psync.testing import settle
 from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence
 from psync.wire.sync_messages import RaiseStep
 
 GROUP, OTHER = 9, 10
-CONFIGURED = SyncConfig(
-    name="sync", optimizer=CONFIG, replicas_to_aggregate=2, total_num_replicas=2,
-    global_step=(0, 0, 0),
-).to_config()  # fmt: skip
 
 
 async def created(cluster: PsCluster, ps: int = 0) -> VariableSpec:
@@ -64,14 +60,15 @@ async def test_the_same_said_twice_while_it_is_busy_raises_it_once() -> None:
         assert await value(cluster, step) == 6
 
 
-async def test_only_ps_0_raises_it_and_not_one_that_was_replaced() -> None:
-    async with PsCluster() as cluster:
-        step = await created(cluster)
-        with pytest.raises(UsageError, match="only /job:ps/task:0"):
-            await raise_for(cluster.client(), step, 0)
-        with pytest.raises(FencedError):
-            await raise_for(cluster.client(CLOSER, 99), step, 0)
-        assert await value(cluster, step) == 5
+def test_only_ps_0_raises_it_and_not_one_that_was_replaced() -> None:
+    ps = PsByHand()
+    step = ps.create("step", 5)
+    ps.ask(COORDINATOR, Fence(*PS_0))
+    with pytest.raises(UsageError, match="only /job:ps/task:0"):
+        ps.ask(A, RaiseStep(GROUP, 0, *step))
+    with pytest.raises(FencedError):
+        ps.ask((PS_0[0], PS_0[1] - 1), RaiseStep(GROUP, 0, *step))
+    assert ps.value(step) == 5
 
 
 @pytest.mark.parametrize("when", ["before the copy", "after it"])
@@ -83,7 +80,7 @@ async def test_a_backup_knows_for_which_steps_it_was_raised(when: str) -> None:
         await raise_for(closer, step, 3)
         if when == "before the copy":
             # Of a group that the ps knows, else nothing is said of it.
-            sync_of(cluster.ps[0]).define(GROUP, CONFIGURED)
+            sync_of(cluster.ps[0]).define(GROUP, group_config())
             await back_up(cluster)
         await take_over(cluster)
         again = cluster.client(CLOSER, 100)
@@ -104,18 +101,12 @@ async def test_one_that_has_been_replaced_raises_nothing() -> None:
             await raise_for(closer, step, 0)
 
 
-async def test_nor_does_one_that_no_coordinator_has_attached() -> None:
+def test_nor_does_one_that_no_coordinator_has_attached() -> None:
     """It was started again, and ps 0 was not told yet where its backup serves."""
-    async with PsCluster() as cluster:
-        step, closer = await created(cluster), cluster.client(CLOSER, 100)
-        empty = PsTask(cluster.platform(), 0, "empty:1")
-        await empty.start()
-        try:
-            closer.links[0].address = "empty:1"
-            with pytest.raises(FencedError, match="not, or no longer, served by this process"):
-                await raise_for(closer, step, 0)
-        finally:
-            await empty.close()
+    ps = PsByHand(serves=False)
+    step = ps.create("step", 5)
+    with pytest.raises(NotServedError, match="not, or no longer, served by this process"):
+        ps.ask(PS_0, RaiseStep(GROUP, 0, *step))
 
 
 async def test_without_a_backup_any_more_it_goes_on() -> None:

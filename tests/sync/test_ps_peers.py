@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,11 +13,10 @@ import pytest
 
 from backups import say
 from inside import depose, platform_of, points_of, pool_of, sync_of, work_of
-from ps_cluster import CHIEF, hold, until
+from ps_cluster import CHIEF, hold, pull, until
 from psync.client.ps_link import PsLink
 from psync.errors import (
     ClosedError,
-    ConfigurationError,
     FencedError,
     ParameterServerLost,
     PsyncError,
@@ -80,12 +80,6 @@ async def test_all_others_are_asked_at_once() -> None:
         assert all_ps.ask_others(AskStatistics()) == []
 
 
-async def test_a_step_is_applied_everywhere() -> None:
-    async with SyncCluster(3) as cluster, all_ps_of(cluster) as all_ps:
-        await closed(all_ps, close_step(cluster, 0))
-        assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
-
-
 async def test_the_others_are_told_of_a_step_before_ps_0_does_its_own_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -113,27 +107,20 @@ async def test_a_step_that_one_ps_cannot_apply_is_applied_by_the_others(broken: 
         assert [sync_of(task).steps() for task in cluster.ps] == [[(GROUP, 1)]] * 3
 
 
-@pytest.mark.parametrize("step_ps", [0, 1])
-async def test_the_global_step_is_read_and_raised_where_it_is(step_ps: int) -> None:
-    async with (
-        SyncCluster(2, step_ps=step_ps, first=2**40) as cluster,
-        all_ps_of(cluster) as all_ps,
-    ):
+@pytest.mark.parametrize(("step_ps", "shape"), [(0, ()), (1, ()), (0, (1,)), (1, (1,))])
+async def test_the_global_step_is_read_and_raised_where_it_is(
+    step_ps: int, shape: tuple[int, ...]
+) -> None:
+    async with SyncCluster(2, step_ps=step_ps) as cluster, all_ps_of(cluster) as all_ps:
+        cluster.places = itertools.repeat(step_ps)
+        step = await cluster.create("of_this_shape", np.full(shape, 2**40))
+        cluster.configure(global_step=(step_ps, *step.shards[0].key))
         config = SyncConfig.from_config(cluster.config)
-        assert config.global_step[0] == step_ps
         assert await all_ps.read_global_step(config) == 2**40
         await all_ps.raise_global_step(config, GROUP, 0)
-        assert await cluster.global_step() == 2**40 + 1
-
-
-async def test_a_global_step_of_one_dimension_will_do() -> None:
-    async with SyncCluster() as cluster, all_ps_of(cluster) as all_ps:
-        v = await cluster.create("v", np.array([3]))
-        cluster.configure(global_step=(0, *v.shards[0].key))
-        config = SyncConfig.from_config(cluster.config)
-        assert await all_ps.read_global_step(config) == 3
-        await all_ps.raise_global_step(config, GROUP, 0)
-        assert await all_ps.read_global_step(config) == 4
+        assert await all_ps.read_global_step(config) == 2**40 + 1
+        (value,) = await pull(cluster.chief, step)
+        assert value == 2**40 + 1
 
 
 async def test_a_global_step_elsewhere_is_raised_once_although_the_answer_is_lost() -> None:
@@ -153,14 +140,6 @@ async def test_a_global_step_that_is_busy_is_raised_afterwards() -> None:
         release()
         await raising
         assert await cluster.global_step() == 1
-
-
-async def test_a_global_step_must_be_on_a_ps() -> None:
-    async with SyncCluster(2) as cluster, all_ps_of(cluster) as all_ps:
-        for ps in (-1, 2):
-            cluster.configure(global_step=(ps, 0, 0))
-            with pytest.raises(ConfigurationError, match=f"on ps {ps}, and there are 2 ps tasks"):
-                await all_ps.read_global_step(SyncConfig.from_config(cluster.config))
 
 
 async def test_the_others_know_which_coordinator_it_speaks_for() -> None:

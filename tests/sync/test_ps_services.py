@@ -11,44 +11,46 @@ import pytest
 
 from backups import back_up, create
 from inside import handlers_of
-from ps_cluster import CHIEF, PsCluster, assign, until
+from ps_by_hand import PsByHand
+from ps_cluster import CHIEF, SECRET, PsCluster, assign, until
 from psync.client.ps_client import PsClient
-from psync.errors import FencedError, NotServedError, PsyncError
+from psync.errors import FencedError, NotServedError
 from psync.net.peer import Handler
+from psync.net.platform import Platform
 from psync.ps.life import Life
+from psync.ps_task import PsTask
 from psync.store.commit_log import LogState
 from psync.sync.ps_services import PsServices
+from psync.testing import MemoryNetwork
 from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import Gate, LogEntries
-from sync_cluster import SyncCluster, ask
-
-pytestmark = pytest.mark.asyncio
+from sync_cluster import ask
 
 ACCUMULATOR = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
 
 
 async def attach(cluster: PsCluster) -> PsClient:
     """A newer coordinator takes over."""
-    client = cluster.client(CHIEF, 200, host="chief-2")
-    await cluster.attach(client, 200)
+    client = cluster.client(CHIEF, 2000, host="chief-2")
+    await cluster.attach(client, 2000)
     return client
 
 
-async def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None:
-    cluster = SyncCluster()
-    services = cluster.ps[0].services
-    assert cluster.ps[0].life is Life.EMPTY
+def test_before_the_first_coordinator_there_are_some_that_serve_nobody() -> None:
+    task = PsTask(Platform(MemoryNetwork(), SECRET), 0, "ps0:1")
+    assert task.life is Life.EMPTY
+    services = task.services
     assert (services.coordinator, services.closer, services.store.keys()) == (0, None, [])
     with pytest.raises(NotServedError):
         services.sync.check_served()
 
 
-async def test_only_ps_0_decides_steps() -> None:
-    async with PsCluster(2) as cluster:
-        closers = [task.services.closer is not None for task in cluster.ps]
-        assert closers == [True, False]
-        assert [task.life for task in cluster.ps] == [Life.SERVING] * 2
+def test_beside_ps_0_nobody_decides_steps() -> None:
+    """Ps 0 does in all tests of ``StepCloser``."""
+    services = PsByHand().services
+    assert services.coordinator == 100
+    assert services.closer is None
 
 
 async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_is_kept() -> None:
@@ -62,10 +64,12 @@ async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_i
         take = asyncio.create_task(ask(worker, TakeGradient("g", 1, 1, 1)))
         await until(lambda: cluster.ps[0].statistics()["accumulators"]["waiting"])
         await attach(cluster)
-        assert cluster.ps[0].services.coordinator == 200
+        assert cluster.ps[0].services.coordinator == 2000
         assert cluster.ps[0].services.store.keys() == []
-        with pytest.raises(PsyncError):
+        with pytest.raises(FencedError, match="has been replaced"):
             await take
+        counters = cluster.ps[0].statistics()["accumulators"]
+        assert counters == dict.fromkeys(counters, 0)
         await until(lambda: gc.collect() >= 0 and before() is None)
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from inside import clocks_of
+from ps_by_hand import COORDINATOR, A, PsByHand
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
@@ -87,19 +88,6 @@ async def test_a_tick_is_answered_when_the_others_have_ticked(scene):
     }  # fmt: skip
 
 
-async def test_within_the_bound_nobody_waits(scene):
-    await scene.report(0, 1)
-    assert [await scene.tick(scene.a, 2) for _ in range(2)] == [1, 2]
-    third = await scene.waiting(scene.a, 2)
-    assert await scene.tick(scene.b, 2) == 0
-    assert await third == 2
-
-
-async def test_who_is_not_reported_is_not_waited_for(scene):
-    await scene.report(0)
-    assert await scene.tick(scene.a) == 0
-
-
 async def test_the_first_tick_asks_for_the_schedule_and_waits_for_it(scene):
     asked = asyncio.create_task(scene.cluster.chief.links[0].call(lambda _: AwaitWaiters()))
     await asyncio.sleep(1)
@@ -121,20 +109,18 @@ async def test_a_tick_that_waited_for_the_schedule_is_refused_if_its_worker_was_
         await first
 
 
-async def test_a_worker_that_is_lost_releases_the_others(scene):
-    await scene.report(0, 1)
-    first = await scene.waiting(scene.a)
-    await scene.report(0)
-    assert await first == 0
-
-
-async def test_the_end_of_the_schedule_releases_everybody(scene):
+@pytest.mark.parametrize(
+    ("workers", "in_flight"), [((0,), None), ((0, 1), (0,))], ids=["lost", "without work"]
+)
+async def test_a_report_that_somebody_is_lost_or_has_no_work_releases_the_others(
+    scene, workers, in_flight
+):
     await scene.report(0, 1)
     first = await scene.waiting(scene.a)
     await scene.report(0, 1, queued=False, in_flight=(0, 1))
     await asyncio.sleep(1)
     assert not first.done()
-    await scene.report(0, 1, queued=False, in_flight=(0,))
+    await scene.report(*workers, queued=in_flight is None, in_flight=in_flight or ())
     assert await first == 0
 
 
@@ -253,15 +239,13 @@ async def test_one_optimizer_has_one_bound(scene):
 
 
 @pytest.mark.parametrize(("number", "bound"), [(0, 1), (-1, 1), (1, -1)])
-async def test_numbers_out_of_range_are_refused(scene, number, bound):
+def test_numbers_out_of_range_are_refused(number, bound):
     with pytest.raises(RemoteProtocolError, match=f"got tick {number} and bound {bound}"):
-        await scene.tick(scene.a, bound, number)
+        PsByHand().ask(A, TickClock(BOUND, bound, number))
 
 
-async def test_an_incarnation_that_was_replaced_does_not_tick(scene):
-    await scene.report(0)
-    await scene.tick(scene.a)
-    message = Fence(WORKER, 1001)
-    await scene.cluster.chief.links[0].call(lambda _: message)
+def test_an_incarnation_that_was_replaced_does_not_tick():
+    ps = PsByHand()
+    ps.ask(COORDINATOR, Fence(WORKER, 1001))
     with pytest.raises(FencedError, match="has been replaced by 1001"):
-        await scene.tick(scene.a)
+        ps.ask(A, TickClock(BOUND, 0, 1))

@@ -9,13 +9,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from inside import sync_of
+from ps_by_hand import PsByHand, group_config
 from ps_cluster import until
 from psync.errors import FencedError
 from psync.ps.committer import Committer
 from psync.wire.sync_messages import CloseStep
 from sync_cluster import GROUP, SyncCluster
-
-pytestmark = pytest.mark.asyncio
 
 
 def closing(cluster: SyncCluster, step: int = 0) -> CloseStep:
@@ -34,12 +33,12 @@ async def with_backup() -> AsyncIterator[tuple[SyncCluster, Committer]]:
         committer.end()
 
 
-async def test_without_a_backup_a_small_step_is_applied_at_once() -> None:
-    async with SyncCluster() as cluster:
-        told: list[int] = []
-        applier = sync_of(cluster.ps[0]).applier
-        assert applier.close(closing(cluster), (), lambda: told.append(1)) is None
-        assert (told, sync_of(cluster.ps[0]).steps()) == ([1], [(GROUP, 1)])
+def test_without_a_backup_a_small_step_is_applied_at_once() -> None:
+    ps = PsByHand()
+    told: list[int] = []
+    message = CloseStep(GROUP, group_config(), 0, [])
+    assert ps.sync.applier.close(message, (), lambda: told.append(1)) is None
+    assert (told, ps.sync.steps()) == ([1], [(GROUP, 1)])
 
 
 async def test_with_a_backup_nobody_hears_of_a_step_before_the_backup_has_it() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inside import points_of, store_of, sync_of, work_of
+from inside import points_of, sync_of, work_of
 from norm_training import Training
+from ps_by_hand import PS_0, A, PsByHand, group_config
 from ps_cluster import CHIEF, heard, hold, pull, until
 from psync.errors import FencedError, ParameterServerLost, PsyncError, RemoteProtocolError
 from psync.numerics.indexed_slices import IndexedSlices
@@ -19,12 +20,18 @@ from psync.numerics.moment_rules import Adam
 from psync.numerics.rule_options import RuleOptions
 from psync.numerics.update_rule import SGD, UpdateRule
 from psync.specs import VariableSpec
+from psync.store.store import Key
 from psync.testing import settle
 from psync.testing.sabotage import Failpoints
-from psync.wire.sync_messages import CloseStep, Contributed, MeasureStep
+from psync.wire.sync_messages import (
+    CloseStep,
+    Contributed,
+    MeasureStep,
+    Staged,
+    StagePush,
+    StepMeasured,
+)
 from sync_cluster import GROUP, SyncCluster
-
-pytestmark = pytest.mark.asyncio
 
 RATE = 0.25
 EACH, ALL = RuleOptions(clipnorm=0.5), RuleOptions(global_clipnorm=0.5)
@@ -104,32 +111,37 @@ class TestByHand:
             of_w, of_b = await pull(cluster.chief, w, b)
             return of_w, of_b
 
-    async def test_clipnorm(self) -> None:
-        w, b = await self.after(SGD(1.0).with_options(RuleOptions(clipnorm=1.0)))
-        np.testing.assert_allclose(w, 1 - np.array([4, 0, 4]) / np.sqrt(32), rtol=1e-6)
-        np.testing.assert_allclose(b, 1 - 1.0)
-        w, b = await self.after(SGD(1.0).with_options(RuleOptions(clipnorm=100.0)))
-        assert (w.tolist(), float(b)) == ([-3, 1, -3], -1)
+    ROOT = np.sqrt(32)  # the norm of the mean of the variable that is cut
+    FIRST = np.array([4, 0, 4, ROOT]) / ROOT  # clipped to 1, both
+    ADAM = 1 - 0.1 * np.sqrt(1 - 0.999) / (1 - 0.9) * 0.1 * FIRST / (np.sqrt(0.001 * FIRST**2) + 1)
+    UPDATE = np.array([0.8, 0, 0.8])  # g / (|g| + 1)
 
-    async def test_global_clipnorm(self) -> None:
-        w, b = await self.after(SGD(1.0).with_options(RuleOptions(global_clipnorm=3.0)))
-        np.testing.assert_allclose(w, 1 - np.array([4, 0, 4]) * 3 / 6, rtol=1e-6)  # √(16+16+4)
-        np.testing.assert_allclose(b, 1 - 2 * 3 / 6)
-
-    async def test_adam_inside(self) -> None:
-        w, b = await self.after(Adam(0.1, epsilon=1.0).with_options(RuleOptions(clipnorm=1.0)))
-        g = np.array([4, 0, 4, np.sqrt(32)]) / np.sqrt(32)
-        m, v = 0.1 * g, 0.001 * g**2
-        rate = 0.1 * np.sqrt(1 - 0.999) / (1 - 0.9)
-        np.testing.assert_allclose([*w, b], 1 - rate * m / (np.sqrt(v) + 1.0), rtol=1e-6)
-
-    async def test_lamb(self) -> None:
-        w, b = await self.after(Lamb(0.1, epsilon=1.0), begin=2.0)
-        g = np.array([4.0, 0, 4])
-        update = g / (np.abs(g) + 1)
-        expected = 2 - 0.1 * np.sqrt(12) / np.linalg.norm(update) * update
-        np.testing.assert_allclose(w, expected, rtol=1e-6)
-        assert float(b) == pytest.approx(2 - 0.1 * 2)
+    @pytest.mark.parametrize(
+        ("rule", "begin", "of_w", "of_b"),
+        [
+            (SGD(1.0).with_options(RuleOptions(clipnorm=1.0)), 1, 1 - FIRST[:3], 0),
+            (SGD(1.0).with_options(RuleOptions(clipnorm=100.0)), 1, [-3, 1, -3], -1),
+            (  # √(16+16+4) = 6
+                SGD(1.0).with_options(RuleOptions(global_clipnorm=3.0)),
+                1, 1 - np.array([4, 0, 4]) * 3 / 6, 1 - 2 * 3 / 6,
+            ),
+            (
+                Adam(0.1, epsilon=1.0).with_options(RuleOptions(clipnorm=1.0)),
+                1, ADAM[:3], ADAM[3],
+            ),
+            (
+                Lamb(0.1, epsilon=1.0),
+                2, 2 - 0.1 * np.sqrt(12) / np.linalg.norm(UPDATE) * UPDATE, 2 - 0.1 * 2,
+            ),
+        ],
+        ids=["clipnorm", "clipnorm beyond", "global clipnorm", "adam inside", "lamb"],
+    )  # fmt: skip
+    async def test_the_numbers_of_a_step(
+        self, rule: UpdateRule, begin: float, of_w: Any, of_b: float
+    ) -> None:
+        w, b = await self.after(rule, begin)
+        np.testing.assert_allclose(w, of_w, rtol=1e-6)
+        np.testing.assert_allclose(b, of_b, rtol=1e-6, atol=1e-7)
 
     async def test_a_mean_that_is_not_finite(self) -> None:
         async with SyncCluster(2) as cluster:
@@ -203,22 +215,6 @@ class TestRounds:
             assert [message.what for message in asked] == rounds
             assert len(closed) == 1
 
-    async def test_to_measure_changes_nothing(self) -> None:
-        points = Failpoints()
-        async with SyncCluster(2, failpoints=points) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            cluster.configure(1, **whole(Lamb(RATE).with_options(EACH)))
-            before = cluster.versions(w)
-            seen: list[Any] = []
-
-            def look() -> None:
-                steps = [store_of(task).optimizer_step(GROUP) for task in cluster.ps]
-                seen.append((cluster.versions(w), steps))
-
-            points.arm("ps0.step.measured", look)
-            await cluster.replica().push((w,), (1.0,))
-            assert seen == [(before, [0, 0])]
-
     async def test_large_shards_are_measured_with_the_loop_running_in_between(self) -> None:
         async with SyncCluster(2) as cluster:
             size = 3 << 20
@@ -253,18 +249,33 @@ class TestRounds:
             (got,) = await pull(cluster.chief, w)
             np.testing.assert_allclose(got, 1 - RATE, rtol=1e-5)
 
-    async def test_factors_must_be_those_of_all_shards(self) -> None:
-        async with SyncCluster(1) as cluster:
-            w = await cluster.create("w", np.ones(3, np.float32))
-            cluster.configure(2, **whole(SGD(RATE).with_options(EACH)))
-            waiting = asyncio.create_task(cluster.replica().push((w,), (1.0,)))
-            await until(lambda: sync_of(cluster.ps[0]).statistics()["staged"])
-            message = CloseStep(
-                GROUP, None, 0, [("/job:worker/task:0", 1000, 1, 1.0)], scales=[(99, 1.0)]
-            )
-            with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
-                sync_of(cluster.ps[0]).applier.close(message)
-            waiting.cancel()
+    def test_factors_must_be_those_of_all_shards(self) -> None:
+        ps, w, config = by_hand(SGD(RATE).with_options(EACH))
+        ones = np.ones(3, np.float32)
+        assert ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), ones.tobytes()) == Staged(False)
+        message = CloseStep(GROUP, None, 0, [(*A, 1, 1.0)], scales=[(99, 1.0)])
+        with pytest.raises(RemoteProtocolError, match="of which no norms were measured"):
+            ps.ask(PS_0, message)
+        assert (ps.value(w) == 1).all()
+
+
+def by_hand(rule: UpdateRule) -> tuple[PsByHand, Key, dict[str, Any]]:
+    """A ps with a variable, and the configuration of a group."""
+    ps = PsByHand()
+    return ps, ps.create("w", np.ones(3, np.float32)), group_config(**whole(rule))
+
+
+def test_a_measuring_that_was_overtaken_by_the_closing_is_answered_with_nothing() -> None:
+    ps, w, config = by_hand(SGD(RATE).with_options(EACH))
+    message = MeasureStep(GROUP, config, 0, [(*A, 1, 1.0)], what="gradients")
+    assert ps.ask(A, StagePush(GROUP, config, 1, -1, 1, [w]), bytes(12)) == Staged(False)
+    measured = ps.ask(PS_0, message)
+    assert isinstance(measured, StepMeasured)
+    assert [sums[:1] for sums in measured.sums] == [w[:1]]
+    assert (ps.store.version(w), ps.store.optimizer_step(GROUP)) == (0, 0)  # nothing has changed
+    ps.ask(PS_0, CloseStep(GROUP, config, 0, [(*A, 1, 1.0)]))
+    assert ps.ask(PS_0, message) == StepMeasured([])
+    assert ps.store.version(w) == 1
 
 
 def clipping(cluster: SyncCluster, needed: int = 2) -> None:
@@ -324,8 +335,10 @@ class TestLosses:
             attaching = asyncio.create_task(cluster.attach(cluster.client(CHIEF, 200), 200))
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
+                assert "newer coordinator" in str(answer)
             cluster.network.heal("ps1:1")
             await attaching
+            assert cluster.ps[0].statistics()["sync"] == {}
             for task in cluster.ps:
                 assert sync_of(task).steps() == []
                 assert sync_of(task).statistics()["parts"] == 0
@@ -346,18 +359,6 @@ class TestLosses:
             (got,) = await pull(cluster.chief, w)
             assert (got == 1).all()
             assert await cluster.global_step() == 0
-
-    async def test_a_measuring_that_was_overtaken_by_the_closing_is_answered_with_nothing(
-        self,
-    ) -> None:
-        async with SyncCluster(2) as cluster:
-            w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            clipping(cluster, 1)
-            asked = heard(cluster.ps[1], MeasureStep)
-            await cluster.replica().push((w,), (5.0,))
-            (message,) = asked
-            assert sync_of(cluster.ps[1]).applier.measure(message) == []
-            assert cluster.versions(w) == [1, 1]
 
 
 def _fail() -> None:

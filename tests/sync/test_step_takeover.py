@@ -51,17 +51,15 @@ async def test_a_group_without_a_closed_step_goes_on_where_its_first_push_counts
         assert await takes_over(cluster, None, 5, 5, 6) == 5
 
 
-async def test_one_that_has_closed_none_since_the_image_goes_on_where_it_is() -> None:
-    async with SyncCluster(2) as cluster:
-        await stepped(cluster)
-        assert await takes_over(cluster, None, 1) == 1
-        assert await cluster.global_step() == 1
-
-
-async def test_where_the_last_step_was_applied_everywhere_nothing_changes() -> None:
+@pytest.mark.parametrize(
+    ("last", "left"), [(LastStep(0, CLOSED), ()), (None, (1,))], ids=["closed", "in the image"]
+)
+async def test_where_the_last_step_was_applied_everywhere_nothing_changes(
+    last: LastStep[ClosedStep] | None, left: tuple[int, ...]
+) -> None:
     async with SyncCluster(2) as cluster:
         v = await stepped(cluster)
-        assert await takes_over(cluster, LastStep(0, CLOSED)) == 1
+        assert await takes_over(cluster, last, *left) == 1
         (value,) = await pull(cluster.chief, v)
         assert (value == -0.5).all()
         assert await cluster.global_step() == 1

@@ -95,7 +95,6 @@ class Committer:
         self._optimizers: set[int] = set()  # that the backup knows
         self._names = LogNames()
         self._over: PsyncError | None = None
-        self._loop = asyncio.get_running_loop()
 
     @property
     def waiting(self) -> int:
@@ -132,7 +131,7 @@ class Committer:
             raise self._over.with_traceback(None)
         self._define_new()
         self._append(client, message, body, keys)
-        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queue.append(_Queued(self.log.last, act, answer, ended))
         self.on_entry()
         self.advance()
@@ -140,7 +139,7 @@ class Committer:
 
     def at_turn(self, act: Act) -> asyncio.Future[Any]:
         """Do something between two entries: when all up to now are done, and none after them."""
-        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._over is not None:
             fail(answer, self._over)
             return answer
@@ -171,7 +170,9 @@ class Committer:
             message = DefineOptimizer(number, dict(known[number].config))
             self._append(self._coordinator, message, (), ())
             self._queue.append(
-                _Queued(self.log.last, lambda: None, self._loop.create_future(), None)
+                _Queued(
+                    self.log.last, lambda: None, asyncio.get_running_loop().create_future(), None
+                )
             )
         self._optimizers = set(known)
 
@@ -218,7 +219,7 @@ class Committer:
                 return
             if done == AT_ONCE:
                 self._again = True
-                self._loop.call_soon(self._look_again)
+                asyncio.get_running_loop().call_soon(self._look_again)
                 return
             done += 1
             self._queue.popleft()
@@ -248,7 +249,7 @@ class Committer:
         if outcome is None or isinstance(outcome, Reply):
             self._settle(entry, outcome, None)
             return
-        self._busy = self._loop.create_task(self._wait(entry, outcome))
+        self._busy = asyncio.get_running_loop().create_task(self._wait(entry, outcome))
 
     async def _wait(self, entry: _Queued, under_way: Awaitable[Any]) -> None:
         outcome, error = None, None

@@ -1,0 +1,373 @@
+"""Accumulators over connections: large gradients, takes that wait, and what ends a wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inside import accumulators_of, ledger_of
+from ps_cluster import OTHER, WORKER, PsCluster, until
+from psync.accumulators import TakeState
+from psync.client.accumulator_client import AccumulatorClient, Place
+from psync.client.ps_client import PsClient
+from psync.errors import (
+    FencedError,
+    GradientError,
+    PsyncError,
+    UsageError,
+)
+from psync.net.peer import Received
+from psync.ps.takes import HostedAccumulator
+from psync.wire.accumulator_messages import (
+    ApplyGradient,
+    DefineAccumulator,
+    ForgetTakes,
+    GradientApplied,
+    GradientTaken,
+    TakeGradient,
+)
+from psync.wire.codec import Message
+from psync.wire.messages import Done
+from psync.wire.ps_messages import Fence
+from psync.wire.tensors import to_bytes_view
+
+pytestmark = pytest.mark.virtual_time
+
+DENSE = DefineAccumulator("g", "dense", "float32", None, "MEAN", "", False, 0)
+LARGE = (6 << 20) // 4  # elements of float32: several pieces
+
+
+class Scene:
+    """One ps, the chief, and two workers of incarnation 1000."""
+
+    def __init__(self, cluster: PsCluster) -> None:
+        self.cluster = cluster
+        self.chief = cluster.chief
+        self.a = cluster.client(WORKER, 1000, host="a")
+        self.b = cluster.client(OTHER, 1000, host="b")
+        self.service = accumulators_of(cluster.ps[0])
+        self._sequences: dict[PsClient, int] = {}
+
+    async def define(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
+        assert await self.ask(self.chief, definition) == Done()
+        return self.hosted(definition)
+
+    def hosted(self, definition: DefineAccumulator = DENSE) -> HostedAccumulator:
+        return self.service.hosted[definition.name]
+
+    async def call(
+        self, client: PsClient, message: Message, segments: Sequence[memoryview] = ()
+    ) -> Received:
+        return await client.links[0].call(lambda _: message, segments)
+
+    async def ask(self, *args: Any) -> Message:
+        return (await self.call(*args)).message
+
+    async def apply(
+        self,
+        client: PsClient,
+        gradient: Any,
+        *,
+        local_step: int = 0,
+        weight: float = 1.0,
+        closure: int = -1,
+        ordinal: int = 0,
+        sequence: int = 0,
+        definition: DefineAccumulator = DENSE,
+    ) -> GradientApplied:
+        if not sequence:
+            sequence = self._sequences[client] = self._sequences.get(client, 0) + 1
+        array = np.asarray(gradient, np.float32)
+        message = ApplyGradient(
+            sequence, 1, closure, ordinal, definition.name, list(array.shape), None, local_step,
+            weight,
+        )  # fmt: skip
+        answer = await self.ask(client, message, [to_bytes_view(array)])
+        assert isinstance(answer, GradientApplied)
+        return answer
+
+    async def take(
+        self,
+        client: PsClient,
+        num_required: int = 1,
+        number: int = 1,
+        acked_below: int = 1,
+        definition: DefineAccumulator = DENSE,
+    ) -> tuple[GradientTaken, list[np.ndarray]]:
+        message = TakeGradient(definition.name, number, acked_below, num_required)
+        received = await self.call(client, message)
+        assert isinstance(received.message, GradientTaken)
+        return received.message, [np.frombuffer(*received.segments, np.float32)]
+
+    async def value(self, *args: Any, **options: Any) -> list[float]:
+        _, arrays = await self.take(*args, **options)
+        return arrays[-1].tolist()
+
+    async def waiting(self, *args: Any, **options: Any) -> asyncio.Task[list[float]]:
+        """Begin a take that does not end at once."""
+        task = asyncio.create_task(self.value(*args, **options))
+        await asyncio.sleep(1)
+        assert not task.done()
+        return task
+
+    def counters(self) -> dict[str, int]:
+        counters: dict[str, int] = self.cluster.ps[0].statistics()["accumulators"]
+        return counters
+
+    def held(self) -> tuple[int, int, int, int]:
+        """Gradients held, the step, takes that wait, values that are kept."""
+        rule, counters = self.hosted().rule, self.counters()
+        return rule.num_accumulated(), rule.step, counters["waiting"], counters["kept"]
+
+
+@pytest.fixture
+async def scene(clean_loop: None) -> AsyncIterator[Scene]:
+    async with PsCluster() as cluster:
+        made = Scene(cluster)
+        await made.define()
+        yield made
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+async def test_gradients_of_two_workers_become_their_mean(scene):
+    taking = await scene.waiting(scene.chief, 2)
+    assert await scene.apply(scene.a, [1, 3]) == GradientApplied("accepted", 1, 0)
+    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("accepted", 0, 1)
+    assert await taking == [2, 5]
+    assert await scene.apply(scene.b, [3, 7]) == GradientApplied("stale", 0, 1)
+
+
+# --- large ones ------------------------------------------------------------------------------
+
+
+async def longest_turn(work: Any) -> tuple[Any, int]:
+    """Do work; return what it returns, and how often the loop ran meanwhile."""
+    task = asyncio.create_task(work)
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    return await task, turns
+
+
+async def test_the_loop_runs_while_a_large_gradient_is_added_and_taken(scene):
+    _, small = await longest_turn(scene.apply(scene.a, [1.0]))
+    _, taken = await longest_turn(scene.value(scene.chief))
+    for count in (1, 2):
+        gradient = np.full(LARGE, count, np.float32)
+        message = ApplyGradient(count + 7, 1, -1, 0, "g", [LARGE], None, 1, 1.0)
+        client = scene.a.links[0]
+        await client.peer("bulk")
+        _, turns = await longest_turn(
+            client.call(lambda _, m=message: m, [to_bytes_view(gradient)], bulk=True)
+        )
+        assert turns > small + LARGE * 4 // (1 << 20)
+    (_, (mean,)), turns = await longest_turn(scene.take(scene.chief, number=2))
+    assert turns > taken + LARGE * 4 // (1 << 20)
+    assert (mean == 1.5).all()
+
+
+async def test_while_a_large_gradient_is_added_others_wait_and_all_count_once(scene):
+    hosted = scene.hosted()
+    large = np.ones(LARGE, np.float32)
+    first = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
+    await until(hosted.lock.locked)
+    again = asyncio.create_task(scene.apply(scene.a, large, sequence=7, closure=5))
+    rerun = asyncio.create_task(scene.apply(scene.b, large, closure=5))
+    other = asyncio.create_task(scene.apply(scene.b, large * 3, closure=6))
+    taking = asyncio.create_task(scene.take(scene.chief, 2))
+    assert await first == await again == GradientApplied("accepted", 1, 0)
+    assert (await rerun).outcome == "duplicate"
+    assert await other == GradientApplied("accepted", 0, 1)
+    message, (mean,) = await taking
+    assert message.count == 2
+    assert (mean == 2).all()
+
+
+async def test_what_is_sent_again_while_it_waits_its_turn_waits_for_the_first_answer(scene):
+    hosted = scene.hosted()
+    (ps,) = scene.cluster.ps
+    await hosted.lock.acquire()  # as if something large was being added
+    calls = [
+        asyncio.create_task(scene.apply(client, [1, 3], sequence=7, closure=5))
+        for client in (scene.a, scene.a, scene.b)
+    ]
+    await asyncio.sleep(1)
+    assert ledger_of(ps).statistics().in_progress == 2
+    assert not any(call.done() for call in calls)
+    hosted.lock.release()
+    accepted = GradientApplied("accepted", 1, 0)
+    assert await asyncio.gather(*calls) == [accepted, accepted, GradientApplied("duplicate", 1, 0)]
+
+
+async def test_a_take_that_ends_while_its_value_is_made_consumes_nothing(scene):
+    hosted = scene.hosted()
+    await scene.apply(scene.b, np.ones(LARGE, np.float32))
+    taking = asyncio.create_task(scene.value(scene.a))
+    await until(lambda: hosted.lock.locked() and hosted.waiting)
+    (take,) = hosted.waiting
+    scene.service.fence(WORKER, 1001)
+    assert hosted.lock.locked()
+    with pytest.raises(FencedError):
+        await taking
+    await asyncio.sleep(1)
+    assert take.state is TakeState.CANCELLED
+    assert scene.held() == (1, 0, 0, 0)
+
+
+async def test_a_large_gradient_that_is_refused_leaves_nothing(scene):
+    forbids = DefineAccumulator("f", "dense", "float32", None, "MEAN", "", True, 0)
+    await scene.define(forbids)
+    large = np.ones(LARGE, np.float32)
+    large[-1] = np.nan
+    with pytest.raises(GradientError, match="expected finite values, got 1 of"):
+        await scene.apply(scene.a, large, definition=forbids)
+    large[-1] = 1
+    assert (await scene.apply(scene.a, large, definition=forbids)).count == 1
+
+
+async def test_a_sum_torn_half_way_ends_the_task(scene, caplog):
+    hosted = scene.hosted()
+    large = np.ones(LARGE, np.float32)
+    await scene.apply(scene.a, large)
+
+    def adding(values: np.ndarray, weight: float) -> Any:
+        kept.is_torn = True
+        yield
+        raise MemoryError
+
+    kept = hosted.rule._sum
+    kept.adding = adding
+    with pytest.raises(PsyncError):
+        await scene.apply(scene.a, large)
+    (ps,) = scene.cluster.ps
+    assert ps.is_torn
+    assert ps.stopped.is_set()
+    assert "failed half-way" in caplog.text
+
+
+# --- takes -----------------------------------------------------------------------------------
+
+
+async def test_a_cancelled_take_lets_those_behind_it_go_on(scene):
+    first = await scene.waiting(scene.a, 3)
+    second = await scene.waiting(scene.b, 1)
+    await scene.apply(scene.a, [1, 3])
+    await asyncio.sleep(1)
+    assert not second.done()
+    first.cancel()
+    assert await second == [1, 3]
+
+
+async def test_a_take_whose_connection_is_gone_consumes_nothing(scene):
+    taking = await scene.waiting(scene.a)
+    scene.cluster.network.partition("a")
+    scene.cluster.network.cut("a")
+    await asyncio.sleep(1)
+    assert scene.held() == (0, 0, 0, 0)
+    assert (await scene.apply(scene.b, [1, 3])).count == 1
+    taking.cancel()
+
+
+async def test_of_many_takes_that_go_together_none_gets_what_another_leaves(scene):
+    await scene.apply(scene.b, [1, 3])
+    takes = [await scene.waiting(scene.a, 3 if n == 1 else 1, number=n) for n in (1, 2, 3)]
+    scene.cluster.network.partition("a")
+    scene.cluster.network.cut("a")
+    await asyncio.sleep(1)
+    assert scene.held() == (1, 0, 0, 0)
+    scene.cluster.network.heal("a")
+    await asyncio.sleep(5)
+    assert scene.held() == (1, 0, 3, 0)  # they are back, and the first one waits for two more
+    await scene.ask(scene.chief, Fence(WORKER, 1001))
+    assert scene.held() == (1, 0, 0, 0)
+    ends = await asyncio.gather(*takes, return_exceptions=True)
+    assert [type(end) for end in ends] == [FencedError] * 3
+
+
+async def test_a_take_goes_on_after_a_lost_connection(scene):
+    taking = await scene.waiting(scene.a)
+    scene.cluster.network.cut("a")
+    await asyncio.sleep(5)
+    assert scene.held() == (0, 0, 1, 0)
+    await scene.apply(scene.b, [1, 3])
+    assert await taking == [1, 3]
+
+
+async def test_a_value_whose_answer_was_lost_with_the_connection_comes_again(scene):
+    await scene.apply(scene.b, [1, 3])
+    taking = asyncio.create_task(scene.value(scene.a))
+    await until(lambda: scene.counters()["kept"])
+    scene.cluster.network.cut("a")
+    assert not taking.done()
+    assert await taking == [1, 3]
+    assert scene.held() == (0, 1, 0, 1)
+
+
+async def test_a_client_says_that_it_does_not_want_a_take_of_which_the_cancelling_was_lost(scene):
+    taking = await scene.waiting(scene.a)
+    scene.a.links[0].notify(ForgetTakes("g", 2))
+    with pytest.raises(UsageError, match="nobody wants this take any more"):
+        await taking
+    assert scene.held() == (0, 0, 0, 0)
+
+
+async def test_a_fenced_client_takes_nothing(scene):
+    taking = await scene.waiting(scene.a)
+    behind = await scene.waiting(scene.b)
+    await scene.ask(scene.chief, Fence(WORKER, 1001))
+    with pytest.raises(FencedError, match="has been replaced by incarnation 1001"):
+        await taking
+    await scene.apply(scene.b, [1, 3])
+    assert await behind == [1, 3]
+    with pytest.raises(FencedError):
+        await scene.value(scene.a, number=2)
+    with pytest.raises(FencedError):
+        await scene.apply(scene.a, [1, 3])
+
+
+async def test_a_value_that_cannot_be_made_is_an_error_for_who_takes(scene, monkeypatch):
+    hosted = scene.hosted()
+    await scene.apply(scene.a, [1, 3])
+
+    def failing() -> Any:
+        raise GradientError("not today")
+        yield
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hosted.rule, "_reduce", failing)
+        with pytest.raises(GradientError, match="not today"):
+            await scene.value(scene.b)
+    assert scene.held() == (1, 0, 0, 0)
+    assert await scene.value(scene.b) == [1, 3]  # under the same number
+
+
+async def test_a_task_that_ends_leaves_nobody_waiting():
+    async with PsCluster() as cluster:
+        scene = Scene(cluster)
+        await scene.define()
+        taking = await scene.waiting(scene.a)
+        taking.cancel()
+
+
+# --- the client ------------------------------------------------------------------------------
+
+
+async def test_a_take_given_up_before_the_ps_has_seen_it_consumes_nothing(scene):
+    client = AccumulatorClient(scene.a)
+    place = Place(DENSE, 0)
+    await client.state(place)
+    await scene.apply(scene.b, [1, 3])
+    for _ in range(3):
+        taking = asyncio.create_task(client.take(place, 2))
+        await asyncio.sleep(0)  # it is sent
+        taking.cancel()
+        await asyncio.wait([taking])
+    await asyncio.sleep(1)
+    assert scene.held() == (1, 0, 0, 0)
