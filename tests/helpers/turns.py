@@ -1,0 +1,92 @@
+"""What callback code asks of an event loop, done when a test says so: none has to run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from psync.testing.link import Ends, Fabric, Link
+from recorder import Recorder
+
+
+class Call:
+    """A callback that is to come, in place of ``asyncio.Handle``."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback = callback
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Turns:
+    """The callbacks and the clock of a loop; ``reports`` has what its exception handler got."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self._now = 0.0
+        self._order = itertools.count()
+        self._calls: list[tuple[float, int, Call]] = []  # a heap
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Call:
+        return self.call_at(self._now, callback, *args, context=context)
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Call:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Call:
+        context = contextvars.copy_context() if context is None else context
+        call = Call(lambda: context.run(callback, *args))
+        heapq.heappush(self._calls, (when, next(self._order), call))
+        return call
+
+    def call_exception_handler(self, report: dict[str, Any]) -> None:
+        self.reports.append(report)
+
+    def settle(self) -> None:
+        """Do all that is due, and what comes of it."""
+        self.advance(0.0)
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass, and do what is due meanwhile, in order."""
+        end = self._now + seconds
+        while self._calls and self._calls[0][0] <= end:
+            when, _, call = heapq.heappop(self._calls)
+            self._now = max(self._now, when)
+            if not call.is_cancelled:
+                call.callback()
+        self._now = end
+
+
+def in_turns(monkeypatch: Any) -> Turns:
+    """Let what is made from now on take these turns for the running loop."""
+    turns = Turns()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: turns)
+    return turns
+
+
+def linked(
+    client: Callable[[], Recorder] = Recorder,
+    server: Callable[[], Recorder] = Recorder,
+    *,
+    seed: int = 0,
+    chunk: tuple[int, int] = (1, 65_536),
+    check_buffers: bool = True,
+    kernel_bytes: int = 65_536,
+) -> tuple[Recorder, Recorder, Link]:
+    """Two recorders and the link between them, as a ``MemoryNetwork`` makes it."""
+    fabric = Fabric(seed, (0.0, 0.0), chunk, check_buffers, kernel_bytes)
+    contexts = contextvars.copy_context(), contextvars.copy_context()
+    link = Link(0, Ends("", "", "ps0:1"), fabric, *contexts)
+    ends = client(), server()
+    link.server.start(ends[1])
+    link.client.start(ends[0])
+    return *ends, link
