@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import heapq
 import itertools
@@ -25,7 +24,10 @@ class Call:
 
 
 class Turns:
-    """The callbacks and the clock of a loop; ``reports`` has what its exception handler got."""
+    """The callbacks and the clock of a loop, see the fixture ``turns``.
+
+    ``reports`` has what its exception handler got.
+    """
 
     def __init__(self) -> None:
         self.reports: list[dict[str, Any]] = []
@@ -51,6 +53,15 @@ class Turns:
     def call_exception_handler(self, report: dict[str, Any]) -> None:
         self.reports.append(report)
 
+    def turn(self) -> None:
+        """Do what is due, and not yet what comes of it."""
+        calls, self._calls = self._calls, []
+        for each in sorted(calls):
+            if each[0] > self._now:
+                heapq.heappush(self._calls, each)
+            elif not each[2].is_cancelled:
+                each[2].callback()
+
     def settle(self) -> None:
         """Do all that is due, and what comes of it."""
         self.advance(0.0)
@@ -66,24 +77,18 @@ class Turns:
         self._now = end
 
 
-def in_turns(monkeypatch: Any) -> Turns:
-    """Let what is made from now on take these turns for the running loop."""
-    turns = Turns()
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: turns)
-    return turns
-
-
 def linked(
-    client: Callable[[], Recorder] = Recorder,
-    server: Callable[[], Recorder] = Recorder,
+    client: Callable[[], Any] = Recorder,
+    server: Callable[[], Any] = Recorder,
     *,
     seed: int = 0,
+    latency: tuple[float, float] = (0.0, 0.0),
     chunk: tuple[int, int] = (1, 65_536),
     check_buffers: bool = True,
     kernel_bytes: int = 65_536,
-) -> tuple[Recorder, Recorder, Link]:
-    """Two recorders and the link between them, as a ``MemoryNetwork`` makes it."""
-    fabric = Fabric(seed, (0.0, 0.0), chunk, check_buffers, kernel_bytes)
+) -> tuple[Any, Any, Link]:
+    """Two protocols and the link between them, as a ``MemoryNetwork`` makes it."""
+    fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes)
     contexts = contextvars.copy_context(), contextvars.copy_context()
     link = Link(0, Ends("", "", "ps0:1"), fabric, *contexts)
     ends = client(), server()

@@ -39,7 +39,7 @@ from psync.wire.limits import DEFAULT_LIMITS
 from psync.wire.messages import AskStatistics, Done, Refused
 from psync.wire.protocol import Protocol
 from psync.wire.ps_messages import FinalBelow, Pull, Pulled
-from turns import Turns, in_turns
+from turns import Turns
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -100,11 +100,6 @@ class Owner:
 
     def closed(self, error: Exception | None) -> None:
         self.reports.append(error)
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return in_turns(monkeypatch)
 
 
 def new_connection(refused: Refused | None = None) -> tuple[Connection, Owner]:
@@ -200,7 +195,9 @@ def test_many_small_messages_do_not_pile_up_until_the_turn_ends(turns: Turns) ->
 # --- large messages wait for room ------------------------------------------------------------
 
 
-def test_large_messages_wait_while_the_transport_is_full_and_small_ones_do_not(turns: Turns) -> None:
+def test_large_messages_wait_while_the_transport_is_full_and_small_ones_do_not(
+    turns: Turns,
+) -> None:
     connection, transport, _ = up()
     connection.send(message(100 * KIB))
     connection.pause_writing()

@@ -10,12 +10,7 @@ import pytest
 
 from psync.testing import MemoryNetwork, run_virtual
 from recorder import Recorder, end, pair
-from turns import Turns, in_turns, linked
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return in_turns(monkeypatch)
+from turns import Turns, linked
 
 
 def test_cut_loses_both_sides_and_what_was_under_way(turns: Turns) -> None:

@@ -9,12 +9,7 @@ import pytest
 
 from psync.testing import MemoryNetwork
 from recorder import Recorder, end, pair
-from turns import Turns, in_turns, linked
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return in_turns(monkeypatch)
+from turns import Turns, linked
 
 
 @pytest.mark.parametrize(

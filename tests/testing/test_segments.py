@@ -10,12 +10,7 @@ import pytest
 from psync.testing import BufferChanged, MemoryNetwork, run_virtual, settle
 from psync.testing.segments import Segment, check_buffer
 from recorder import end, pair
-from turns import Turns, in_turns, linked
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return in_turns(monkeypatch)
+from turns import Turns, linked
 
 
 async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from psync.serialization.payloads import pack
 from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.worker_messages import ClosureResults
 from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
-from turns import Turns, in_turns
-
-
-@pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return in_turns(monkeypatch)
+from turns import Turns
 
 
 class Lane:
