@@ -5,10 +5,17 @@ from __future__ import annotations
 import contextvars
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from endpoints import PS, SECRET, WORKER, Handlers
+from psync.net.peer import Into, Peer, Received
+from psync.numerics.blocks import BlockPool
 from psync.testing.link import Ends, Fabric, Link
+from psync.wire.codec import Message
+from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.limits import DEFAULT_LIMITS, Limits
 from recorder import Recorder
 
 
@@ -95,3 +102,54 @@ def linked(
     link.server.start(ends[1])
     link.client.start(ends[0])
     return *ends, link
+
+
+@dataclass
+class Peers:
+    """A ps and a worker with one connection, whose handlers answer at once, or later by hand."""
+
+    peer: Peer  # the ps, as the worker sees it
+    back: Peer  # the worker, as the ps sees it
+    link: Link
+    pool: BlockPool  # of the worker
+    _turns: Turns
+
+    def ask(
+        self, message: Message, segments: Sequence[Any] = (), into: Into | None = None
+    ) -> Received:
+        """What the ps answers, or raises."""
+        got: list[Received | Exception] = []
+        self.peer.ask(message, segments, got.append, into)
+        self._turns.settle()
+        (answer,) = got
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def peered(
+    turns: Turns,
+    server: Handlers | None = None,
+    client: Handlers | None = None,
+    *,
+    lane: str = "control",
+    limits: Limits = DEFAULT_LIMITS,
+    **options: Any,
+) -> Peers:
+    """Two peers on a link with these ``options``."""
+
+    def end_of(handshake: Any, handlers: Handlers | None, pool: BlockPool) -> Peer:
+        def nothing(*_: object) -> None: ...
+
+        def spawn(slow: Coroutine[Any, Any, None]) -> Any:
+            slow.close()
+            raise AssertionError("there is no loop that such a handler could run on")
+
+        return Peer(handshake, handlers or {}, pool, limits, spawn, nothing, nothing)
+
+    pool, nonce = BlockPool(), bytes(32)
+    back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool())
+    peer = end_of(ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool)
+    *_, link = linked(lambda: peer.connection, lambda: back.connection, **options)
+    turns.settle()
+    return Peers(peer, back, link, pool, turns)

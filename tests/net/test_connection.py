@@ -33,13 +33,14 @@ from psync.net.connection import (
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
+from psync.wire.codec import encode
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS
 from psync.wire.messages import AskStatistics, Done, Refused
 from psync.wire.protocol import Protocol
 from psync.wire.ps_messages import FinalBelow, Pull, Pulled
-from turns import Turns
+from turns import Turns, linked, peered
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -268,21 +269,20 @@ async def test_waiting_for_room_ends_with_the_connection() -> None:
     await waiting
 
 
-@pytest.mark.virtual_time
-async def test_small_answers_overtake_large_ones_that_wait() -> None:
-    network = MemoryNetwork()
-    async with connected(network, SERVED) as pair:
-        (link,) = network.links()
-        link.to_client.stall()
-        calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(20)]
-        await settle()
-        small = asyncio.create_task(pair.peer.call(AskStatistics()))
-        ping = asyncio.create_task(pair.peer.ping())
-        await settle()
-        link.to_client.flow()
-        await asyncio.wait([small, ping])
-        assert sum(call.done() for call in calls) < 10
-        await asyncio.gather(*calls)
+def test_small_answers_overtake_large_ones_that_wait(turns: Turns) -> None:
+    pair = peered(turns, SERVED)
+    pair.link.to_client.stall()
+    answers: list[Any] = []
+    for _ in range(20):
+        pair.peer.ask(pull(MIB), (), answers.append)
+    turns.settle()
+    assert WRITE_HIGH_BYTES < pair.link.to_client.buffered_bytes < WRITE_HIGH_BYTES + 2 * MIB
+    pair.peer.ask(AskStatistics(), (), answers.append)
+    turns.settle()
+    pair.link.to_client.flow()
+    turns.settle()
+    assert [answer.message for answer in answers].index(Done()) < 10
+    assert len(answers) == 21
 
 
 @pytest.mark.virtual_time
@@ -433,31 +433,32 @@ async def test_an_owner_that_fails_ends_the_connection_with_a_log(
     assert caplog.records[0].message == "a message of /job:worker/task:0 failed"
 
 
-@pytest.mark.virtual_time
-async def test_an_owner_may_close_at_once_and_sees_no_message_then() -> None:
+def test_an_owner_may_close_at_once_and_sees_no_message_then(turns: Turns) -> None:
     """The peer's first request has arrived together with the last word of the handshake."""
-    network = MemoryNetwork(chunk=(65_536, 65_536))
-    ps = new_endpoint(network)
-    listener = await ps.listen("ps0:1")
-    ps.on_peer.append(lambda peer: peer.notify(FinalBelow(1)))
 
     class Hasty(Owner):
         def opened(self) -> None:
             super().opened()
             connection.close()
 
-    owner = Hasty()
+    class Talkative(Owner):
+        def opened(self) -> None:
+            super().opened()
+            server.send(encode_frame(Kind.NOTIFY, 0, encode(FinalBelow(1))))
+
+    owner, other = Hasty(), Talkative()
     handshake = ClientHandshake(SECRET.value, WORKER, 1, "control", bytes(32), PS)
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
     connection = Connection(wire, owner.opened, owner.received, owner.closed)
-    await network.connect(listener.address, lambda: connection)
-    await settle()
+    wire = Protocol(ServerHandshake(SECRET.value, PS, 1, bytes(32)), DEFAULT_LIMITS, lambda _: None)
+    server = Connection(wire, other.opened, other.received, other.closed)
+    linked(lambda: connection, lambda: server, chunk=(65_536, 65_536))
+    turns.settle()
     assert owner.reports == ["opened", None]
-    await ps.close()
+    assert other.reports == ["opened", None]
 
 
-@pytest.mark.virtual_time
-async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
+def test_what_was_read_behind_the_end_is_not_handed_over(turns: Turns) -> None:
     """The owner closes while it deals with the first of two messages of one read."""
     got: list[int] = []
 
@@ -465,15 +466,14 @@ async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
         got.append(message.closure)
         peer.close()
 
-    network = MemoryNetwork(chunk=(65_536, 65_536))
-    async with connected(network, {FinalBelow: Handler(handle)}) as pair:
-        (link,) = network.links()
-        link.to_server.stall()
-        pair.peer.notify(FinalBelow(1))
-        pair.peer.notify(FinalBelow(2))
-        await settle()
-        link.to_server.flow()
-        await pair.back.wait_closed()
+    pair = peered(turns, {FinalBelow: Handler(handle)}, chunk=(65_536, 65_536))
+    pair.link.to_server.stall()
+    pair.peer.notify(FinalBelow(1))
+    pair.peer.notify(FinalBelow(2))
+    turns.settle()
+    pair.link.to_server.flow()
+    turns.settle()
+    assert pair.back.is_closed
     assert got == [1]
 
 
