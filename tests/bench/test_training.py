@@ -32,22 +32,26 @@ async def trained(
     return run
 
 
-async def test_asynchronous_workers_do_not_wait_for_each_other() -> None:
-    run = await trained(Mode(2), [[1.0, 2.0]] * 4)
-    assert [round(own[-1].ended) for own in run.pushes] == [4, 8]
-    assert run.global_step == 8
-
-
-async def test_bounded_workers_wait_for_the_slowest() -> None:
-    run = await trained(Mode(2, bound=1), [[1.0, 3.0]] * 4)
-    ahead = [round(push.ended) for push in run.pushes[0]]
-    assert ahead == [1, 3, 6, 9]
-
-
-async def test_a_synchronous_step_takes_as_long_as_its_slowest_gradient() -> None:
-    run = await trained(Mode(3, backups=0), [[1.0, 1.0, 1.0], [1.0, 4.0, 2.0]])
-    assert [round(push.ended) for push in run.pushes[0]] == [1, 5]
-    assert run.global_step == 2
+@pytest.mark.parametrize(
+    ("mode", "table", "ended"),
+    [
+        pytest.param(
+            Mode(2), [[1.0, 2.0]] * 4, [[1, 2, 3, 4], [2, 4, 6, 8]], id="not when asynchronous"
+        ),
+        pytest.param(
+            Mode(2, bound=1), [[1.0, 3.0]] * 4, [[1, 3, 6, 9], [3, 6, 9, 12]], id="up to a bound"
+        ),
+        pytest.param(
+            Mode(3, backups=0), [[1.0, 1.0, 1.0], [1.0, 4.0, 2.0]], [[1, 5]] * 3, id="in each step"
+        ),
+    ],
+)
+async def test_workers_wait_for_the_slowest(
+    mode: Mode, table: list[list[float]], ended: list[list[int]]
+) -> None:
+    run = await trained(mode, table)
+    assert [[round(push.ended) for push in own] for own in run.pushes] == ended
+    assert run.global_step == (len(table) if mode.synchronous else 8)
     assert not run.all("stale")
 
 
