@@ -112,25 +112,22 @@ async def test_waiting_for_a_task_can_be_cancelled_and_the_task_runs_on() -> Non
         assert await task.stop() == -signal.SIGTERM
 
 
-async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace_or_a_cancellation(
+    cancelled: bool,
+) -> None:
     screen = Screen()
     async with group(screen) as processes:
         task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
         await screen.wait_for("[worker-0] ready ")
-        assert await task.stop(grace_s=0.05) == -signal.SIGKILL
-
-
-async def test_stopping_a_task_kills_it_at_once_when_it_is_cancelled() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
-        await screen.wait_for("[worker-0] ready ")
-        stop = asyncio.create_task(task.stop(grace_s=3600))
+        stop = asyncio.create_task(task.stop(grace_s=3600 if cancelled else 0.05))
         await asyncio.sleep(0)
-        stop.cancel()
+        if cancelled:
+            stop.cancel()
         assert await task.wait() == -signal.SIGKILL
-        with pytest.raises(asyncio.CancelledError):
-            await stop
+        await asyncio.wait([stop])
+        assert stop.cancelled() is cancelled
+        assert cancelled or stop.result() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("kind", [(), ("stubborn",)])

@@ -417,18 +417,18 @@ def test_a_stranger_is_told_no_more_than_that_it_is_one(turns: Turns) -> None:
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_an_owner_that_fails_ends_the_connection_with_a_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_an_owner_that_fails_ends_the_connection_with_a_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, turns: Turns
 ) -> None:
     def fail(*_: object) -> Reply:
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(Peer, "received", fail)
-    async with connected() as pair:
-        pair.peer.notify(FinalBelow(1))
-        await pair.back.wait_closed()
-        assert isinstance(pair.back.error, ZeroDivisionError)
+    pair = peered(turns)
+    pair.peer.notify(FinalBelow(1))
+    turns.settle()
+    assert pair.back.is_closed
+    assert isinstance(pair.back.error, ZeroDivisionError)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert caplog.records[0].message == "a message of /job:worker/task:0 failed"
 
@@ -495,10 +495,15 @@ async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
             assert int(port) > 0
 
 
-async def test_what_a_system_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_system_does_not_have_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, turns: Turns
+) -> None:
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
-    async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
-        await pair.peer.ping()
+    with socket.socket() as sock:
+        connection, _, _ = up(socket=sock)
+        assert connection.is_connected
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
 
 
 async def test_unix_sockets_get_room(tmp_path: Path) -> None:

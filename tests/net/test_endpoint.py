@@ -73,6 +73,35 @@ class Stranger(asyncio.BufferedProtocol):
         self.gone.set()
 
 
+class FromElsewhere:
+    """A network in memory on which each connection comes from the address named last."""
+
+    def __init__(self) -> None:
+        self.below = MemoryNetwork()
+        self.source = "192.0.2.1"
+
+    async def connect(self, address: str, factory: Any) -> Any:
+        return await self.below.connect(address, factory)
+
+    async def listen(self, address: str, factory: Any) -> Any:
+        def accept() -> asyncio.BufferedProtocol:
+            protocol: Any = factory()
+            made, source = protocol.connection_made, self.source
+
+            def connection_made(transport: Any) -> None:
+                extra = {"peername": (source, 4711)}
+                usual = transport.get_extra_info
+                transport.get_extra_info = lambda name, default=None: extra.get(
+                    name, usual(name, default)
+                )
+                made(transport)
+
+            protocol.connection_made = connection_made
+            return protocol  # type: ignore[no-any-return]
+
+        return await self.below.listen(address, accept)
+
+
 def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.startswith("psync")]
 
@@ -530,14 +559,16 @@ async def test_only_so_many_strangers_at_once_and_the_oldest_makes_room(
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this machine", "one address"])
 async def test_members_that_come_all_at_once_find_places_one_after_the_other(
-    caplog: pytest.LogCaptureFixture,
+    elsewhere: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    network = MemoryNetwork(1, latency=(0.001, 0.005))
-    ps = new_endpoint(network, limits=Limits(handshakes=4))
+    network = FromElsewhere() if elsewhere else MemoryNetwork(1, latency=(0.001, 0.005))
+    ps = new_endpoint(network, limits=Limits(handshakes=8 if elsewhere else 4))
     await ps.listen("ps0:1")
     workers = [new_endpoint(network, f"/job:worker/task:{n}") for n in range(40)]
     peers = await asyncio.gather(*(w.connect_retrying("ps0:1", PS) for w in workers))
+    assert asyncio.get_running_loop().time() < 5
     assert all(peer.is_open for peer in peers)
     assert texts(caplog) == [], "nothing is wrong"
     with pytest.raises(ConnectFailed) as caught:
@@ -600,35 +631,6 @@ async def test_only_so_many_connections(place: str, tmp_path: Path) -> None:
 
 
 # --- addresses from which too many fail -----------------------------------------------------------
-
-
-class FromElsewhere:
-    """A network in memory on which each connection comes from the address named last."""
-
-    def __init__(self) -> None:
-        self.below = MemoryNetwork()
-        self.source = "192.0.2.1"
-
-    async def connect(self, address: str, factory: Any) -> Any:
-        return await self.below.connect(address, factory)
-
-    async def listen(self, address: str, factory: Any) -> Any:
-        def accept() -> asyncio.BufferedProtocol:
-            protocol: Any = factory()
-            made, source = protocol.connection_made, self.source
-
-            def connection_made(transport: Any) -> None:
-                extra = {"peername": (source, 4711)}
-                usual = transport.get_extra_info
-                transport.get_extra_info = lambda name, default=None: extra.get(
-                    name, usual(name, default)
-                )
-                made(transport)
-
-            protocol.connection_made = connection_made
-            return protocol  # type: ignore[no-any-return]
-
-        return await self.below.listen(address, accept)
 
 
 async def fail(network: FromElsewhere, count: int, words: bytes = b"x" * 32) -> list[bytes]:
@@ -762,22 +764,6 @@ async def test_the_silent_keep_nobody_out_from_however_many_addresses(hosts: int
         await asyncio.sleep(60 * minute + 60 - loop.time())
     await worker.close()
     await ps.close()
-
-
-@pytest.mark.virtual_time
-async def test_members_that_come_all_at_once_take_places_and_not_the_hearing_from_each_other(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    network = FromElsewhere()
-    ps = new_endpoint(network, limits=Limits(handshakes=8))
-    await ps.listen("ps0:1")
-    workers = [new_endpoint(network, f"/job:worker/task:{index}") for index in range(40)]
-    peers = await asyncio.gather(*[worker.connect_retrying("ps0:1", PS) for worker in workers])
-    assert asyncio.get_running_loop().time() < 5
-    assert all(peer.is_open for peer in peers)
-    assert not [text for text in texts(caplog) if "have failed" in text]
-    for endpoint in (*workers, ps):
-        await endpoint.close()
 
 
 @pytest.mark.virtual_time

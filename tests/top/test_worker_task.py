@@ -12,7 +12,6 @@ import memory_cluster
 import psync
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from psync.errors import (
-    ConfigurationError,
     ConnectionLost,
     FencedError,
     ParameterServerLost,
@@ -22,7 +21,6 @@ from psync.net.endpoint import Endpoint
 from psync.net.peer import Peer
 from psync.wire.messages import AskStatistics, Done, Shutdown, Statistics
 from psync.wire.worker_messages import AttachWorker, RunClosures
-from psync.worker_task import WorkerTask
 
 
 def attachment(coordinator: int, incarnation: int = 5) -> AttachWorker:
@@ -110,14 +108,6 @@ async def test_without_a_coordinator_any_chief_stops_a_worker():
         await peer.call(Shutdown("the chief has ended"))
         assert task.stopped.is_set()
         await old.endpoint.close()
-
-
-async def test_an_address_that_is_taken_is_named():
-    async with cluster_of(1, 1) as cluster:
-        second = WorkerTask(cluster.platform(), 0, "worker-0:1")
-        with pytest.raises(ConfigurationError, match="/job:worker/task:0 cannot listen"):
-            await second.start()
-        await second.close()
 
 
 @pytest.mark.virtual_time

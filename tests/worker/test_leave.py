@@ -292,7 +292,7 @@ async def test_synchronous_steps_need_fewer_gradients_as_soon_as_a_worker_has_le
 
 
 async def test_a_replica_that_runs_is_finished_before_its_worker_leaves_and_gangs_go_on():
-    async with coordinating(1, 2) as (cluster, coordinator):
+    async with coordinating(1, 3) as (cluster, coordinator):
 
         async def replica():
             context = psync.get_replica_context()
@@ -307,7 +307,7 @@ async def test_a_replica_that_runs_is_finished_before_its_worker_leaves_and_gang
         await asyncio.sleep(1)
         second = asyncio.create_task(strategy.run(replica))
         event_of("go on").set()
-        for expected, run in ((2.0, running), (1.0, second)):
+        for expected, run in ((3.0, running), (2.0, second)):
             results = strategy.experimental_local_results(await run)
             assert [float(value) for value in results] == [expected] * len(results)
             assert len(results) == int(expected)
