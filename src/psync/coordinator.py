@@ -86,8 +86,6 @@ class Coordinator:
         main_by_name: Whether workers run the script of this process, so that classes of its
             ``__main__`` are found there by name.
         own: This program's optimizers, if it goes on with what another one has left.
-        workers_wait: Says whether the program has declared a synchronous group or a staleness
-            bound. ps 0 hears of the schedule from then on.
         replicate: Whether each ps has a backup.
     """
 
@@ -102,7 +100,6 @@ class Coordinator:
         program: str,
         main_by_name: bool,
         own: OwnOptimizers,
-        workers_wait: Callable[[], bool],
         replicate: bool,
     ) -> None:
         self._options = options
@@ -153,7 +150,7 @@ class Coordinator:
             EndSession: Handler(self._session_ends),
         })  # fmt: skip
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
-        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports, workers_wait)
+        self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._final = FinalClosures(self._queue, self.links.final_below)
         self._dispatch_due = False
         self._creating: asyncio.Task[None] | None = None

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from psync.cluster_roles import ENQUIRER
+from psync.cluster_roles import CHIEF, ENQUIRER
 from psync.errors import ConnectionLost, FencedError, UsageError
 from psync.net.chief_presence import ChiefPresence
 from psync.net.endpoint import Endpoint
@@ -198,8 +198,9 @@ class PsTask:
         return max(self.floor, self._host.newest)
 
     def _check_coordinator(self, peer: Peer) -> None:
-        check_chief(peer)
-        if peer.incarnation != self.floor:
+        attach = self.services.attach
+        if attach is None or (peer.task, peer.incarnation) != (CHIEF, attach.coordinator):
+            check_chief(peer)
             raise FencedError(f"{self.task}: {peer.task} is not the coordinator that it serves")
 
     def _admit(self, hello: Hello) -> Refused | None:

@@ -14,7 +14,7 @@ import pytest
 
 import psync
 from image_store import keep_images
-from inside import chief_of, handlers_of
+from inside import chief_of, clocks_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
 from psync.chief.events import RollbackEvent
@@ -196,14 +196,13 @@ async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: P
 
 @pytest.mark.virtual_time
 async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_changed() -> None:
-    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
+        clocks_of(cluster.tasks["ps-0"]).wanted.set()
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule, FinalBelow) as heard:
             chief_of(coordinator).recovery.state.recovered()
             await asyncio.sleep(5)
-        del bound
         (final,) = [message for message in heard if isinstance(message, FinalBelow)]
         (report,) = [message for message in heard if isinstance(message, ReportSchedule)]
         assert final.closure == 3
@@ -212,14 +211,13 @@ async def test_after_a_recovery_ps_0_hears_what_it_knew_though_nothing_has_chang
 
 @pytest.mark.virtual_time
 async def test_workers_whose_sessions_a_recovery_ends_are_not_missed() -> None:
-    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
     async with coordinating(1, 2) as (cluster, coordinator):
+        clocks_of(cluster.tasks["ps-0"]).wanted.set()
         await run(coordinator, 3, *declared(coordinator))
         await asyncio.sleep(5)
         with heard_by(cluster.tasks["ps-0"], ReportSchedule) as heard:
             chief_of(coordinator).recovery.state.end_sessions()
             await asyncio.sleep(5)
-        del bound
         assert heard
         assert [report.missing for report in heard] == [[]] * len(heard)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import psync
 from inside import chief_of, clocks_of
-from memory_cluster import coordinating, event_of
+from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
@@ -43,11 +44,19 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReportSchedule]]:
 
 
 @pytest.fixture
-def reports(sent: list[ReportSchedule]) -> Iterator[list[ReportSchedule]]:
-    """The same of a program whose workers wait for each other."""
-    bound = psync.optimizers.SGD(1.0, staleness_bound=psync.StalenessBound(1))
-    yield sent
-    del bound
+def reports(sent: list[ReportSchedule]) -> list[ReportSchedule]:
+    """The same where ps 0 wants them, see ``reporting``."""
+    return sent
+
+
+@asynccontextmanager
+async def reporting(
+    num_ps: int = 1, num_workers: int = 1
+) -> AsyncIterator[tuple[MemoryCluster, psync.ClusterCoordinator]]:
+    """A cluster on whose ps 0 somebody has waited for others."""
+    async with coordinating(num_ps, num_workers) as (cluster, coordinator):
+        clocks_of(cluster.tasks["ps-0"]).wanted.set()
+        yield cluster, coordinator
 
 
 async def test_nothing_is_reported_where_workers_never_wait_for_each_other(sent):
@@ -79,7 +88,9 @@ async def test_nothing_is_reported_where_workers_never_wait_for_each_other(sent)
     ],
     ids=["group", "bound"],
 )
-async def test_from_the_declaration_of_a_group_or_bound_on_ps_0_hears_of_the_schedule(sent, make):
+async def test_from_the_first_wait_in_a_group_or_at_a_bound_on_ps_0_hears_of_the_schedule(
+    sent, make
+):
     async with coordinating(num_workers=2) as (_, coordinator):
         with coordinator.strategy.scope():
             w = psync.Variable(np.zeros(2, np.float32), name="w")
@@ -102,8 +113,8 @@ async def test_from_the_declaration_of_a_group_or_bound_on_ps_0_hears_of_the_sch
         assert not sent[-1].queued
 
 
-async def test_the_state_is_reported_as_soon_as_the_cluster_is_up(reports):
-    async with coordinating(num_ps=2, num_workers=2):
+async def test_the_state_is_reported_as_soon_as_it_is_wanted(reports):
+    async with reporting(num_ps=2, num_workers=2):
         await asyncio.sleep(1)
         report = reports[-1]  # the first one may know of one worker only
         assert report.version <= 2
@@ -112,7 +123,7 @@ async def test_the_state_is_reported_as_soon_as_the_cluster_is_up(reports):
 
 
 async def test_what_is_scheduled_and_what_has_ended_is_reported(reports):
-    async with coordinating(num_workers=2) as (_, coordinator):
+    async with reporting(num_workers=2) as (_, coordinator):
 
         async def waits(name):
             event_of(f"{name} runs").set()
@@ -136,7 +147,7 @@ async def test_what_is_scheduled_and_what_has_ended_is_reported(reports):
 
 
 async def test_a_full_queue_costs_two_reports_or_three(reports):
-    async with coordinating(num_workers=2) as (_, coordinator):
+    async with reporting(num_workers=2) as (_, coordinator):
         await asyncio.sleep(1)
         reports.clear()
 
@@ -154,7 +165,7 @@ async def test_a_full_queue_costs_two_reports_or_three(reports):
 
 
 async def test_a_chain_of_single_closures_is_not_reported_as_idleness(reports):
-    async with coordinating(num_workers=1) as (_, coordinator):
+    async with reporting(num_workers=1) as (_, coordinator):
 
         async def step():
             await asyncio.sleep(0.1)
@@ -169,7 +180,7 @@ async def test_a_chain_of_single_closures_is_not_reported_as_idleness(reports):
 
 
 async def test_a_worker_that_is_lost_is_missing_until_it_is_back_as_another(reports):
-    async with coordinating(num_workers=2) as (cluster, _):
+    async with reporting(num_workers=2) as (cluster, _):
         await asyncio.sleep(1)
         first = reports[-1]
         await cluster.stop("worker-1")
@@ -185,7 +196,7 @@ async def test_a_worker_that_is_lost_is_missing_until_it_is_back_as_another(repo
 
 
 async def test_a_worker_out_of_data_is_missing_until_all_is_done(reports):
-    async with coordinating(num_workers=2) as (_, coordinator):
+    async with reporting(num_workers=2) as (_, coordinator):
         iterator = iter(
             coordinator.create_per_worker_dataset(
                 lambda context: range(2 if context.input_pipeline_id else 8)
@@ -206,7 +217,7 @@ async def test_a_worker_out_of_data_is_missing_until_all_is_done(reports):
 
 
 async def test_a_worker_that_has_data_again_takes_part_again(reports):
-    async with coordinating(num_workers=2) as (_, coordinator):
+    async with reporting(num_workers=2) as (_, coordinator):
         iterator = iter(
             coordinator.create_per_worker_dataset(
                 lambda context: range(0 if context.input_pipeline_id else 100)
@@ -228,7 +239,7 @@ async def test_a_worker_that_has_data_again_takes_part_again(reports):
 
 
 async def test_a_report_is_repeated_after_a_lost_connection(reports):
-    async with coordinating(num_workers=1) as (cluster, coordinator):
+    async with reporting(num_workers=1) as (cluster, coordinator):
         await asyncio.sleep(1)
         cluster.network.cut("ps-0:1")
 
@@ -242,7 +253,7 @@ async def test_a_report_is_repeated_after_a_lost_connection(reports):
 
 
 async def test_a_lost_ps_ends_the_reports_and_nobody_hears_of_it_here(reports, caplog):
-    async with coordinating(num_workers=1) as (cluster, coordinator):
+    async with reporting(num_workers=1) as (cluster, coordinator):
 
         async def step():
             event_of("runs").set()

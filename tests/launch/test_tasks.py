@@ -53,8 +53,9 @@ async def nothing() -> int:
 # --- run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("main", [lambda: None, nothing(), None])
-def test_run_wants_a_coroutine_function(main: Any) -> None:
+@pytest.mark.parametrize("make", [lambda: lambda: None, nothing, lambda: None])
+def test_run_wants_a_coroutine_function(make: Any) -> None:
+    main = make()
     with pytest.raises(UsageError) as caught:
         run(main)
     assert str(caught.value) == (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -85,6 +88,21 @@ def test_norms_that_are_not_finite() -> None:
     for bad in (infinite, np.array([math.nan])):
         for clipped in clipped_by_norm([bad, finite], [0, 1], ALL):
             assert np.isnan(clipped).all()
+
+
+def test_a_sum_of_squares_has_the_same_bits_on_every_cpu() -> None:
+    program = (
+        "import numpy as np; from psync.numerics.clipping import PIECE, sum_of_squares;"
+        "values = np.random.default_rng(0).standard_normal(3 * PIECE + 7);"
+        "print([sum_of_squares(values.astype(kind)).hex() for kind in 'fd'])"
+    )
+    printed = set()
+    for core in ("Prescott", "Haswell", "SkylakeX"):  # an unknown name is taken for the CPU's own
+        environ = {**os.environ, "OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        printed.add(run.stdout)
+    assert len(printed) == 1, printed
 
 
 def test_a_sum_of_squares_does_not_depend_on_where_an_array_is_cut() -> None:

@@ -109,11 +109,11 @@ def test_a_ps_that_cannot_write_goes_on_and_so_does_training(tmp_path: Path) -> 
                 victim = cluster.tasks["ps-1"].pid
                 unlimited = resource.prlimit(victim, resource.RLIMIT_FSIZE)
                 resource.prlimit(victim, resource.RLIMIT_FSIZE, (1 << 16, unlimited[1]))
-                values = program.schedule(coordinator, 20)
+                program.schedule(coordinator, 20)
                 with pytest.raises(CheckpointError, match="File too large"):
                     await manager.save()
                 assert list(tmp_path.iterdir()) == [first]
-                await coordinator.fetch(values)
+                await coordinator.join()
                 resource.prlimit(victim, resource.RLIMIT_FSIZE, unlimited)
                 second = await manager.save()
                 assert await program.assert_whole(first) <= await program.assert_whole(second) == 25

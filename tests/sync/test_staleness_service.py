@@ -11,9 +11,9 @@ from inside import clocks_of
 from ps_cluster import CHIEF, OTHER, WORKER, PsCluster
 from psync.client.ps_client import PsClient
 from psync.errors import ConfigurationError, FencedError, RemoteProtocolError
-from psync.wire.messages import AskStatistics, Statistics
+from psync.wire.messages import AskStatistics, Done, Statistics
 from psync.wire.ps_messages import Fence
-from psync.wire.sync_messages import ClockTicked, ReportSchedule, TickClock
+from psync.wire.sync_messages import AwaitWaiters, ClockTicked, ReportSchedule, TickClock
 
 pytestmark = pytest.mark.virtual_time
 
@@ -96,9 +96,29 @@ async def test_within_the_bound_nobody_waits(scene):
 
 
 async def test_who_is_not_reported_is_not_waited_for(scene):
-    assert await scene.tick(scene.a) == 0  # before any report
     await scene.report(0)
     assert await scene.tick(scene.a) == 0
+
+
+async def test_the_first_tick_asks_for_the_schedule_and_waits_for_it(scene):
+    asked = asyncio.create_task(scene.cluster.chief.links[0].call(lambda _: AwaitWaiters()))
+    await asyncio.sleep(1)
+    assert not asked.done()
+    first = await scene.waiting(scene.a)
+    assert isinstance((await asked).message, Done)
+    await scene.report(0, 1)
+    await asyncio.sleep(1)
+    assert not first.done(), "the other one, of whom nobody knew, has not ticked"
+    assert await scene.tick(scene.b) == 0
+    assert await first == 0
+
+
+async def test_a_tick_that_waited_for_the_schedule_is_refused_if_its_worker_was_replaced(scene):
+    first = await scene.waiting(scene.a)
+    await scene.cluster.chief.links[0].call(lambda _: Fence(WORKER, 1001))
+    await scene.report(0, 1)
+    with pytest.raises(FencedError):
+        await first
 
 
 async def test_a_worker_that_is_lost_releases_the_others(scene):
@@ -226,6 +246,7 @@ async def test_the_end_of_training_releases_everybody_for_ever(scene):
 
 
 async def test_one_optimizer_has_one_bound(scene):
+    await scene.report(0)
     await scene.tick(scene.a, 2)
     with pytest.raises(ConfigurationError, match="has a staleness bound of 2 rounds, got 3"):
         await scene.tick(scene.b, 3)
@@ -238,6 +259,7 @@ async def test_numbers_out_of_range_are_refused(scene, number, bound):
 
 
 async def test_an_incarnation_that_was_replaced_does_not_tick(scene):
+    await scene.report(0)
     await scene.tick(scene.a)
     message = Fence(WORKER, 1001)
     await scene.cluster.chief.links[0].call(lambda _: message)

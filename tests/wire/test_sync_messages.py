@@ -8,6 +8,7 @@ from psync.wire import sync_messages
 from psync.wire.codec import Message
 from psync.wire.sync_messages import (
     AskStep,
+    AwaitWaiters,
     ClockTicked,
     CloseStep,
     Contribute,
@@ -47,6 +48,7 @@ GOLDEN: list[tuple[Message, str]] = [
     ),
     (MeasureStep(9, None, 4, [], what="updates"), "9b5209c00490909090c0c0a775706461746573"),
     (StepMeasured([(0, 1, 0.5, 1.0)]), "925391940001cb3fe0000000000000cb3ff0000000000000"),
+    (AwaitWaiters(), "910f"),
     (ReportSchedule(1, [(0, 7)], ["w"], False, [(5, 0)]), "9631019192000791a177c291920500"),
     (FinishSteps(), "9147"),
     (TickClock(1, 2, 3), "9438010203"),

@@ -177,7 +177,6 @@ class ClusterCoordinator(WorkerChanges):
             program=optimizers.process,
             main_by_name=script_is_shared.get(),
             own=OwnOptimizers(optimizers.of_the_program, optimizers.note_learning_rate),
-            workers_wait=optimizers.workers_wait,
             replicate=self.strategy.ps_recovery == "replica",
         )
         self._starting = True

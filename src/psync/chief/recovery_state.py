@@ -74,12 +74,15 @@ class RecoveryState:
 
     def fail_if_gone(self) -> None:
         """End what is scheduled where nobody is left who could do it."""
-        workers_gone = self._links.workers.all_given_up()
-        if (self._gone is None and workers_gone is None) or self._queue.has_failed:
+        if self._gone is None and not self._links.workers.given_up:
+            return
+        if self._queue.has_failed:
             return
         if self._gone is not None:
             self._perform(self._queue.fail(self._gone))
-        elif workers_gone is not None and (
+            return
+        workers_gone = self._links.workers.all_given_up()
+        if workers_gone is not None and (
             self._gangs or self._queue.low_water() < self._queue.next_id
         ):
             self.fail(workers_gone)

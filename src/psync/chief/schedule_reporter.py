@@ -1,8 +1,8 @@
 """Reports to ps tasks: the schedule, for ps 0, and which closures are final.
 
 ``ScheduleReports`` decides what ps 0 hears, this sends: one report at a time, and of the states
-that follow one another meanwhile the last. Nothing is sent before the program has declared
-something at which workers wait for each other, since ps 0 would have no use for it.
+that follow one another meanwhile the last. Nothing is sent before a worker waits for others, in a
+synchronous group or at a staleness bound, since ps 0 would have no use for it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from psync.client.ps_link import PsLink
+from psync.client.ps_link import PsLink, always
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports, ScheduleState
 from psync.cluster import parse_task_name
 from psync.errors import ClosedError, FencedError, ParameterServerLost, PsyncError
-from psync.wire.sync_messages import ReportSchedule
+from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -33,40 +33,32 @@ class ScheduleReporter:
     Args:
         link: To ps 0.
         reports: Decides.
-        workers_wait: Says whether the program has declared a synchronous group or a staleness
-            bound; asked with each ``look`` until it has, and then no more.
     """
 
-    def __init__(
-        self, link: PsLink, reports: ScheduleReports, workers_wait: Callable[[], bool]
-    ) -> None:
+    def __init__(self, link: PsLink, reports: ScheduleReports) -> None:
         self._link = link
         self._reports = reports
-        self._workers_wait = workers_wait
-        self._is_wanted = False
         self._versions = itertools.count(1)
         self._news = asyncio.Event()
 
     def start(self) -> asyncio.Task[None]:
-        """Report the state, and from now on each that follows: ps 0 is attached.
+        """Report the state once somebody waits, and then each that follows: ps 0 is attached.
 
         Returns:
             What does it; to be cancelled at the end.
         """
-        self.look()
+        self._news.set()
         return asyncio.get_running_loop().create_task(self._run())
 
     def look(self) -> None:
         """Something has happened. Nothing is sent in this turn of the loop."""
-        if not self._reports.look():
-            return
-        self._is_wanted = self._is_wanted or self._workers_wait()
-        if self._is_wanted:
+        if self._reports.look():
             self._news.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         try:
+            await self._link.call(always(AwaitWaiters()))
             while True:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._reports.next_deadline()):
@@ -88,7 +80,7 @@ class ScheduleReporter:
             state.queued,
             [(closure, _index(worker)) for closure, worker in state.in_flight],
         )
-        await self._link.call(lambda _: message)
+        await self._link.call(always(message))
 
 
 class FinalClosures:

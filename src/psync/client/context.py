@@ -37,6 +37,7 @@ class ClosureContext:
 
     __slots__ = (
         "_ordinals",
+        "_pulled",
         "_waiting",
         "arrival",
         "cancelled",
@@ -45,7 +46,6 @@ class ClosureContext:
         "dropped",
         "gang",
         "loop",
-        "pulled",
         "runtime",
         "worker_index",
     )
@@ -68,14 +68,21 @@ class ClosureContext:
         self.gang = gang  # through which a replica meets the others; opaque here, None: no gang
         self.closed = False  # the step has returned or raised
         self.cancelled = False  # another closure failed, or this one was cancelled
-        self.pulled = PulledSteps()  # what its pulls have seen of synchronous groups
         self.dropped = 0  # calls of which a ps has said that they change nothing
+        self._pulled: PulledSteps | None = None
         self._ordinals = itertools.count()
         self._waiting: set[asyncio.Task[Any]] = set()  # what threads of this step wait for
 
     def __repr__(self) -> str:
         state = "cancelled" if self.cancelled else "closed" if self.closed else "open"
         return f"<closure {self.closure_id} on worker {self.worker_index}, {state}>"
+
+    @property
+    def pulled(self) -> PulledSteps:
+        """What its pulls have seen of synchronous groups."""
+        if self._pulled is None:
+            self._pulled = PulledSteps()
+        return self._pulled
 
     def next_ordinal(self) -> int:
         """Return the number of the next call within this run: 0, 1, ….

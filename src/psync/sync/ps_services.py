@@ -61,7 +61,7 @@ from psync.wire.ps_messages import (
     SetOptimizer,
     SetSlots,
 )
-from psync.wire.sync_messages import ReportSchedule
+from psync.wire.sync_messages import AwaitWaiters, ReportSchedule
 
 NOT_JUDGED = frozenset(
     {Pull, PullLocked, LockShards, SetSlots, SetOptimizer, DefineOptimizer, AskOptimizer}
@@ -199,6 +199,7 @@ class PsServices:
         return {
             **handlers,
             FinalBelow: backup.notified(Handler(self._final_below)),
+            AwaitWaiters: Handler(self._await_waiters),
             ReportSchedule: Handler(self._report_schedule),
             **self.accumulators.handlers(),
             **self.rows.handlers(),
@@ -307,6 +308,11 @@ class PsServices:
                 self.follower.steps.final_below(message.closure)
             if self.closer is not None:
                 self.closer.steps.final_below(message.closure)
+
+    async def _await_waiters(self, peer: Peer, message: AwaitWaiters, _: list[memoryview]) -> Reply:
+        self._process.check_coordinator(peer)
+        await self.clocks.wanted.wait()
+        return Reply(Done())
 
     def _report_schedule(self, peer: Peer, message: ReportSchedule, _: list[memoryview]) -> Reply:
         self._process.check_coordinator(peer)

@@ -4,6 +4,9 @@
 first tick on, and then gets the list of workers that have work. Each bound also gets the workers
 that wait at the others, and in synchronous groups: no clock waits for a worker that may be waiting
 for it.
+
+Who has work is reported from the first wait on, be it here or in a group (``wanted``). A tick that
+comes before the first report waits for it: it cannot be told how far ahead it is.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ class ClockService:
         task: Name of the ps, for messages.
         check_incarnation: Raises FencedError for a (task, incarnation) that is not served any more.
         in_groups: Says who waits in a synchronous group. When that changes, ``look_again``.
+
+    Attributes:
+        wanted: Set once somebody waits for others: then the schedule decides how long.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class ClockService:
         self._check_incarnation = check_incarnation
         self._in_groups = in_groups
         self._bounds: dict[int, tuple[RoundClocks, _Waiting]] = {}
+        self.wanted = asyncio.Event()
+        self._known = asyncio.Event()  # who has work
         self._alive: dict[str, int] = {}
         self._busy: frozenset[str] | None = None
         self._version = 0  # of the latest report of the coordinator
@@ -63,6 +71,7 @@ class ClockService:
     def report(self, alive: Mapping[str, int], busy: AbstractSet[str] | None) -> None:
         """Note who has work; see ``RoundClocks.members``."""
         self._alive, self._busy = dict(alive), None if busy is None else frozenset(busy)
+        self._known.set()
         for clocks, waiting in self._bounds.values():
             _perform(waiting, clocks.members(self._alive, self._busy))
             self.look_again()  # who goes on here is waited for by the next
@@ -73,6 +82,8 @@ class ClockService:
         Whoever is let go at one does not wait any more for another one: that lets nobody go there,
         but the next tick must find it so.
         """
+        if not self.wanted.is_set() and self._in_groups():
+            self.wanted.set()
         somebody_went = bool(self._bounds)
         while somebody_went:
             somebody_went = False
@@ -86,6 +97,8 @@ class ClockService:
     def end(self) -> None:
         """Training is over, or another timeline is served: nobody waits any more."""
         self._ended = True
+        self.wanted.set()
+        self._known.set()
         for clocks, waiting in self._bounds.values():
             _perform(waiting, clocks.end())
 
@@ -105,6 +118,18 @@ class ClockService:
                 f"{self._task}: expected a tick from 1 and a bound from 0 of {peer.task}, got "
                 f"tick {message.tick} and bound {message.max_staleness}"
             )
+        if not self._known.is_set():
+            self.wanted.set()
+            return self._tick_later(peer, message)
+        return self._judge(peer, message)
+
+    async def _tick_later(self, peer: Peer, message: TickClock) -> Reply:
+        await self._known.wait()
+        self._check_incarnation(peer.task, peer.incarnation)
+        reply = self._judge(peer, message)
+        return reply if isinstance(reply, Reply) else await reply
+
+    def _judge(self, peer: Peer, message: TickClock) -> Reply | Awaitable[Reply]:
         clocks, waiting = self._bound(message)
         tick = Tick(peer.task, peer.incarnation, message.tick)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()

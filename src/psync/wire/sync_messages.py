@@ -194,6 +194,15 @@ class StepMeasured(Message):
 # Coordinator → ps 0.
 
 
+@message(15)
+@dataclass(frozen=True, slots=True)
+class AwaitWaiters(Message):
+    """Coordinator → ps 0: say when workers wait for each other, or are about to.
+
+    Answered by Done. Only then is the schedule of use to ps 0; see ``ReportSchedule``.
+    """
+
+
 @message(49)
 @dataclass(frozen=True, slots=True)
 class ReportSchedule(Message):

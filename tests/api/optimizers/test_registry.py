@@ -77,18 +77,3 @@ def test_a_synchronous_optimizer_is_noticed(registry: OptimizerRegistry) -> None
     synchronous = psync.SyncReplicasOptimizer(sgd, 2)
     registry.add_new(synchronous)
     assert registry.any_synchronous()
-
-
-def test_an_optimizer_at_which_workers_wait_is_noticed_while_it_is_there(
-    registry: OptimizerRegistry,
-) -> None:
-    registry.add_new(optimizers.SGD(0.5))
-    assert not registry.workers_wait()
-    for waited_at in (
-        psync.SyncReplicasOptimizer(optimizers.SGD(0.5), 2),
-        optimizers.SGD(0.5, staleness_bound=psync.StalenessBound(1)),
-    ):
-        registry.begin_process()
-        assert not registry.workers_wait()
-        registry.add_new(waited_at)
-        assert registry.workers_wait()

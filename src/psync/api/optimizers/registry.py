@@ -33,14 +33,11 @@ class OptimizerRegistry:
         """Number the optimizers that are made from now on as those of a process of their own."""
         self.process = random_hex(8)  # the origin of those that are made here
         self._numbers = itertools.count(1)
-        self._waited_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def add_new(self, optimizer: Optimizer) -> None:
         """Number an optimizer that is made here."""
         optimizer.number, optimizer.origin = next(self._numbers), self.process
         self.add(optimizer)
-        if optimizer.synchronous or optimizer._staleness_bound is not None:
-            self._waited_at.add(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
         """Take an optimizer that has its origin and number."""
@@ -69,13 +66,6 @@ class OptimizerRegistry:
     def any_synchronous(self) -> bool:
         """Return whether this process has an optimizer whose pushes are counted in steps."""
         return any(optimizer.synchronous for optimizer in self._known.values())
-
-    def workers_wait(self) -> bool:
-        """Return whether workers wait for each other at an optimizer that was made here.
-
-        In steps, or at a staleness bound.
-        """
-        return len(self._waited_at) > 0
 
 
 optimizers_here = PerProcess(OptimizerRegistry)

@@ -13,7 +13,8 @@ MESSAGES = (
     "Push", "Assign", "Pull", "Contribute", "StagePush", "CloseStep", "RaiseStep", "AskStep",
     "CountPush", "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
     "WriteFrozen", "PrepareImage", "FillImage", "TakeImage", "AttachPs", "AdoptShards", "Fence",
-    "AttachWorker", "RunClosures", "ClosureResults", "ReportSchedule", "FinalBelow",
+    "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
+    "FinalBelow",
     "CreateShards", "GrantCoordinator", "AskServed", "LockShards", "EndSession",
 )  # fmt: skip
 """Requests that faults may wait for, or lose."""
