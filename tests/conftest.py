@@ -19,10 +19,13 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import uvloop
+
+if TYPE_CHECKING:
+    from turns import Turns
 
 TIMEOUT_S = 60.0
 
@@ -96,6 +99,16 @@ async def clean_loop(nothing_left_behind: None) -> AsyncIterator[None]:
     assert not tasks, f"tasks left running: {tasks}"
     gc.collect(1)  # a task whose error nobody has seen speaks up when it is collected
     assert not unhandled, f"the loop's exception handler was called: {unhandled}"
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """For a test without a loop: what asks for the running one gets turns that the test makes."""
+    from turns import Turns
+
+    turns = Turns()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: turns)
+    return turns
 
 
 # --- file descriptors and processes ----------------------------------------------------------

@@ -32,40 +32,50 @@ async def trained(
     return run
 
 
-async def test_asynchronous_workers_do_not_wait_for_each_other() -> None:
-    run = await trained(Mode(2), [[1.0, 2.0]] * 4)
-    assert [round(own[-1].ended) for own in run.pushes] == [4, 8]
-    assert run.global_step == 8
-
-
-async def test_bounded_workers_wait_for_the_slowest() -> None:
-    run = await trained(Mode(2, bound=1), [[1.0, 3.0]] * 4)
-    ahead = [round(push.ended) for push in run.pushes[0]]
-    assert ahead == [1, 3, 6, 9]
-
-
-async def test_a_synchronous_step_takes_as_long_as_its_slowest_gradient() -> None:
-    run = await trained(Mode(3, backups=0), [[1.0, 1.0, 1.0], [1.0, 4.0, 2.0]])
-    assert [round(push.ended) for push in run.pushes[0]] == [1, 5]
-    assert run.global_step == 2
+@pytest.mark.parametrize(
+    ("mode", "table", "ended"),
+    [
+        pytest.param(
+            Mode(2), [[1.0, 2.0]] * 4, [[1, 2, 3, 4], [2, 4, 6, 8]], id="not when asynchronous"
+        ),
+        pytest.param(
+            Mode(2, bound=1), [[1.0, 3.0]] * 4, [[1, 3, 6, 9], [3, 6, 9, 12]], id="up to a bound"
+        ),
+        pytest.param(
+            Mode(3, backups=0), [[1.0, 1.0, 1.0], [1.0, 4.0, 2.0]], [[1, 5]] * 3, id="in each step"
+        ),
+    ],
+)
+async def test_workers_wait_for_the_slowest(
+    mode: Mode, table: list[list[float]], ended: list[list[int]]
+) -> None:
+    run = await trained(mode, table)
+    assert [[round(push.ended) for push in own] for own in run.pushes] == ended
+    assert run.global_step == (len(table) if mode.synchronous else 8)
     assert not run.all("stale")
 
 
-async def test_with_a_backup_a_late_gradient_is_dropped_and_given_up() -> None:
-    run = await trained(Mode(3, backups=1), [[1.0, 4.0, 1.0], [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize(
+    ("table", "patience_s", "ended", "seconds"),
+    [
+        pytest.param(
+            [[1.0, 4.0, 1.0], [1.0, 1.0, 1.0]], 1.0, (0.0, 1.2), 2.2, id="and given up"
+        ),
+        pytest.param(
+            [[1.0, 2.5, 1.0]] + [[1.0, 1.0, 1.0]] * 3, np.inf, (2.4, 2.6), np.inf,
+            id="and computed to its end",
+        ),
+    ],
+)  # fmt: skip
+async def test_with_a_backup_a_late_gradient_is_dropped(
+    table: list[list[float]], patience_s: float, ended: tuple[float, float], seconds: float
+) -> None:
+    run = await trained(Mode(3, backups=1), table, patience_s=patience_s)
     late = run.pushes[1][0]
     assert late.outcome == "stale"
-    assert late.seconds == 4.0
-    assert late.ended < 1.2
-    assert run.seconds < 2.2
-
-
-async def test_without_giving_up_a_late_gradient_is_computed_to_its_end() -> None:
-    table = [[1.0, 2.5, 1.0]] + [[1.0, 1.0, 1.0]] * 3
-    run = await trained(Mode(3, backups=1), table, patience_s=np.inf)
-    late = run.pushes[1][0]
-    assert late.outcome == "stale"
-    assert late.ended == pytest.approx(2.5, abs=0.1)
+    assert late.seconds == table[0][1]
+    assert ended[0] < late.ended < ended[1]
+    assert run.seconds < seconds
 
 
 async def test_a_run_of_some_duration_ends_with_the_gradients_that_have_begun() -> None:

@@ -103,19 +103,16 @@ def test_the_second_sigterm_ends_what_was_asked_to_end() -> None:
 # --- the end of the run --------------------------------------------------------------------------
 
 
-async def test_the_end_of_a_pipe_is_the_end_of_the_run() -> None:
+@pytest.mark.parametrize("late", [False, True])
+async def test_the_end_of_a_pipe_is_the_end_of_the_run_also_to_one_who_listens_late(late):
     read_end, write_end = os.pipe()
+    if late:
+        os.close(write_end)
     with end_of_run(read_end) as over:
         await asyncio.sleep(0)
-        assert not over.is_set()
-        os.close(write_end)
-        await over.wait()
-
-
-async def test_one_who_begins_to_listen_late_hears_it_too() -> None:
-    read_end, write_end = os.pipe()
-    os.close(write_end)
-    with end_of_run(read_end) as over:
+        if not late:
+            assert not over.is_set()
+            os.close(write_end)
         await over.wait()
 
 

@@ -67,7 +67,7 @@ async def test_a_task_is_told_its_cluster_and_its_place_in_it() -> None:
     assert report["environ"]["PYTHONUNBUFFERED"] == "1"
 
 
-async def test_a_task_inherits_its_listening_socket_and_the_lifeline_and_no_other_file() -> None:
+async def test_a_task_has_its_own_session_and_socket_the_lifeline_and_no_other_file() -> None:
     screen = Screen()
     async with group(screen) as processes:
         report = await report_of(processes, screen, "worker", 0)
@@ -78,12 +78,6 @@ async def test_a_task_inherits_its_listening_socket_and_the_lifeline_and_no_othe
     assert files[0] == "/dev/null"
     assert files[listen_fd].startswith("socket:")
     assert files[lifeline_fd].startswith("pipe:")
-
-
-async def test_a_task_leads_a_session_of_its_own() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        report = await report_of(processes, screen, "ps", 0)
     assert report["pid"] == report["group"] == report["session"] != os.getsid(0)
 
 
@@ -97,22 +91,16 @@ async def test_the_secret_is_in_the_environment_of_tasks_and_on_no_command_line(
     assert "PSYNC_SECRET" not in os.environ
 
 
-async def test_tasks_compute_in_one_thread_unless_the_user_has_said_otherwise() -> None:
+async def test_a_task_has_the_users_variables_further_ones_and_else_one_thread_to_compute() -> None:
     screen = Screen()
     async with group(screen, environ={"MKL_NUM_THREADS": "4", "HOME": "/"}) as processes:
-        environ = (await report_of(processes, screen, "ps", 0))["environ"]
+        command = script("report.py")
+        await processes.start_task("ps", 0, command, env={"MORE": "yes"}).wait()
+        environ = json.loads(await screen.wait_for("[ps-0] "))["environ"]
     assert environ["OMP_NUM_THREADS"] == environ["OPENBLAS_NUM_THREADS"] == "1"
     assert environ["MKL_NUM_THREADS"] == "4"
     assert environ["HOME"] == "/"
-
-
-async def test_a_task_can_be_given_further_variables() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        command = script("report.py")
-        await processes.start_task("ps", 0, command, env={"MORE": "yes"}).wait()
-    report = json.loads(await screen.wait_for("[ps-0] "))
-    assert report["environ"]["MORE"] == "yes"
+    assert environ["MORE"] == "yes"
 
 
 async def test_peers_can_connect_before_a_task_is_up_and_after_it_was_started_again() -> None:
@@ -152,23 +140,19 @@ async def test_leaving_the_group_stops_all_tasks_the_chief_first() -> None:
     assert sorted(ended) == ["chief-0", "ps-0", "worker-0", "worker-1"]
 
 
-async def test_killing_the_group_leaves_nobody_time() -> None:
+@pytest.mark.parametrize("how", ["kill", "cancelled stop"])
+async def test_killing_the_group_or_not_waiting_for_its_stop_leaves_nobody_time(how: str) -> None:
     screen = Screen()
     async with group(screen) as processes:
         tasks = await start_sleepers(processes, screen, "stubborn")
-        processes.kill()
-        assert [await task.wait() for task in tasks] == [-signal.SIGKILL] * 4
-
-
-async def test_stopping_the_group_kills_at_once_when_it_is_cancelled() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        tasks = await start_sleepers(processes, screen, "stubborn")
-        stop = asyncio.create_task(processes.stop(grace_s=3600))
-        await asyncio.sleep(0)
-        stop.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stop
+        if how == "kill":
+            processes.kill()
+        else:
+            stop = asyncio.create_task(processes.stop(grace_s=3600))
+            await asyncio.sleep(0)
+            stop.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stop
         assert [await task.wait() for task in tasks] == [-signal.SIGKILL] * 4
 
 
@@ -193,29 +177,34 @@ async def test_an_address_that_was_abandoned_refuses_connections() -> None:
             processes.start_task("ps", 0)
 
 
-async def test_a_task_that_runs_cannot_be_started_again() -> None:
+@pytest.mark.parametrize(
+    ("index", "stopped", "error", "told"),
+    [
+        pytest.param(
+            0, False, BusyError, "cannot start worker-0: it is running as process {pid}",
+            id="it runs",
+        ),
+        pytest.param(
+            2, False, ConfigurationError,
+            "expected a task of the cluster (1 chief, 1 ps, 2 worker), got worker-2",
+            id="it does not exist",
+        ),
+        pytest.param(
+            1, True, ClosedError,
+            "cannot start worker-1: the process group is being stopped", id="all are stopped",
+        ),
+    ],
+)  # fmt: skip
+async def test_a_task_that_cannot_be_started_is_told_why(
+    index: int, stopped: bool, error: type[Exception], told: str
+) -> None:
     async with group() as processes:
-        task = processes.start_task("ps", 0, script("sleeper.py"))
-        with pytest.raises(BusyError) as caught:
-            processes.start_task("ps", 0, script("sleeper.py"))
-        assert str(caught.value) == f"cannot start ps-0: it is running as process {task.pid}"
-
-
-async def test_a_task_that_the_cluster_does_not_have_cannot_be_started() -> None:
-    async with group() as processes:
-        with pytest.raises(ConfigurationError) as caught:
-            processes.start_task("worker", 2, script("sleeper.py"))
-    assert str(caught.value) == (
-        "expected a task of the cluster (1 chief, 1 ps, 2 worker), got worker-2"
-    )
-
-
-async def test_nothing_can_be_started_once_the_group_is_stopped() -> None:
-    async with group() as processes:
-        await processes.stop()
-        with pytest.raises(ClosedError) as caught:
-            processes.start_task("worker", 1)
-    assert str(caught.value) == "cannot start worker-1: the process group is being stopped"
+        task = processes.start_task("worker", 0, script("sleeper.py"))
+        if stopped:
+            await processes.stop()
+        with pytest.raises(error) as caught:
+            processes.start_task("worker", index, script("sleeper.py"))
+    assert str(caught.value) == told.format(pid=task.pid)
 
 
 async def test_a_program_that_does_not_exist_is_an_error_and_can_be_corrected() -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from process_tools import Screen, group, is_running, script, watching
+from psync.launch.processes import Output
 from psync.launch.task_process import describe_exit
 
 pytestmark = pytest.mark.processes
@@ -57,21 +58,19 @@ async def test_all_that_a_task_printed_has_arrived_when_it_has_been_waited_for()
         assert len(out.lines) == 500
 
 
-async def test_discarded_output_is_not_shown() -> None:
+@pytest.mark.parametrize("output", ["discarded", "inherited"])
+async def test_output_may_be_discarded_or_go_where_ours_goes(
+    output: Output, capfd: pytest.CaptureFixture[str]
+) -> None:
     out, err = Screen(), Screen()
     async with group(out, err) as processes:
-        task = processes.start_task("worker", 0, script("flood.py", "10"), output="discarded")
-        assert await task.wait() == 0
-    assert out.lines == err.lines == []
-
-
-async def test_inherited_output_goes_where_ours_goes(capfd: pytest.CaptureFixture[str]) -> None:
-    async with group() as processes:
-        task = processes.start_task("chief", 0, script("flood.py", "1"), output="inherited")
+        task = processes.start_task("chief", 0, script("flood.py", "1"), output=output)
         assert await task.wait() == 0
     captured = capfd.readouterr()
-    assert captured.out == f"out 0 {'x' * 100}"
-    assert captured.err == f"err 0 {'x' * 100}"
+    shown = output == "inherited"
+    assert captured.out == (f"out 0 {'x' * 100}" if shown else "")
+    assert captured.err == (f"err 0 {'x' * 100}" if shown else "")
+    assert out.lines == err.lines == []
 
 
 # --- how a task ends ---------------------------------------------------------------------------
@@ -113,25 +112,22 @@ async def test_waiting_for_a_task_can_be_cancelled_and_the_task_runs_on() -> Non
         assert await task.stop() == -signal.SIGTERM
 
 
-async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_task_that_ignores_sigterm_is_killed_after_its_grace_or_a_cancellation(
+    cancelled: bool,
+) -> None:
     screen = Screen()
     async with group(screen) as processes:
         task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
         await screen.wait_for("[worker-0] ready ")
-        assert await task.stop(grace_s=0.05) == -signal.SIGKILL
-
-
-async def test_stopping_a_task_kills_it_at_once_when_it_is_cancelled() -> None:
-    screen = Screen()
-    async with group(screen) as processes:
-        task = processes.start_task("worker", 0, script("sleeper.py", "stubborn"))
-        await screen.wait_for("[worker-0] ready ")
-        stop = asyncio.create_task(task.stop(grace_s=3600))
+        stop = asyncio.create_task(task.stop(grace_s=3600 if cancelled else 0.05))
         await asyncio.sleep(0)
-        stop.cancel()
+        if cancelled:
+            stop.cancel()
         assert await task.wait() == -signal.SIGKILL
-        with pytest.raises(asyncio.CancelledError):
-            await stop
+        await asyncio.wait([stop])
+        assert stop.cancelled() is cancelled
+        assert cancelled or stop.result() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("kind", [(), ("stubborn",)])

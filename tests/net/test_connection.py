@@ -33,12 +33,14 @@ from psync.net.connection import (
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.transport import SocketNetwork
 from psync.testing import MemoryNetwork, settle
+from psync.wire.codec import encode
 from psync.wire.frames import Buffer, Frame, Kind, encode_frame
 from psync.wire.handshake import ClientHandshake, ServerHandshake
 from psync.wire.limits import DEFAULT_LIMITS
 from psync.wire.messages import AskStatistics, Done, Refused
 from psync.wire.protocol import Protocol
 from psync.wire.ps_messages import FinalBelow, Pull, Pulled
+from turns import Turns, linked, peered
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -127,29 +129,27 @@ def sizes(transport: Transport) -> list[list[int]]:
 # --- what shares a system call ---------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_small_messages_of_one_turn_are_written_together() -> None:
+def test_small_messages_of_one_turn_are_written_together(turns: Turns) -> None:
     connection, transport, _ = up()
     for nbytes in (10, 20, 30):
         connection.send(message(nbytes))
     assert transport.writes == []
-    await settle()
+    turns.settle()
     assert sizes(transport) == [[60]]
     connection.send(message(5))
-    await settle()
+    turns.settle()
     assert sizes(transport) == [[60], [5]]
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_who_has_other_work_to_do_has_small_messages_written_at_once() -> None:
+def test_who_has_other_work_to_do_has_small_messages_written_at_once(turns: Turns) -> None:
     connection, transport, _ = up()
     connection.send(message(10))
     connection.send(message(20))
     connection.flush()
     assert sizes(transport) == [[30]]
     connection.send(message(5))
-    await settle()
+    turns.settle()
     assert sizes(transport) == [[30], [5]]
     connection.send(message(7))
     connection.abort()
@@ -158,8 +158,7 @@ async def test_who_has_other_work_to_do_has_small_messages_written_at_once() -> 
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_a_small_message_is_copied_and_a_large_one_is_not() -> None:
+def test_a_small_message_is_copied_and_a_large_one_is_not(turns: Turns) -> None:
     connection, transport, _ = up()
     small, large = bytearray(1000), bytearray(100 * KIB)
     connection.send([b"head", memoryview(small)])
@@ -171,27 +170,25 @@ async def test_a_small_message_is_copied_and_a_large_one_is_not() -> None:
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_a_large_message_follows_the_small_ones_before_it() -> None:
+def test_a_large_message_follows_the_small_ones_before_it(turns: Turns) -> None:
     connection, transport, _ = up()
     connection.send(message(10))
     connection.send(message(20))
     connection.send(message(65 * KIB))
     connection.send(message(30))
     assert sizes(transport) == [[30], [65 * KIB]]
-    await settle()
+    turns.settle()
     assert sizes(transport) == [[30], [65 * KIB], [30]]
     assert connection.bytes_sent == 65 * KIB + 60
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_many_small_messages_do_not_pile_up_until_the_turn_ends() -> None:
+def test_many_small_messages_do_not_pile_up_until_the_turn_ends(turns: Turns) -> None:
     connection, transport, _ = up()
     for _ in range(5):
         connection.send(message(40 * KIB))
     assert sizes(transport) == [[80 * KIB], [80 * KIB]]
-    await settle()
+    turns.settle()
     assert sizes(transport)[2:] == [[40 * KIB]]
     connection.connection_lost(None)
 
@@ -199,15 +196,16 @@ async def test_many_small_messages_do_not_pile_up_until_the_turn_ends() -> None:
 # --- large messages wait for room ------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_large_messages_wait_while_the_transport_is_full_and_small_ones_do_not() -> None:
+def test_large_messages_wait_while_the_transport_is_full_and_small_ones_do_not(
+    turns: Turns,
+) -> None:
     connection, transport, _ = up()
     connection.send(message(100 * KIB))
     connection.pause_writing()
     for nbytes in (101 * KIB, 102 * KIB, 103 * KIB):
         connection.send(message(nbytes))
     connection.send(message(7))
-    await settle()
+    turns.settle()
     assert sizes(transport) == [[100 * KIB], [7]]
     connection.resume_writing()
     assert sizes(transport)[2:] == [[101 * KIB], [102 * KIB], [103 * KIB]]
@@ -242,8 +240,7 @@ async def test_no_more_is_written_than_until_the_transport_is_full_again() -> No
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_a_waiting_message_can_be_taken_back_once() -> None:
+def test_a_waiting_message_can_be_taken_back_once(turns: Turns) -> None:
     connection, transport, _ = up()
     connection.pause_writing()
     first, second, equal = message(100 * KIB), message(100 * KIB), message(100 * KIB)
@@ -272,36 +269,20 @@ async def test_waiting_for_room_ends_with_the_connection() -> None:
     await waiting
 
 
-@pytest.mark.virtual_time
-async def test_a_slow_reader_costs_a_bounded_write_buffer() -> None:
-    """It has asked for 100 MiB at once, and reads nothing."""
-    network = MemoryNetwork()
-    async with connected(network, SERVED) as pair:
-        (link,) = network.links()
-        link.to_client.stall()
-        calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(100)]
-        await settle()
-        assert WRITE_HIGH_BYTES < link.to_client.buffered_bytes < WRITE_HIGH_BYTES + 2 * MIB
-        link.to_client.flow()
-        for call in calls:
-            assert len((await call).segments[0]) == MIB
-
-
-@pytest.mark.virtual_time
-async def test_small_answers_overtake_large_ones_that_wait() -> None:
-    network = MemoryNetwork()
-    async with connected(network, SERVED) as pair:
-        (link,) = network.links()
-        link.to_client.stall()
-        calls = [asyncio.create_task(pair.peer.call(pull(MIB))) for _ in range(20)]
-        await settle()
-        small = asyncio.create_task(pair.peer.call(AskStatistics()))
-        ping = asyncio.create_task(pair.peer.ping())
-        await settle()
-        link.to_client.flow()
-        await asyncio.wait([small, ping])
-        assert sum(call.done() for call in calls) < 10
-        await asyncio.gather(*calls)
+def test_small_answers_overtake_large_ones_that_wait(turns: Turns) -> None:
+    pair = peered(turns, SERVED)
+    pair.link.to_client.stall()
+    answers: list[Any] = []
+    for _ in range(20):
+        pair.peer.ask(pull(MIB), (), answers.append)
+    turns.settle()
+    assert WRITE_HIGH_BYTES < pair.link.to_client.buffered_bytes < WRITE_HIGH_BYTES + 2 * MIB
+    pair.peer.ask(AskStatistics(), (), answers.append)
+    turns.settle()
+    pair.link.to_client.flow()
+    turns.settle()
+    assert [answer.message for answer in answers].index(Done()) < 10
+    assert len(answers) == 21
 
 
 @pytest.mark.virtual_time
@@ -330,8 +311,7 @@ async def test_a_request_that_waits_for_room_can_be_given_up_unsent() -> None:
 # --- how it ends -----------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_close_writes_what_waits_and_abort_does_not() -> None:
+def test_close_writes_what_waits_and_abort_does_not(turns: Turns) -> None:
     for end in ("close", "abort"):
         connection, transport, owner = up()
         connection.send(message(100 * KIB))
@@ -340,15 +320,14 @@ async def test_close_writes_what_waits_and_abort_does_not() -> None:
         connection.send(message(101 * KIB))
         getattr(connection, end)()
         assert transport.told == [end]
-        await settle()
+        turns.settle()
         written = [[100 * KIB], [5], [101 * KIB]] if end == "close" else [[100 * KIB]]
         assert sizes(transport) == written
         connection.connection_lost(None)
         assert owner.reports == [None]
 
 
-@pytest.mark.virtual_time
-async def test_after_the_end_nothing_is_done_any_more() -> None:
+def test_after_the_end_nothing_is_done_any_more(turns: Turns) -> None:
     connection, transport, owner = up()
     connection.close()
     connection.close()
@@ -361,27 +340,25 @@ async def test_after_the_end_nothing_is_done_any_more() -> None:
         lambda: connection.buffer_updated(10),
     ):
         act()
-    await settle()
+    turns.settle()
     assert transport.writes == []
     assert transport.told == ["close"]
     connection.connection_lost(None)
     assert owner.reports == [None]
 
 
-@pytest.mark.virtual_time
-async def test_nothing_is_written_to_a_transport_that_closes_by_itself() -> None:
+def test_nothing_is_written_to_a_transport_that_closes_by_itself(turns: Turns) -> None:
     connection, transport, _ = up()
     transport.close()
     connection.send(message(MIB))
     connection.send(message(1))
-    await settle()
+    turns.settle()
     assert transport.writes == []
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("end", ["close", "abort"])
-async def test_a_connection_ended_before_it_is_up_is_aborted_when_it_is(end: str) -> None:
+def test_a_connection_ended_before_it_is_up_is_aborted_when_it_is(turns: Turns, end: str) -> None:
     connection, owner = new_connection()
     assert not connection.is_connected
     getattr(connection, end)()
@@ -393,8 +370,7 @@ async def test_a_connection_ended_before_it_is_up_is_aborted_when_it_is(end: str
     assert owner.reports == [None]
 
 
-@pytest.mark.virtual_time
-async def test_the_first_reason_is_the_one_that_is_told() -> None:
+def test_the_first_reason_is_the_one_that_is_told(turns: Turns) -> None:
     connection, _, owner = up()
     first = ConnectionLost("first")
     connection.abort(first)
@@ -403,16 +379,14 @@ async def test_the_first_reason_is_the_one_that_is_told() -> None:
     assert owner.reports == [first]
 
 
-@pytest.mark.virtual_time
-async def test_the_networks_reason_is_told_if_there_is_no_other() -> None:
+def test_the_networks_reason_is_told_if_there_is_no_other(turns: Turns) -> None:
     connection, _, owner = up()
     error = ConnectionResetError("reset")
     connection.connection_lost(error)
     assert owner.reports == [error]
 
 
-@pytest.mark.virtual_time
-async def test_a_peer_that_is_turned_away_is_told_and_left() -> None:
+def test_a_peer_that_is_turned_away_is_told_and_left(turns: Turns) -> None:
     connection, owner = new_connection(Refused("full", "no room"))
     transport = Transport()
     connection.connection_made(transport)
@@ -422,12 +396,11 @@ async def test_a_peer_that_is_turned_away_is_told_and_left() -> None:
     assert owner.reports == [None]
 
 
-@pytest.mark.virtual_time
-async def test_a_peer_that_says_nothing_is_left_after_five_seconds() -> None:
+def test_a_peer_that_says_nothing_is_left_after_five_seconds(turns: Turns) -> None:
     connection, transport, owner = up()
-    await asyncio.sleep(4.9)
+    turns.advance(4.9)
     assert transport.told == []
-    await asyncio.sleep(0.2)
+    turns.advance(0.2)
     assert transport.told == ["abort"]
     connection.connection_lost(None)
     (error,) = owner.reports
@@ -435,8 +408,7 @@ async def test_a_peer_that_says_nothing_is_left_after_five_seconds() -> None:
     assert error.message == "the handshake was not over within 5 s"
 
 
-@pytest.mark.virtual_time
-async def test_a_stranger_is_told_no_more_than_that_it_is_one() -> None:
+def test_a_stranger_is_told_no_more_than_that_it_is_one(turns: Turns) -> None:
     connection, transport, _ = up()
     connection.get_buffer(-1)[:32] = bytes(32)
     connection.buffer_updated(32)
@@ -445,47 +417,48 @@ async def test_a_stranger_is_told_no_more_than_that_it_is_one() -> None:
     connection.connection_lost(None)
 
 
-@pytest.mark.virtual_time
-async def test_an_owner_that_fails_ends_the_connection_with_a_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_an_owner_that_fails_ends_the_connection_with_a_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, turns: Turns
 ) -> None:
     def fail(*_: object) -> Reply:
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(Peer, "received", fail)
-    async with connected() as pair:
-        pair.peer.notify(FinalBelow(1))
-        await pair.back.wait_closed()
-        assert isinstance(pair.back.error, ZeroDivisionError)
+    pair = peered(turns)
+    pair.peer.notify(FinalBelow(1))
+    turns.settle()
+    assert pair.back.is_closed
+    assert isinstance(pair.back.error, ZeroDivisionError)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert caplog.records[0].message == "a message of /job:worker/task:0 failed"
 
 
-@pytest.mark.virtual_time
-async def test_an_owner_may_close_at_once_and_sees_no_message_then() -> None:
+def test_an_owner_may_close_at_once_and_sees_no_message_then(turns: Turns) -> None:
     """The peer's first request has arrived together with the last word of the handshake."""
-    network = MemoryNetwork(chunk=(65_536, 65_536))
-    ps = new_endpoint(network)
-    listener = await ps.listen("ps0:1")
-    ps.on_peer.append(lambda peer: peer.notify(FinalBelow(1)))
 
     class Hasty(Owner):
         def opened(self) -> None:
             super().opened()
             connection.close()
 
-    owner = Hasty()
+    class Talkative(Owner):
+        def opened(self) -> None:
+            super().opened()
+            server.send(encode_frame(Kind.NOTIFY, 0, encode(FinalBelow(1))))
+
+    owner, other = Hasty(), Talkative()
     handshake = ClientHandshake(SECRET.value, WORKER, 1, "control", bytes(32), PS)
     wire = Protocol(handshake, DEFAULT_LIMITS, lambda frame: None)
     connection = Connection(wire, owner.opened, owner.received, owner.closed)
-    await network.connect(listener.address, lambda: connection)
-    await settle()
+    wire = Protocol(ServerHandshake(SECRET.value, PS, 1, bytes(32)), DEFAULT_LIMITS, lambda _: None)
+    server = Connection(wire, other.opened, other.received, other.closed)
+    linked(lambda: connection, lambda: server, chunk=(65_536, 65_536))
+    turns.settle()
     assert owner.reports == ["opened", None]
-    await ps.close()
+    assert other.reports == ["opened", None]
 
 
-@pytest.mark.virtual_time
-async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
+def test_what_was_read_behind_the_end_is_not_handed_over(turns: Turns) -> None:
     """The owner closes while it deals with the first of two messages of one read."""
     got: list[int] = []
 
@@ -493,15 +466,14 @@ async def test_what_was_read_behind_the_end_is_not_handed_over() -> None:
         got.append(message.closure)
         peer.close()
 
-    network = MemoryNetwork(chunk=(65_536, 65_536))
-    async with connected(network, {FinalBelow: Handler(handle)}) as pair:
-        (link,) = network.links()
-        link.to_server.stall()
-        pair.peer.notify(FinalBelow(1))
-        pair.peer.notify(FinalBelow(2))
-        await settle()
-        link.to_server.flow()
-        await pair.back.wait_closed()
+    pair = peered(turns, {FinalBelow: Handler(handle)}, chunk=(65_536, 65_536))
+    pair.link.to_server.stall()
+    pair.peer.notify(FinalBelow(1))
+    pair.peer.notify(FinalBelow(2))
+    turns.settle()
+    pair.link.to_server.flow()
+    turns.settle()
+    assert pair.back.is_closed
     assert got == [1]
 
 
@@ -523,10 +495,15 @@ async def test_the_kernel_is_asked_to_find_dead_hosts() -> None:
             assert int(port) > 0
 
 
-async def test_what_a_system_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_system_does_not_have_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, turns: Turns
+) -> None:
     monkeypatch.delattr(socket, "TCP_USER_TIMEOUT")
-    async with connected(SocketNetwork(), address="127.0.0.1:0") as pair:
-        await pair.peer.ping()
+    with socket.socket() as sock:
+        connection, _, _ = up(socket=sock)
+        assert connection.is_connected
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 4
 
 
 async def test_unix_sockets_get_room(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from psync.net.peer import Handler, Peer
 from psync.net.serving import Later, Received, Reply, Then, fail
 from psync.testing import settle
 from psync.wire.messages import AskStatistics, Done, Statistics
+from turns import Turns, peered
 
 REPLY = Reply(Done())
 
@@ -77,40 +78,52 @@ class Waiting:
         return waiter
 
 
+def test_the_answer_comes_when_it_is_given_and_leaves_at_once(turns: Turns) -> None:
+    handler = Waiting()
+    pair = peered(turns, {AskStatistics: Handler(handler)})
+    got: list[Any] = []
+    for _ in range(2):
+        pair.peer.ask(AskStatistics(), (), got.append)
+    turns.settle()
+    assert got == []
+    before = pair.back.connection.bytes_sent
+    handler.waiters[1].give(Reply(Statistics({"n": 1})))
+    assert pair.back.connection.bytes_sent > before
+    handler.waiters[0].give(GradientError("no"))
+    turns.settle()
+    assert got[0] == Received(Statistics({"n": 1}), [])
+    assert isinstance(got[1], GradientError)
+    assert handler.given_up == []
+
+
+@pytest.mark.virtual_time
+async def test_the_answer_of_a_handler_that_took_time_comes_when_it_is_given() -> None:
+    handler = Waiting(slowly=True)
+    async with connected(server={AskStatistics: Handler(handler)}) as pair:
+        got: list[Any] = []
+        for _ in range(2):
+            pair.peer.ask(AskStatistics(), (), got.append)
+        await settle()
+        assert got == []
+        before = pair.back.connection.bytes_sent
+        handler.waiters[1].give(Reply(Statistics({"n": 1})))
+        assert pair.back.connection.bytes_sent > before
+        handler.waiters[0].give(GradientError("no"))
+        await settle()
+        assert got[0] == Received(Statistics({"n": 1}), [])
+        assert isinstance(got[1], GradientError)
+        assert handler.given_up == []
+
+
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("slowly", [False, True])
-class TestOverAConnection:
-    async def test_the_answer_comes_when_it_is_given(self, slowly: bool) -> None:
-        handler = Waiting(slowly=slowly)
-        async with connected(server={AskStatistics: Handler(handler)}) as pair:
-            got: list[Any] = []
-            for _ in range(2):
-                pair.peer.ask(AskStatistics(), (), got.append)
-            await settle()
-            assert got == []
-            handler.waiters[1].give(Reply(Statistics({"n": 1})))
-            handler.waiters[0].give(GradientError("no"))
-            await settle()
-            assert got[0] == Received(Statistics({"n": 1}), [])
-            assert isinstance(got[1], GradientError)
-            assert handler.given_up == []
-
-    async def test_the_answer_leaves_as_soon_as_it_is_given(self, slowly: bool) -> None:
-        handler = Waiting(slowly=slowly)
-        async with connected(server={AskStatistics: Handler(handler)}) as pair:
-            got: list[Any] = []
-            pair.peer.ask(AskStatistics(), (), got.append)
-            await settle()
-            connection = pair.back.connection
-            before = connection.bytes_sent
-            handler.waiters[0].give(Reply(Statistics({"n": 1})))
-            assert connection.bytes_sent > before
-            await settle()
-            assert len(got) == 1
-
-    async def test_it_is_given_up_with_the_connection(self, slowly: bool) -> None:
-        handler = Waiting(slowly=slowly)
-        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+@pytest.mark.parametrize("with_the_connection", [False, True])
+async def test_it_is_given_up_with_the_connection_or_by_the_caller(
+    slowly: bool, with_the_connection: bool
+) -> None:
+    handler = Waiting(slowly=slowly)
+    async with connected(server={AskStatistics: Handler(handler)}) as pair:
+        if with_the_connection:
             got: list[Any] = []
             pair.peer.ask(AskStatistics(), (), got.append)
             await settle()
@@ -121,10 +134,7 @@ class TestOverAConnection:
             handler.waiters[0].give(REPLY)
             with pytest.raises(ConnectionLost):
                 pair.peer.ask(AskStatistics(), (), got.append)
-
-    async def test_it_is_given_up_when_the_caller_does(self, slowly: bool) -> None:
-        handler = Waiting(slowly=slowly)
-        async with connected(server={AskStatistics: Handler(handler)}) as pair:
+        else:
             deadline = asyncio.get_running_loop().time() + 1
             with pytest.raises(TimeoutError):
                 await pair.peer.call(AskStatistics(), deadline=deadline)

@@ -33,7 +33,7 @@ from psync.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
-from psync.net.peer import Handler, Peer, Reply
+from psync.net.peer import Handler, Later, Peer, Reply
 from psync.testing import MemoryNetwork, settle
 from psync.wire.codec import Message, encode
 from psync.wire.frames import Kind, Segment, encode_frame
@@ -42,6 +42,7 @@ from psync.wire.messages import AskStatistics, Done, Hello, Statistics
 from psync.wire.ps_messages import FinalBelow, Pull, Pulled, Push, Pushed
 from psync.wire.tensors import to_bytes_view
 from psync.wire.worker_messages import FetchFunction, Function
+from turns import Turns, peered
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -118,8 +119,7 @@ async def test_many_calls_at_once_each_get_their_own_reply(seed: int) -> None:
             group.create_task(ask(pair.back, sequence))
 
 
-@pytest.mark.virtual_time
-async def test_one_message_is_dealt_with_before_the_next_one_is_looked_at() -> None:
+def test_one_message_is_dealt_with_before_the_next_one_is_looked_at(turns: Turns) -> None:
     """All are read at once, but no body is placed before the one before it was used."""
     order: list[str] = []
 
@@ -131,13 +131,10 @@ async def test_one_message_is_dealt_with_before_the_next_one_is_looked_at() -> N
         order.append(f"run {message.sequence} {bytes(segments[0])!r}")
         return Reply(Done())
 
-    network = MemoryNetwork(chunk=(65_536, 65_536))
-    async with connected(network, {Push: Handler(run, prepare)}) as pair:
-        await asyncio.gather(
-            pair.peer.call(push(1), [b"a"]),
-            pair.peer.call(push(2), [b"b"]),
-            pair.peer.call(push(3), [b"c"]),
-        )
+    pair = peered(turns, {Push: Handler(run, prepare)}, chunk=(65_536, 65_536))
+    for sequence, body in ((1, b"a"), (2, b"b"), (3, b"c")):
+        pair.peer.ask(push(sequence), [body], lambda answer: None)
+    turns.settle()
     assert order == [
         "prepare 1", "run 1 b'a'", "prepare 2", "run 2 b'b'", "prepare 3", "run 3 b'c'",
     ]  # fmt: skip
@@ -204,8 +201,7 @@ async def test_a_large_reply_is_read_straight_into_the_callers_array(
         np.testing.assert_array_equal(destination, source)
 
 
-@pytest.mark.virtual_time
-async def test_memory_for_a_reply_may_have_other_borders_than_its_segments() -> None:
+def test_memory_for_a_reply_may_have_other_borders_than_its_segments(turns: Turns) -> None:
     asked: list[tuple[Message, tuple[int, ...]]] = []
     destination = np.zeros(10, np.uint8)
 
@@ -216,41 +212,38 @@ async def test_memory_for_a_reply_may_have_other_borders_than_its_segments() -> 
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         return Reply(Pulled([]), [b"0123", b"", b"456789"])
 
-    async with connected(server={Pull: Handler(values)}) as pair:
-        await pair.peer.call(pull(), into=into)
+    peered(turns, {Pull: Handler(values)}).ask(pull(), into=into)
     assert asked == [(Pulled([]), (4, 0, 6))]
     assert destination.tobytes() == b"0123456789"
 
 
-@pytest.mark.virtual_time
-async def test_an_error_in_placing_a_reply_fails_that_call_alone() -> None:
+def test_an_error_in_placing_a_reply_fails_that_call_alone(turns: Turns) -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         return Reply(Pulled([]), [bytes(100 * KIB)])
 
     def broken(message: Message, lengths: tuple[int, ...]) -> Sequence[memoryview]:
         raise GradientError("no room for this")
 
-    async with connected(server={Pull: Handler(values)}) as pair:
-        with pytest.raises(GradientError, match="no room for this"):
-            await pair.peer.call(pull(), into=broken)
-        with pytest.raises(LocalProtocolError) as caught:
-            await pair.peer.call(pull(), into=views_of(np.zeros(99, np.uint8)))
-        assert caught.value.message == "99 bytes of memory were given for a body of 102400"
-        assert len((await pair.peer.call(pull())).segments[0]) == 100 * KIB
+    pair = peered(turns, {Pull: Handler(values)})
+    with pytest.raises(GradientError, match="no room for this"):
+        pair.ask(pull(), into=broken)
+    with pytest.raises(LocalProtocolError) as caught:
+        pair.ask(pull(), into=views_of(np.zeros(99, np.uint8)))
+    assert caught.value.message == "99 bytes of memory were given for a body of 102400"
+    assert len(pair.ask(pull()).segments[0]) == 100 * KIB
 
 
-@pytest.mark.virtual_time
-async def test_large_segments_are_recycled_once_nobody_sees_them() -> None:
+def test_large_segments_are_recycled_once_nobody_sees_them(turns: Turns) -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         return Reply(Pulled([]), [bytes(100 * KIB)])
 
-    async with connected(server={Pull: Handler(values)}) as pair:
-        first = await pair.peer.call(pull())
-        second = await pair.peer.call(pull())
-        assert pair.client.pool.statistics().hits == 0, "the first one is still in use"
-        del first, second
-        await pair.peer.call(pull())
-        assert pair.client.pool.statistics().hits == 1
+    pair = peered(turns, {Pull: Handler(values)})
+    first = pair.ask(pull())
+    second = pair.ask(pull())
+    assert pair.pool.statistics().hits == 0, "the first one is still in use"
+    del first, second
+    pair.ask(pull())
+    assert pair.pool.statistics().hits == 1
 
 
 # --- giving up -------------------------------------------------------------------------------
@@ -289,32 +282,30 @@ async def test_a_call_that_is_cancelled_midway_is_not_written_to_any_more() -> N
 
 
 @pytest.mark.virtual_time
-async def test_the_peer_is_told_that_a_call_was_given_up() -> None:
-    gate = Gate()
-    async with connected(server={AskStatistics: Handler(gate)}) as pair:
-        call = asyncio.create_task(pair.peer.call(AskStatistics()))
-        await settle()
-        assert gate.begun == 1
-        call.cancel()
-        await settle()
-        assert gate.cancelled == 1
-        assert pair.back.statistics()["serving"] == 0
-        assert pair.peer.statistics()["calls"] == 0
-
-
-@pytest.mark.virtual_time
-async def test_a_deadline_ends_a_call_and_not_the_connection() -> None:
+@pytest.mark.parametrize("deadline_s", [2.5, None], ids=["in time", "cancelled"])
+async def test_the_peer_is_told_that_a_call_was_given_up(deadline_s: float | None) -> None:
     gate = Gate()
     loop = asyncio.get_running_loop()
     async with connected(server={AskStatistics: Handler(gate)}) as pair:
         start = loop.time()
-        with pytest.raises(DeadlineExceeded) as caught:
-            await pair.peer.call(AskStatistics(), deadline=start + 2.5)
-        assert loop.time() == start + 2.5
-        assert caught.value.message == f"{PS} did not answer AskStatistics within 2.5 s"
-        assert isinstance(caught.value, TimeoutError)
+        deadline = None if deadline_s is None else start + deadline_s
+        call = asyncio.create_task(pair.peer.call(AskStatistics(), deadline=deadline))
         await settle()
+        assert gate.begun == 1
+        if deadline is None:
+            call.cancel()
+            await settle()
+        else:
+            with pytest.raises(DeadlineExceeded) as caught:
+                await call
+            assert loop.time() == deadline
+            within = f"within {deadline_s:g} s"
+            assert caught.value.message == f"{PS} did not answer AskStatistics {within}"
+            assert isinstance(caught.value, TimeoutError)
+            await settle()
         assert gate.cancelled == 1
+        assert pair.back.statistics()["serving"] == 0
+        assert pair.peer.statistics()["calls"] == 0
         gate.open.set()
         await pair.peer.call(AskStatistics(), deadline=loop.time() + 1)
         await asyncio.sleep(10)  # the timer of a call that was answered is gone
@@ -372,21 +363,18 @@ async def test_a_call_cancelled_and_lost_in_the_same_turn_is_quiet() -> None:
 # --- the connection goes ---------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("after", [0, 10, 40, 60 * KIB])
-async def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(after: int) -> None:
+def test_a_peer_that_dies_in_the_middle_of_a_message_is_named(turns: Turns, after: int) -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
-        (link,) = network.links()
-        link.to_client.cut_after(after)
+        pair.link.to_client.cut_after(after)
         return Reply(Pulled([]), [bytes(200 * KIB)])
 
-    network = MemoryNetwork()
-    async with connected(network, {Pull: Handler(values)}) as pair:
-        with pytest.raises(ConnectionLost) as caught:
-            await pair.peer.call(pull(), into=views_of(np.zeros(200 * KIB, np.uint8)))
-        assert caught.value.message.startswith(f"the connection to {PS} was lost: ")
-        assert isinstance(caught.value.__cause__, ConnectionResetError)
-        assert pair.peer.is_closed
+    pair = peered(turns, {Pull: Handler(values)})
+    with pytest.raises(ConnectionLost) as caught:
+        pair.ask(pull(), into=views_of(np.zeros(200 * KIB, np.uint8)))
+    assert caught.value.message.startswith(f"the connection to {PS} was lost: ")
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
+    assert pair.peer.is_closed
 
 
 @pytest.mark.parametrize("place", ["tcp", "unix"])
@@ -460,20 +448,19 @@ async def test_a_handler_goes_on_when_its_caller_is_gone() -> None:
         assert gate.cancelled == 0
 
 
-@pytest.mark.virtual_time
-async def test_repr_tells_how_a_connection_stands() -> None:
-    gate = Gate()
-    async with connected(server={AskStatistics: Handler(gate)}, lane="bulk") as pair:
-        assert repr(pair.peer) == f"<Peer {PS} bulk open, 0 calls>"
-        assert repr(pair.back) == f"<Peer {WORKER} bulk open, 0 calls>"
-        call = asyncio.create_task(pair.peer.call(AskStatistics()))
-        await settle()
-        assert repr(pair.peer) == f"<Peer {PS} bulk open, 1 calls>"
-        gate.open.set()
-        await call
-        pair.peer.close()
-        await pair.peer.wait_closed()
-        assert repr(pair.peer) == f"<Peer {PS} bulk closed, 0 calls>"
+def test_repr_tells_how_a_connection_stands(turns: Turns) -> None:
+    answer = Later(lambda later: None)
+    pair = peered(turns, {AskStatistics: Handler(lambda *_: answer)}, lane="bulk")
+    assert repr(pair.peer) == f"<Peer {PS} bulk open, 0 calls>"
+    assert repr(pair.back) == f"<Peer {WORKER} bulk open, 0 calls>"
+    pair.peer.ask(AskStatistics(), (), lambda answer: None)
+    turns.settle()
+    assert repr(pair.peer) == f"<Peer {PS} bulk open, 1 calls>"
+    answer.give(Reply(Done()))
+    turns.settle()
+    pair.peer.close()
+    turns.settle()
+    assert repr(pair.peer) == f"<Peer {PS} bulk closed, 0 calls>"
 
 
 # --- pings -----------------------------------------------------------------------------------
@@ -498,19 +485,6 @@ async def test_a_ping_given_up_does_not_take_the_answer_of_the_next_one() -> Non
         start = loop.time()
         await pair.peer.ping()
         assert loop.time() - start == pytest.approx(1.2)
-
-
-@pytest.mark.virtual_time
-async def test_a_peer_that_is_stopped_does_not_answer() -> None:
-    network = MemoryNetwork()
-    async with connected(network) as pair:
-        (link,) = network.links()
-        link.to_server.stall()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await pair.peer.ping()
-        link.to_server.flow()
-        await pair.peer.ping()
 
 
 # --- what a peer must not do -----------------------------------------------------------------
@@ -558,19 +532,15 @@ async def test_a_peer_that_breaks_the_protocol_is_dropped(
     assert caplog.records[0].message.endswith(f": {told}")
 
 
-@pytest.mark.virtual_time
-async def test_a_request_id_is_not_used_twice_at_once() -> None:
-    gate = Gate()
-    async with connected(server={AskStatistics: Handler(gate)}) as pair:
-        raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
-        raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
-        await pair.back.wait_closed()
-        assert isinstance(pair.back.error, RemoteProtocolError)
-        assert pair.back.error.message == "request id 5 cannot be used"
-        gate.open.set()
+def test_a_request_id_is_not_used_twice_at_once(turns: Turns) -> None:
+    pair = peered(turns, {AskStatistics: Handler(lambda *_: Later(lambda later: None))})
+    raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
+    raw(Kind.REQUEST, 5, AskStatistics())(pair.peer)
+    turns.settle()
+    assert isinstance(pair.back.error, RemoteProtocolError)
+    assert pair.back.error.message == "request id 5 cannot be used"
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize(
     ("kind", "header", "segments", "told"),
     [
@@ -580,31 +550,32 @@ async def test_a_request_id_is_not_used_twice_at_once() -> None:
         (Kind.ERROR, encode(Done()), [], "got Done in a frame ERROR"),
     ],
 )
-async def test_a_call_whose_answer_is_nonsense_fails(
-    kind: Kind, header: bytes, segments: list[bytes], told: str
+def test_a_call_whose_answer_is_nonsense_fails(
+    turns: Turns, kind: Kind, header: bytes, segments: list[bytes], told: str
 ) -> None:
-    def nonsense(peer: Peer, message: Any, _: list[memoryview]) -> Awaitable[Reply]:
+    def nonsense(peer: Peer, message: Any, _: list[memoryview]) -> Later:
         peer.connection.send(encode_frame(kind, 1, header, segments))
-        return asyncio.get_running_loop().create_future()
+        return Later(lambda later: None)
 
-    async with connected(server={AskStatistics: Handler(nonsense)}) as pair:
-        with pytest.raises(ConnectionLost) as caught:
-            await pair.peer.call(AskStatistics(), into=lambda *_: [memoryview(bytearray(1))])
-        assert caught.value.message == f"the connection to {PS} was lost: {told}"
-        assert isinstance(caught.value.__cause__, RemoteProtocolError)
+    pair = peered(turns, {AskStatistics: Handler(nonsense)})
+    with pytest.raises(ConnectionLost) as caught:
+        pair.ask(AskStatistics(), into=lambda *_: [memoryview(bytearray(1))])
+    assert caught.value.message == f"the connection to {PS} was lost: {told}"
+    assert isinstance(caught.value.__cause__, RemoteProtocolError)
 
 
-@pytest.mark.virtual_time
-async def test_answers_that_nobody_waits_for_are_ignored() -> None:
-    async with connected(server={AskStatistics: Handler(done)}) as pair:
-        for misbehave in (
-            raw(Kind.REPLY, 99, Done()),
-            raw(Kind.REPLY, 99, Pulled([]), [bytes(200 * KIB)]),
-            raw(Kind.ERROR, 99, Done()),
-            raw(Kind.CANCEL, 99, b""),
-            raw(Kind.PONG, 0, b""),
-        ):
-            misbehave(pair.back)
-            misbehave(pair.peer)
-        await pair.peer.ping()
-        assert (await pair.peer.call(AskStatistics())).message == Done()
+def test_answers_that_nobody_waits_for_are_ignored(turns: Turns) -> None:
+    pair = peered(turns, {AskStatistics: Handler(done)})
+    for misbehave in (
+        raw(Kind.REPLY, 99, Done()),
+        raw(Kind.REPLY, 99, Pulled([]), [bytes(200 * KIB)]),
+        raw(Kind.ERROR, 99, Done()),
+        raw(Kind.CANCEL, 99, b""),
+        raw(Kind.PONG, 0, b""),
+    ):
+        misbehave(pair.back)
+        misbehave(pair.peer)
+    turns.settle()
+    assert pair.peer.is_open
+    assert pair.back.is_open
+    assert pair.ask(AskStatistics()).message == Done()

@@ -13,6 +13,7 @@ from psync.errors import (
     FencedError,
     GradientError,
     LocalProtocolError,
+    PsyncError,
     RemoteError,
     WorkerLost,
 )
@@ -22,6 +23,7 @@ from psync.wire.limits import Limits
 from psync.wire.messages import AskStatistics, Done
 from psync.wire.ps_messages import Assign, FinalBelow, Pull, Pulled, Push
 from psync.wire.tensors import to_bytes_view
+from turns import Turns, peered
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -32,22 +34,22 @@ MIB = 1 << 20
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("slowly", [False, True])
-async def test_errors_of_psync_come_back_as_themselves(slowly: bool) -> None:
-    error = GradientError("shape (2,) instead of (3,)", hint="transpose it")
+@pytest.mark.parametrize(
+    "error",
+    [
+        GradientError("shape (2,) instead of (3,)", hint="transpose it"),
+        WorkerLost("/job:worker/task:7"),  # not the one that answers
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_errors_of_psync_come_back_as_themselves(error: PsyncError, slowly: bool) -> None:
     async with connected(server={AskStatistics: raising(error, slowly=slowly)}) as pair:
-        with pytest.raises(GradientError) as caught:
+        with pytest.raises(type(error)) as caught:
             await pair.peer.call(AskStatistics())
-        assert str(caught.value) == "shape (2,) instead of (3,)\nhint: transpose it"
+        assert str(caught.value) == str(error)
+        assert caught.value.hint == error.hint
+        assert getattr(caught.value, "task", None) == getattr(error, "task", None)
         assert pair.peer.is_open
-
-
-@pytest.mark.virtual_time
-async def test_an_error_about_a_third_task_names_that_task() -> None:
-    error = WorkerLost("/job:worker/task:7")
-    async with connected(server={AskStatistics: raising(error)}) as pair:
-        with pytest.raises(WorkerLost) as caught:
-            await pair.peer.call(AskStatistics())
-        assert caught.value.task == "/job:worker/task:7"
 
 
 @pytest.mark.virtual_time
@@ -90,23 +92,21 @@ async def test_a_request_is_never_left_without_an_answer(slowly: bool) -> None:
             await pair.peer.call(AskStatistics())
 
 
-@pytest.mark.virtual_time
-async def test_a_reply_above_the_limits_is_an_error_to_the_caller() -> None:
+def test_a_reply_above_the_limits_is_an_error_to_the_caller(turns: Turns) -> None:
     def values(peer: Peer, message: Pull, segments: list[memoryview]) -> Reply:
         return Reply(Pulled([]), [bytes(101)])
 
-    async with connected(server={Pull: Handler(values)}, limits=Limits(segment_bytes=100)) as pair:
-        with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
-            await pair.peer.call(Pull(0, None, -1, ""))
-        assert pair.peer.is_open
+    pair = peered(turns, {Pull: Handler(values)}, limits=Limits(segment_bytes=100))
+    with pytest.raises(LocalProtocolError, match="segment of 101 bytes, at most 100"):
+        pair.ask(Pull(0, None, -1, ""))
+    assert pair.peer.is_open
 
 
 # --- prepare ---------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("size", [0, 10, 300 * KIB])
-async def test_prepare_says_where_a_body_belongs(size: int) -> None:
+def test_prepare_says_where_a_body_belongs(turns: Turns, size: int) -> None:
     memory = bytearray(size)
     asked: list[tuple[int, ...]] = []
 
@@ -119,16 +119,14 @@ async def test_prepare_says_where_a_body_belongs(size: int) -> None:
         assert segments[0].obj is memory
         return Reply(Done())
 
-    async with connected(server={Push: Handler(run, prepare)}) as pair:
-        body = pattern(size)
-        await pair.peer.call(push(), [to_bytes_view(body), b""])
+    body = pattern(size)
+    peered(turns, {Push: Handler(run, prepare)}).ask(push(), [to_bytes_view(body), b""])
     assert asked == [(size, 0)]
     assert bytes(memory) == body.tobytes()
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("size", [0, 10, 300 * KIB])
-async def test_a_body_that_prepare_refuses_is_thrown_away(size: int) -> None:
+def test_a_body_that_prepare_refuses_is_thrown_away(turns: Turns, size: int) -> None:
     refusals: list[Exception] = [
         GradientError("too large", hint="make it smaller"),
         ZeroDivisionError("a mistake"),
@@ -140,25 +138,20 @@ async def test_a_body_that_prepare_refuses_is_thrown_away(size: int) -> None:
     def run(peer: Peer, message: Push, segments: list[memoryview]) -> Reply:
         raise AssertionError("the message was refused")
 
-    async with connected(
-        server={Push: Handler(run, prepare), AskStatistics: Handler(done)}
-    ) as pair:
-        with pytest.raises(GradientError, match="too large\nhint: make it smaller"):
-            await pair.peer.call(push(0), [bytes(size)])
-        with pytest.raises(RemoteError, match=r"ZeroDivisionError on .*: a mistake"):
-            await pair.peer.call(push(1), [bytes(size)])
-        assert (await pair.peer.call(AskStatistics())).message == Done()
+    pair = peered(turns, {Push: Handler(run, prepare), AskStatistics: Handler(done)})
+    with pytest.raises(GradientError, match="too large\nhint: make it smaller"):
+        pair.ask(push(0), [bytes(size)])
+    with pytest.raises(RemoteError, match=r"ZeroDivisionError on .*: a mistake"):
+        pair.ask(push(1), [bytes(size)])
+    assert pair.ask(AskStatistics()).message == Done()
 
 
-@pytest.mark.virtual_time
-async def test_memory_of_the_wrong_size_from_prepare_is_an_error_to_the_caller() -> None:
+def test_memory_of_the_wrong_size_from_prepare_is_an_error_to_the_caller(turns: Turns) -> None:
     handler = Handler(done, lambda peer, message, lengths: [memoryview(bytearray(5))])
-    async with connected(server={Push: handler}) as pair:
-        with pytest.raises(
-            LocalProtocolError, match="5 bytes of memory were given for a body of 6"
-        ):
-            await pair.peer.call(push(), [bytes(6)])
-        assert (await pair.peer.call(push(), [bytes(5)])).message == Done()
+    pair = peered(turns, {Push: handler})
+    with pytest.raises(LocalProtocolError, match="5 bytes of memory were given for a body of 6"):
+        pair.ask(push(), [bytes(6)])
+    assert pair.ask(push(), [bytes(5)]).message == Done()
 
 
 # --- notifications ---------------------------------------------------------------------------
@@ -210,15 +203,15 @@ async def test_a_notification_that_fails_ends_the_connection_with_a_log(
         assert caplog.records[0].message.endswith(": replaced")
 
 
-@pytest.mark.virtual_time
-async def test_a_notification_that_prepare_refuses_ends_the_connection() -> None:
+def test_a_notification_that_prepare_refuses_ends_the_connection(turns: Turns) -> None:
     def prepare(peer: Peer, message: Push, lengths: tuple[int, ...]) -> list[memoryview]:
         raise FencedError("replaced")
 
-    async with connected(server={Push: Handler(done, prepare)}) as pair:
-        pair.peer.notify(push(), [bytes(10)])
-        await pair.back.wait_closed()
-        assert isinstance(pair.back.error, FencedError)
+    pair = peered(turns, {Push: Handler(done, prepare)})
+    pair.peer.notify(push(), [bytes(10)])
+    turns.settle()
+    assert pair.back.is_closed
+    assert isinstance(pair.back.error, FencedError)
 
 
 # --- giving up -------------------------------------------------------------------------------
@@ -326,8 +319,10 @@ async def test_two_sides_full_of_each_others_requests_do_not_wait_for_ever() -> 
         )
 
 
-@pytest.mark.virtual_time
-async def test_plain_handlers_do_not_count() -> None:
-    limits = Limits(unfinished_bytes=100)
-    async with connected(server={Push: Handler(done)}, limits=limits) as pair:
-        await asyncio.gather(*(pair.peer.call(push(n), [bytes(1000)]) for n in range(50)))
+def test_plain_handlers_do_not_count(turns: Turns) -> None:
+    pair = peered(turns, {Push: Handler(done)}, limits=Limits(unfinished_bytes=100))
+    got: list[object] = []
+    for number in range(50):
+        pair.peer.ask(push(number), [bytes(1000)], got.append)
+    turns.settle()
+    assert [getattr(answer, "message", answer) for answer in got] == [Done()] * 50

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 
+import pytest
+
 from psync.net.task_reports import describe_tasks, describe_threads, stack_of_task
 
 
@@ -28,22 +30,22 @@ async def iterates(event: asyncio.Event) -> None:
             return
 
 
-async def test_the_chain_of_awaits_is_followed_to_its_end():
+@pytest.mark.parametrize(
+    ("waiting", "chain"),
+    [
+        (
+            outermost,
+            ["in outermost: await innermost(event)", "in innermost: await event.wait()"],
+        ),
+        (iterates, ["in iterates"]),  # a generator in between is no end
+    ],
+)
+async def test_the_chain_of_awaits_is_followed_to_its_end(waiting, chain):
     event = asyncio.Event()
-    task = asyncio.create_task(outermost(event))
+    task = asyncio.create_task(waiting(event))
     await asyncio.sleep(0)
     text = stack_of_task(task)
-    assert "in outermost: await innermost(event)" in text[0]
-    assert "in innermost: await event.wait()" in text[1]
-    event.set()
-    await task
-
-
-async def test_a_generator_in_between_is_no_end():
-    event = asyncio.Event()
-    task = asyncio.create_task(iterates(event))
-    await asyncio.sleep(0)
-    assert "in iterates" in stack_of_task(task)[0]
+    assert [said in line for said, line in zip(chain, text, strict=False)] == [True] * len(chain)
     event.set()
     await task
 

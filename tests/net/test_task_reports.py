@@ -23,7 +23,7 @@ def signal_as_before() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-async def test_a_report_has_what_was_described_then_stacks_then_an_end():
+def test_a_report_has_what_was_described_then_stacks_then_an_end(turns):
     with described_by(lambda: ["/job:ps/task:0: all is well"]):
         lines = report_text("for a test").splitlines()
     assert lines[0] == f"psync: report of process {os.getpid()}, for a test"

@@ -17,9 +17,11 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.tls import BELOW_HIGH_BYTES, LINGER_S, PIECE_BYTES, TlsChannel, TlsNetwork
 from psync.net.tls_config import Tls
 from psync.net.transport import Network, SocketNetwork
-from psync.testing import MemoryNetwork, settle
+from psync.testing import MemoryNetwork
+from psync.testing.link import Link
 from psync.wire.ps_messages import Pull, Pulled
 from tls_files import authority, tls_of
+from turns import Turns, linked
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -67,52 +69,56 @@ class Above(asyncio.BufferedProtocol):
 
 
 class Ends:
-    """A client and a server on a network in memory."""
+    """A client and a server, and the link below them."""
 
-    def __init__(self, below: MemoryNetwork, client: Above, server: Above, listener: Any) -> None:
-        self.below, self.client, self.server, self.listener = below, client, server, listener
+    def __init__(self, client: Above, server: Above, link: Link) -> None:
+        self.client, self.server, self.link = client, server, link
 
-    async def close(self) -> None:
+    def close(self, turns: Turns) -> None:
         for above in (self.client, self.server):
             above.transport.close()
-        for above in (self.client, self.server):
-            await above.gone.wait()
-        self.listener.close()
-        self.below.check()
+        turns.advance(1.0)
+        assert self.client.gone.is_set()
+        assert self.server.gone.is_set()
+        assert not self.link.fabric.problems
 
 
-async def joined(tls: Tls, below: MemoryNetwork | None = None, words: bytes = b"") -> Ends:
-    below = MemoryNetwork() if below is None else below
-    network, server = TlsNetwork(below, tls), Above()
-    listener = await network.listen("ps0:1", lambda: server)
-    _, client = await network.connect("ps0:1", lambda: Above(words))
-    assert isinstance(client, Above)
-    await settle()
-    return Ends(below, client, server, listener)
+def calling(tls: Tls, above: Above) -> TlsChannel:
+    return TlsChannel(above, tls.client, server_name="ps0")
+
+
+def called(tls: Tls, above: Above) -> TlsChannel:
+    assert tls.server is not None
+    return TlsChannel(above, tls.server, binding=tls.binding)
+
+
+def joined(turns: Turns, tls: Tls, words: bytes = b"", **options: Any) -> Ends:
+    client, server = Above(words), Above()
+    *_, link = linked(lambda: calling(tls, client), lambda: called(tls, server), **options)
+    turns.settle()
+    return Ends(client, server, link)
 
 
 # --- bytes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("chunk", [(1, 3), (1, 70_000)], ids=["bytewise", "in pieces"])
-async def test_what_is_written_arrives_in_order_however_it_is_cut(
-    seed: int, chunk: tuple[int, int], tls: Tls
+def test_what_is_written_arrives_in_order_however_it_is_cut(
+    seed: int, chunk: tuple[int, int], tls: Tls, turns: Turns
 ) -> None:
     rng = random.Random(seed)
-    below = MemoryNetwork(seed, latency=(0.0, 0.01), chunk=chunk)
     words = b"said before TLS was up"
-    ends = await joined(tls, below, words)
+    ends = joined(turns, tls, words, seed=seed, latency=(0.0, 0.01), chunk=chunk)
     largest = 20 if chunk[1] == 3 else 600_000
     for sender, receiver in ((ends.client, ends.server), (ends.server, ends.client)):
         parts = [pattern(rng.randrange(largest), seed).tobytes() for _ in range(20)]
         for first, last in ((0, 1), (1, 4), (4, 11), (11, 20)):
             sender.transport.writelines([memoryview(part) for part in parts[first:last]])
-            await asyncio.sleep(rng.random() / 100)
-        await asyncio.sleep(60)  # seconds that cost nothing
+            turns.advance(rng.random() / 100)
+        turns.advance(60)
         assert bytes(receiver.heard) == sender.words + b"".join(parts)
-    await ends.close()
+    ends.close(turns)
 
 
 @pytest.mark.parametrize("place", ["tcp", "unix", "memory"])
@@ -148,9 +154,8 @@ def below_of(transport: Any) -> Any:
     return transport._below
 
 
-@pytest.mark.virtual_time
-async def test_nothing_of_it_can_be_read_on_the_way(tls: Tls) -> None:
-    ends = await joined(tls, words=b"a secret word")
+def test_nothing_of_it_can_be_read_on_the_way(tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls, words=b"a secret word")
     seen = b""
     below = below_of(ends.client.transport)
     write = below.write
@@ -162,19 +167,20 @@ async def test_nothing_of_it_can_be_read_on_the_way(tls: Tls) -> None:
 
     below.write = spy
     ends.client.transport.write(b"another secret word")
-    await settle()
+    turns.settle()
     assert bytes(ends.server.heard) == b"a secret wordanother secret word"
     assert len(seen) > 19
     assert b"secret" not in seen
-    await ends.close()
+    ends.close(turns)
 
 
 # --- room ------------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told(tls: Tls) -> None:
-    ends = await joined(tls)
+def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told(
+    tls: Tls, turns: Turns
+) -> None:
+    ends = joined(turns, tls)
     client, server = ends.client.transport, ends.server
     client.set_write_buffer_limits(high=4 * MIB)
     server.transport.pause_reading()
@@ -185,7 +191,7 @@ async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told
     assert ends.client.told == ["made"]
     for _ in range(4):
         client.write(piece)
-    await settle()
+    turns.settle()
     assert ends.client.told == ["made", "pause"]
     unsent = client.get_write_buffer_size()
     assert 4 * MIB < unsent <= 7 * MIB + 64 * KIB
@@ -193,35 +199,33 @@ async def test_a_reader_that_stops_costs_a_bounded_amount_and_the_writer_is_told
     assert below_of(client).get_write_buffer_size() <= BELOW_HIGH_BYTES + 2 * PIECE_BYTES
     assert not server.heard
     server.transport.resume_reading()
-    await asyncio.sleep(1)
+    turns.settle()
     assert ends.client.told == ["made", "pause", "resume"]
     assert server.heard == bytes(7 * MIB)
     assert client.get_write_buffer_size() == 0
-    await ends.close()
+    ends.close(turns)
 
 
-@pytest.mark.virtual_time
-async def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls) -> None:
-    ends = await joined(tls)
+def test_a_large_message_does_not_keep_the_loop_from_all_else(tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls)
     sent: list[int] = []
     below_of(ends.client.transport).write = lambda data: sent.append(len(data))  # room for all
     ends.client.transport.write(bytes(20 * MIB))
     left = []
     while size := ends.client.transport.get_write_buffer_size():
         left.append(size // MIB)
-        await asyncio.sleep(0)
+        turns.turn()
     assert left == [16, 12, 8, 4]
     assert 20 * MIB < sum(sent) < 20.1 * MIB
     ends.client.transport.abort()
-    await ends.server.gone.wait()
-    await ends.client.gone.wait()
-    ends.listener.close()
+    turns.settle()
+    assert ends.server.gone.is_set()
+    assert ends.client.gone.is_set()
 
 
-@pytest.mark.virtual_time
-async def test_what_came_before_a_pause_is_there_after_it(tls: Tls) -> None:
+def test_what_came_before_a_pause_is_there_after_it(tls: Tls, turns: Turns) -> None:
     """All of it has arrived in one piece, and is decrypted already or lies with TLS."""
-    ends = await joined(tls, MemoryNetwork(chunk=(MIB, MIB)))
+    ends = joined(turns, tls, chunk=(MIB, MIB))
     server = ends.server
 
     def pause_at_once(nbytes: int) -> None:
@@ -232,78 +236,71 @@ async def test_what_came_before_a_pause_is_there_after_it(tls: Tls) -> None:
     ends.client.transport.write(b"x" * 3500)
     seen = []
     for _ in range(4):
-        await settle()
+        turns.settle()
         seen.append(len(server.heard))
         server.transport.resume_reading()
     assert seen == [1000, 2000, 3000, 3500]
-    await ends.close()
+    ends.close(turns)
 
 
-@pytest.mark.virtual_time
-async def test_memory_that_waits_is_not_copied(tls: Tls) -> None:
-    ends = await joined(tls)
+def test_memory_that_waits_is_not_copied(tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls)
     ends.server.transport.pause_reading()
     large = bytearray(32 * MIB)
     ends.client.transport.write(memoryview(large))
-    await settle()
+    turns.settle()
     with pytest.raises(BufferError):  # somebody still looks at it
         large.append(1)
     ends.server.transport.resume_reading()
-    await asyncio.sleep(1)
+    turns.settle()
     assert len(ends.server.heard) == len(large)
     large.append(1)
-    await ends.close()
+    ends.close(turns)
 
 
 # --- the end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.virtual_time
-async def test_close_sends_everything_first(tls: Tls) -> None:
-    ends = await joined(tls)
+def test_close_sends_everything_first(tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls)
     ends.client.transport.write(bytes(20 * MIB))
     ends.client.transport.close()
     assert ends.client.transport.is_closing()
     ends.client.transport.write(b"too late")
     ends.client.transport.close()
-    await ends.server.gone.wait()
-    await ends.client.gone.wait()
+    turns.settle()
+    assert ends.server.gone.is_set()
+    assert ends.client.gone.is_set()
     assert ends.server.heard == bytes(20 * MIB)
     assert ends.server.told == ["made", "end", None]
     assert ends.client.told[-1] is None
-    ends.listener.close()
 
 
-@pytest.mark.virtual_time
-async def test_abort_sends_nothing_more(tls: Tls) -> None:
-    ends = await joined(tls)
+def test_abort_sends_nothing_more(tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls)
     ends.server.transport.pause_reading()
     ends.client.transport.write(bytes(20 * MIB))
     ends.client.transport.abort()
-    await ends.client.gone.wait()
+    turns.settle()
+    assert ends.client.gone.is_set()
     ends.server.transport.resume_reading()
-    await ends.server.gone.wait()
+    turns.settle()
+    assert ends.server.gone.is_set()
     assert len(ends.server.heard) < 2 * MIB
-    ends.listener.close()
 
 
-@pytest.mark.virtual_time
-async def test_close_before_tls_is_up_says_nothing(tls: Tls) -> None:
-    below = MemoryNetwork()
-    network = TlsNetwork(below, tls)
-    listener = await below.listen("ps0:1", Above)
+def test_close_before_tls_is_up_says_nothing(tls: Tls, turns: Turns) -> None:
     client = Above(b"words")
-    await network.connect("ps0:1", lambda: client)
+    linked(lambda: calling(tls, client), Above)
     client.transport.close()
-    await client.gone.wait()
+    turns.settle()
+    assert client.gone.is_set()
     assert client.told == ["made", None]
-    listener.close()
 
 
-@pytest.mark.virtual_time
 @pytest.mark.parametrize("at", [0, 5, 20, 100, -1])
-async def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls) -> None:
-    ends = await joined(tls)
+def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls, turns: Turns) -> None:
+    ends = joined(turns, tls)
     update = ends.server.transport.buffer_updated
 
     def tampered(nbytes: int) -> None:
@@ -312,75 +309,66 @@ async def test_bytes_that_somebody_changes_end_the_connection(at: int, tls: Tls)
 
     ends.server.transport.buffer_updated = tampered
     ends.client.transport.write(bytes(200))
-    await ends.server.gone.wait()
+    turns.settle()
+    assert ends.server.gone.is_set()
     error = ends.server.told[-1]
     assert isinstance(error, ConnectionLost)
     assert error.message.startswith("TLS with the peer broke: ")
     assert not ends.server.heard
-    await ends.client.gone.wait()
-    ends.listener.close()
+    turns.settle()
+    assert ends.client.gone.is_set()
 
 
-@pytest.mark.virtual_time
-async def test_a_peer_that_goes_on_talking_after_it_was_refused_is_left(tls: Tls) -> None:
-    below = MemoryNetwork()
-    server = Above()
-    listener = await TlsNetwork(below, tls).listen("ps0:1", lambda: server)
-    stranger = Above(b"GET / HTTP/1.1\r\n\r\n")
-    await below.connect("ps0:1", lambda: stranger)
-    await settle()
-    loop = asyncio.get_running_loop()
-    refused = loop.time()
+def test_a_peer_that_goes_on_talking_after_it_was_refused_is_left(tls: Tls, turns: Turns) -> None:
+    server, stranger = Above(), Above(b"GET / HTTP/1.1\r\n\r\n")
+    linked(lambda: stranger, lambda: called(tls, server))
+    turns.settle()
+    refused = turns.time()
     assert b"uses TLS" in stranger.heard
     while not server.gone.is_set():
         stranger.transport.write(b"more" * 1000)
-        await asyncio.sleep(0.1)
-    assert LINGER_S <= loop.time() - refused <= LINGER_S + 0.2
+        turns.advance(0.1)
+    assert LINGER_S <= turns.time() - refused <= LINGER_S + 0.2
     assert server.heard == b""
     assert isinstance(server.told[-1], AuthenticationError)
-    await stranger.gone.wait()
-    listener.close()
+    turns.settle()
+    assert stranger.gone.is_set()
 
 
-@pytest.mark.virtual_time
-async def test_who_leaves_in_the_middle_of_the_handshake_is_told_of_and_a_probe_is_not(
-    tls: Tls,
+def test_who_leaves_in_the_middle_of_the_handshake_is_told_of_and_a_probe_is_not(
+    tls: Tls, turns: Turns
 ) -> None:
     for words in (b"", b"\x16\x03\x01"):
-        below, server = MemoryNetwork(), Above()
-        listener = await TlsNetwork(below, tls).listen("ps0:1", lambda server=server: server)  # type: ignore[misc]
-        stranger = Above(words)
-        await below.connect("ps0:1", lambda stranger=stranger: stranger)  # type: ignore[misc]
-        await settle()
+        server, stranger = Above(), Above(words)
+        linked(lambda stranger=stranger: stranger, lambda server=server: called(tls, server))  # type: ignore[misc]
+        turns.settle()
         stranger.transport.close()
-        await server.gone.wait()
+        turns.settle()
+        assert server.gone.is_set()
         if words:
             assert isinstance(server.told[-1], ConnectionLost)
             assert server.told[-1].message == ("the peer left in the middle of the TLS handshake")
         else:
             assert server.told == ["made", None]
-        listener.close()
 
 
-@pytest.mark.virtual_time
-async def test_a_protocol_that_does_not_want_the_connection_costs_no_computation(tls: Tls) -> None:
+def test_a_protocol_that_does_not_want_the_connection_costs_no_computation(
+    tls: Tls, turns: Turns
+) -> None:
     class Unwilling(Above):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
             self.transport.abort()
 
     for side in ("client", "server"):
-        below = MemoryNetwork()
-        network = TlsNetwork(below, tls)
         above = {"client": Above(), "server": Above(), side: Unwilling()}
-        listener = await network.listen("ps0:1", lambda above=above: above["server"])  # type: ignore[misc]
-        channel, _ = await network.connect("ps0:1", lambda above=above: above["client"])  # type: ignore[misc]
-        assert isinstance(channel, TlsChannel)
-        await above["client"].gone.wait()
-        await above["server"].gone.wait()
+        channel = calling(tls, above["client"])
+        linked(lambda channel=channel: channel, lambda above=above: called(tls, above["server"]))  # type: ignore[misc]
+        turns.settle()
+        assert above["client"].gone.is_set()
+        assert above["server"].gone.is_set()
         with pytest.raises(ValueError, match="handshake not done"):
             channel.get_extra_info("ssl_object").getpeercert()
-        listener.close()
 
 
 class Below(asyncio.Transport):

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -89,21 +89,6 @@ async def test_tasks_find_each_other(
         assert tls.version() == "TLSv1.3"
 
 
-async def test_without_mutual_tls_who_connects_needs_no_certificate(
-    signer: Authority, tmp_path: Path
-) -> None:
-    environ = variables_of(tmp_path / "certs", signer)
-    server = load_tls({**environ, "PSYNC_TLS_MUTUAL": "0"})
-    assert server is not None
-    below = MemoryNetwork()
-    ps = new_endpoint(TlsNetwork(below, server), PS, SERVED)
-    worker = new_endpoint(TlsNetwork(below, without_certificate(server, environ)), WORKER)
-    await ps.listen("ps0:1")
-    assert (await worker.connect("ps0:1", PS)).is_open
-    await worker.close()
-    await ps.close()
-
-
 async def test_a_task_without_a_certificate_cannot_listen(
     signer: Authority, tmp_path: Path
 ) -> None:
@@ -142,78 +127,91 @@ def both(place: str) -> tuple[Network, Network, str]:
     )
 
 
-@PLACES
-async def test_a_server_of_another_authority_is_refused(
-    place: str, signer: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client, address = both(place)
-    mine = tls_of(tmp_path / "mine", signer)
-    theirs = tls_of(tmp_path / "theirs", authority(), trusts=signer)
-    error = await refused(TlsNetwork(server, theirs), TlsNetwork(client, mine), address)
-    assert type(error) is AuthenticationError
-    assert re.match(
-        r"the certificate of \S+ is refused: (unable to get local issuer certificate|"
-        r"self-signed certificate in certificate chain|certificate signature failure)",
-        error.message,
-    )
-    assert error.hint is not None
-    assert "PSYNC_TLS_CA_FILE" in error.hint
-    (warning,) = warnings_of(caplog)
-    assert re.match(
-        rf"{PS} lost a stranger \(.*\): the peer refuses the certificate of this task: "
-        r"(unknown ca|decrypt error)",
-        warning,
-    )
+Tasks = Callable[[Path, Authority], tuple[Tls | None, Tls | None]]
 
 
-@PLACES
-async def test_a_client_of_another_authority_is_refused(
-    place: str, signer: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client, address = both(place)
-    mine = tls_of(tmp_path / "mine", signer)
-    theirs = tls_of(tmp_path / "theirs", authority(), trusts=signer)
-    error = await refused(TlsNetwork(server, mine), TlsNetwork(client, theirs), address)
-    assert type(error) is AuthenticationError
-    assert re.search(
-        r"refuses the certificate of this task: (unknown ca|decrypt error)$", error.message
-    )
-    (warning,) = warnings_of(caplog)
-    assert warning.startswith(f"{PS} lost a stranger (")
-    assert "): the certificate of the peer is refused: " in warning
+def of_another_authority(directory: Path, signer: Authority) -> tuple[Tls, Tls]:
+    own = tls_of(directory / "own", signer)
+    return tls_of(directory / "other", authority(), trusts=signer), own
 
 
-@PLACES
-async def test_a_client_without_a_certificate_is_refused(
-    place: str, signer: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client, address = both(place)
-    environ = variables_of(tmp_path / "certs", signer)
+def without_any(directory: Path, signer: Authority) -> tuple[Tls, Tls]:
+    environ = variables_of(directory, signer)
     tls = load_tls(environ)
     assert tls is not None
-    bare = without_certificate(tls, environ)
-    error = await refused(TlsNetwork(server, tls), TlsNetwork(client, bare), address)
-    assert type(error) is AuthenticationError
-    assert error.message.endswith(" demands a certificate, and this task has none")
-    (warning,) = warnings_of(caplog)
-    assert "): the peer shows no certificate (set PSYNC_TLS_CA_FILE, " in warning
+    return without_certificate(tls, environ), tls
+
+
+def signed_between(first: float, last: float) -> Tasks:
+    return lambda directory, _: (tls_of(directory, authority(first, last)),) * 2
 
 
 @PLACES
 @pytest.mark.parametrize(
-    ("first", "last", "told"),
-    [(-3, -1, "certificate has expired"), (1, 3, "certificate is not yet valid")],
-)
-async def test_a_certificate_out_of_its_time_is_refused(
-    place: str, first: float, last: float, told: str, tmp_path: Path
-) -> None:
+    ("tasks", "told", "hint", "warning"),
+    [
+        pytest.param(
+            of_another_authority,
+            r"the certificate of \S+ is refused: (unable to get local issuer certificate|"
+            r"self-signed certificate in certificate chain|certificate signature failure)",
+            "PSYNC_TLS_CA_FILE",
+            r"the peer refuses the certificate of this task: (unknown ca|decrypt error)",
+            id="a server of another authority",
+        ),
+        pytest.param(
+            lambda *args: of_another_authority(*args)[::-1],
+            r".*refuses the certificate of this task: (unknown ca|decrypt error)$",
+            "",
+            r"the certificate of the peer is refused: ",
+            id="a client of another authority",
+        ),
+        pytest.param(
+            lambda *args: without_any(*args)[::-1],
+            r".* demands a certificate, and this task has none$",
+            "",
+            r"the peer shows no certificate \(set PSYNC_TLS_CA_FILE, ",
+            id="a client without a certificate",
+        ),
+        pytest.param(
+            signed_between(-3, -1), r".* is refused: certificate has expired$", "clock", "",
+            id="a certificate of yesterday",
+        ),
+        pytest.param(
+            signed_between(1, 3), r".* is refused: certificate is not yet valid$", "clock", "",
+            id="a certificate of tomorrow",
+        ),
+        pytest.param(
+            lambda *args: (tls_of(*args), None),
+            r"the peer refused the connection: it uses TLS, this task does not$",
+            "^set PSYNC_TLS_CA_FILE, ",
+            r"the peer does not use TLS, this task does \(set PSYNC_TLS_CA_FILE, ",
+            id="a client without TLS",
+        ),
+        pytest.param(
+            lambda *args: (None, tls_of(*args)),
+            r"\S+ does not use TLS, this task does$",
+            "",
+            r"the peer uses TLS, this task does not \(set PSYNC_TLS_CA_FILE, ",
+            id="a server without TLS",
+        ),
+    ],
+)  # fmt: skip
+async def test_who_does_not_fit_is_refused_and_both_sides_say_why(
+    place: str, tasks: Tasks, told: str, hint: str, warning: str,
+    signer: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     server, client, address = both(place)
-    tls = tls_of(tmp_path / "certs", authority(first, last))
-    error = await refused(TlsNetwork(server, tls), TlsNetwork(client, tls), address)
+    ours, theirs = tasks(tmp_path / "certs", signer)
+    error = await refused(
+        TlsNetwork(server, ours) if ours is not None else server,
+        TlsNetwork(client, theirs) if theirs is not None else client,
+        address,
+    )
     assert type(error) is AuthenticationError
-    assert error.message.endswith(f" is refused: {told}")
-    assert error.hint is not None
-    assert "clock" in error.hint
+    assert re.match(told, error.message)
+    assert re.search(hint, error.hint or "")
+    (warned,) = warnings_of(caplog)
+    assert re.match(rf"{PS} lost a stranger \(.*\): {warning}", warned)
 
 
 @PLACES
@@ -235,45 +233,26 @@ async def test_a_certificate_for_another_host_is_refused(
 
 
 @PLACES
-async def test_a_client_may_show_a_certificate_for_another_host(
-    place: str, signer: Authority, tmp_path: Path
+@pytest.mark.parametrize("hosts", [["worker7.example.org"], None], ids=["another host", "none"])
+async def test_a_client_is_known_by_its_secret_and_not_by_its_certificate(
+    place: str, hosts: list[str] | None, signer: Authority, tmp_path: Path
 ) -> None:
     """Its name proves nothing, as SECURITY.md says: the secret does."""
     server, client, address = both(place)
-    ps = new_endpoint(TlsNetwork(server, tls_of(tmp_path / "ps", signer)), PS, SERVED)
-    tls = tls_of(tmp_path / "worker", signer, ["worker7.example.org"])
-    worker = new_endpoint(TlsNetwork(client, tls), WORKER)
+    environ = variables_of(tmp_path / "ps", signer)
+    tls = load_tls({**environ, "PSYNC_TLS_MUTUAL": "1" if hosts else "0"})
+    assert tls is not None
+    ps = new_endpoint(TlsNetwork(server, tls), PS, SERVED)
+    if hosts is None:  # nor is one demanded
+        shown = without_certificate(tls, environ)
+    else:
+        shown = tls_of(tmp_path / "worker", signer, hosts)
+    worker = new_endpoint(TlsNetwork(client, shown), WORKER)
     listener = await ps.listen(address)
     peer = await worker.connect(listener.address, PS)
     assert (await peer.call(AskStatistics())).message == Done()
     await worker.close()
     await ps.close()
-
-
-@PLACES
-async def test_a_client_without_tls_is_told_so(
-    place: str, tls: Tls, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client, address = both(place)
-    error = await refused(TlsNetwork(server, tls), client, address)
-    assert type(error) is AuthenticationError
-    assert error.message == ("the peer refused the connection: it uses TLS, this task does not")
-    assert error.hint is not None
-    assert error.hint.startswith("set PSYNC_TLS_CA_FILE, ")
-    (warning,) = warnings_of(caplog)
-    assert "): the peer does not use TLS, this task does (set PSYNC_TLS_CA_FILE, " in warning
-
-
-@PLACES
-async def test_a_server_without_tls_is_told_so(
-    place: str, tls: Tls, caplog: pytest.LogCaptureFixture
-) -> None:
-    server, client, address = both(place)
-    error = await refused(server, TlsNetwork(client, tls), address)
-    assert type(error) is AuthenticationError
-    assert re.fullmatch(r"\S+ does not use TLS, this task does", error.message)
-    (warning,) = warnings_of(caplog)
-    assert "): the peer uses TLS, this task does not (set PSYNC_TLS_CA_FILE, " in warning
 
 
 # --- in between ------------------------------------------------------------------------------

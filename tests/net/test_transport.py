@@ -131,13 +131,21 @@ async def test_closing_a_listener_frees_the_address_and_leaves_connections_open(
     await peer.gone.wait()
 
 
-async def test_an_address_in_use_is_refused() -> None:
-    network = SocketNetwork()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(OSError, match="in use") as caught:
-            await network.listen(f"127.0.0.1:{taken.getsockname()[1]}", Peer)
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_an_address_in_use_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+    network, greeters = SocketNetwork(), Greeters(b"the first")
+    address = "127.0.0.1:0" if kind == "tcp" else f"unix:{tmp_path}/ps0"
+    first = await network.listen(address, greeters)
+    with pytest.raises(OSError, match="in use") as caught:
+        await network.listen(first.address, Greeters(b"the second"))
     assert caught.value.errno == errno.EADDRINUSE
     assert reason(caught.value) == "address already in use"
+    assert await greeted(network, first.address) == b"the first"
+    for peer in greeters.made:
+        peer.transport.close()
+    await greeters.wait_gone()
+    first.close()
+    await first.wait_closed()
 
 
 @pytest.mark.parametrize(
@@ -167,9 +175,17 @@ async def test_what_is_no_address_is_refused() -> None:
 # --- sockets that a launcher passed on -------------------------------------------------------
 
 
-async def test_a_socket_that_was_passed_on_is_taken_over() -> None:
-    bound = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{bound.getsockname()[1]}"
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_a_socket_that_was_passed_on_is_taken_over(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "ps0"
+    if kind == "tcp":
+        bound = socket.create_server(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+    else:
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(str(path))
+        bound.listen()
+        address = f"unix:{path}"
     network, greeters = SocketNetwork({address: bound}), Greeters()
     early = asyncio.ensure_future(greeted(network, address))  # before the task listens
     listener = await network.listen(address, greeters)
@@ -180,19 +196,7 @@ async def test_a_socket_that_was_passed_on_is_taken_over() -> None:
     await listener.wait_closed()
     with pytest.raises(ConnectionRefusedError):
         await network.connect(address, Peer)
-
-
-async def test_a_unix_socket_that_was_passed_on_keeps_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "ps0"
-    bound = socket.socket(socket.AF_UNIX)
-    bound.bind(str(path))
-    network, greeters = SocketNetwork({f"unix:{path}": bound}), Greeters()
-    listener = await network.listen(f"unix:{path}", greeters)
-    assert await greeted(network, f"unix:{path}") == b"hello"
-    await greeters.wait_gone()
-    listener.close()
-    await listener.wait_closed()
-    assert path.exists(), "it is its launcher's"
+    assert kind == "tcp" or path.exists(), "it is its launcher's"
 
 
 # --- Unix sockets ----------------------------------------------------------------------------
@@ -233,21 +237,6 @@ async def test_what_a_dead_task_left_behind_makes_way(tmp_path: Path) -> None:
     await listener.wait_closed()
 
 
-async def test_a_living_unix_socket_is_left_alone(tmp_path: Path) -> None:
-    network, greeters = SocketNetwork(), Greeters(b"the first")
-    address = f"unix:{tmp_path}/ps0"
-    first = await network.listen(address, greeters)
-    with pytest.raises(OSError, match="in use") as caught:
-        await network.listen(address, Greeters(b"the second"))
-    assert reason(caught.value) == "address already in use"
-    assert await greeted(network, address) == b"the first"
-    for peer in greeters.made:
-        peer.transport.close()
-    await greeters.wait_gone()
-    first.close()
-    await first.wait_closed()
-
-
 async def test_a_unix_socket_with_a_full_backlog_is_alive(tmp_path: Path) -> None:
     path = str(tmp_path / "ps0")
     with socket.socket(socket.AF_UNIX) as busy:
@@ -268,20 +257,24 @@ async def test_a_unix_socket_with_a_full_backlog_is_alive(tmp_path: Path) -> Non
             sock.close()
 
 
-@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-async def test_what_is_no_socket_is_never_removed(
-    tmp_path: Path, make: Callable[[Path], None]
+@pytest.mark.parametrize(
+    ("name", "make", "error"),
+    [
+        ("ps0", Path.touch, errno.EADDRINUSE),
+        ("ps0", Path.mkdir, errno.EADDRINUSE),
+        ("nowhere/ps0", None, errno.ENOENT),
+    ],
+)
+async def test_what_is_no_socket_is_an_error_and_never_removed(
+    tmp_path: Path, name: str, make: Callable[[Path], None] | None, error: int
 ) -> None:
-    path = tmp_path / "ps0"
-    make(path)
-    with pytest.raises(OSError, match="in use"):
+    path = tmp_path / name
+    if make is not None:
+        make(path)
+    with pytest.raises(OSError, match=r"in use|No such file") as caught:
         await SocketNetwork().listen(f"unix:{path}", Peer)
-    assert path.exists()
-
-
-async def test_a_directory_that_does_not_exist_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        await SocketNetwork().listen(f"unix:{tmp_path}/nowhere/ps0", Peer)
+    assert caught.value.errno == error
+    assert path.exists() is (make is not None)
 
 
 async def test_a_listener_that_could_not_start_leaves_no_socket_open(

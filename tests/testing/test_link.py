@@ -8,227 +8,232 @@ import random
 
 import pytest
 
-from psync.testing import MemoryNetwork, run_virtual, settle
+from psync.testing import MemoryNetwork, run_virtual
 from recorder import Recorder, end, pair
+from turns import Turns, linked
 
 
-async def linked(**options):
-    """Return two recorders and the link between them."""
-    network = MemoryNetwork(**options)
-    client, server, _ = await pair(network)
-    return client, server, network.links()[0]
-
-
-async def test_cut_loses_both_sides_and_what_was_under_way() -> None:
-    client, server, link = await linked()
+def test_cut_loses_both_sides_and_what_was_under_way(turns: Turns) -> None:
+    client, server, link = linked()
     client.transport.write(bytes(100))
     link.cut()
     link.cut()
+    turns.settle()
     for recorder in (client, server):
-        await recorder.until_event("lost")
         assert isinstance(recorder.lost, ConnectionResetError)
         assert recorder.events == ["made", "lost"]
     assert server.received == b""
     assert link.to_server.buffered_bytes == client.transport.get_write_buffer_size() == 0
 
 
-async def test_cut_tells_what_it_is_told() -> None:
-    client, server, link = await linked()
+def test_cut_tells_what_it_is_told(turns: Turns) -> None:
+    client, server, link = linked()
     link.cut(ConnectionAbortedError("the cable was pulled"))
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
     assert str(client.lost) == str(server.lost) == "the cable was pulled"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 999, 1000])
-async def test_cut_after_delivers_exactly_so_many_bytes(num_bytes: int) -> None:
-    client, server, link = await linked()
+def test_cut_after_delivers_exactly_so_many_bytes(turns: Turns, num_bytes: int) -> None:
+    client, server, link = linked()
     data = random.Random(1).randbytes(1000)
     link.to_server.cut_after(num_bytes)
     client.transport.write(data)
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
     assert server.received == data[:num_bytes]
     assert isinstance(client.lost, ConnectionResetError)
 
 
-async def test_cut_after_nothing_cuts_now() -> None:
-    client, server, link = await linked()
+def test_cut_after_nothing_cuts_now(turns: Turns) -> None:
+    client, server, link = linked()
     link.to_client.cut_after(0)
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
+    assert client.events == server.events == ["made", "lost"]
 
 
-async def test_cut_after_counts_one_direction_only() -> None:
-    client, server, link = await linked()
+def test_cut_after_counts_one_direction_only(turns: Turns) -> None:
+    client, server, link = linked()
     link.to_client.cut_after(5)
     client.transport.write(bytes(1000))
-    await server.until_received(1000)
+    turns.settle()
+    assert len(server.received) == 1000
     server.transport.write(b"123456")
-    await client.until_event("lost")
+    turns.settle()
+    assert client.events[-1] == "lost"
     assert client.received == b"12345"
 
 
-async def test_a_stalled_direction_builds_up_back_pressure() -> None:
-    client, server, link = await linked(kernel_bytes=1000)
+def test_a_stalled_direction_builds_up_back_pressure(turns: Turns) -> None:
+    client, server, link = linked(kernel_bytes=1000)
     link.to_server.stall()
     client.transport.write(bytes(600))
     client.transport.write(bytes(600))
-    await settle()
+    turns.settle()
     assert client.transport.get_write_buffer_size() == 600  # the kernel has the other 600
     client.transport.write(bytes(65_000))
     assert client.events == ["made", "pause"]
     server.transport.write(b"the other direction flows")
-    await client.until_received(25)
+    turns.settle()
+    assert len(client.received) == 25
     assert server.received == b""
     link.to_server.flow()
-    await server.until_received(66_200)
+    turns.settle()
+    assert len(server.received) == 66_200
     assert client.events == ["made", "pause", "data", "resume"]
-    await end(client, server)
 
 
-async def test_without_a_kernel_everything_stays_in_the_write_buffer() -> None:
-    client, server, link = await linked(kernel_bytes=0)
+def test_without_a_kernel_everything_stays_in_the_write_buffer(turns: Turns) -> None:
+    client, server, link = linked(kernel_bytes=0)
     link.to_server.stall()
     client.transport.write(b"1")
-    await settle()
+    turns.settle()
     assert client.transport.get_write_buffer_size() == 1
     client.transport.close()
-    await settle()
+    turns.settle()
     assert client.events == ["made"]  # closing waits for the write buffer
     link.to_server.flow()
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
     assert server.received == b"1"
 
 
-async def test_close_does_not_wait_for_what_the_kernel_has_taken() -> None:
-    client, server, link = await linked()
+def test_close_does_not_wait_for_what_the_kernel_has_taken(turns: Turns) -> None:
+    client, server, link = linked()
     link.to_server.stall()
     client.transport.write(b"last words")
     client.transport.close()
-    await client.until_event("lost")
+    turns.settle()
+    assert client.events[-1] == "lost"
     assert server.events == ["made"]
     link.to_server.flow()
-    await server.until_event("lost")
+    turns.settle()
+    assert server.events[-1] == "lost"
     assert server.received == b"last words"
     assert server.lost is None
 
 
-async def test_a_partition_is_silent_and_heals_without_loss() -> None:
-    client, server, link = await linked()
+def test_a_partition_is_silent_and_heals_without_loss(turns: Turns) -> None:
+    client, server, link = linked()
     link.partition()
     assert link.is_partitioned
     client.transport.write(b"ping")
     server.transport.write(b"pong")
-    await settle()
+    turns.settle()
     assert client.received == server.received == b""
     assert client.transport.get_write_buffer_size() == 0  # as far as the client knows it was sent
     link.heal()
-    await asyncio.gather(client.until_received(4), server.until_received(4))
+    turns.settle()
+    assert (client.received, server.received) == (b"pong", b"ping")
     assert client.events == server.events == ["made", "data"]
-    await end(client, server)
 
 
-async def test_behind_a_partition_nobody_learns_that_the_other_side_is_gone() -> None:
-    client, server, link = await linked()
+def test_behind_a_partition_nobody_learns_that_the_other_side_is_gone(turns: Turns) -> None:
+    client, server, link = linked()
     link.partition()
     client.transport.abort()
-    await client.until_event("lost")
+    turns.settle()
+    assert client.events[-1] == "lost"
     server.transport.write(b"are you there?")
-    await settle()
+    turns.settle()
     assert server.events == ["made"]
     assert link.is_live
     link.heal()
-    await server.until_event("lost")
+    turns.settle()
+    assert server.events[-1] == "lost"
     assert not link.is_live
 
 
-async def test_a_partition_can_end_in_a_cut() -> None:
-    client, server, link = await linked()
+def test_a_partition_can_end_in_a_cut(turns: Turns) -> None:
+    client, server, link = linked()
     link.partition()
     client.transport.write(b"lost")
     link.cut()
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
     assert server.received == b""
 
 
-def test_an_abort_shows_as_an_end_or_as_a_reset() -> None:
-    async def ending(seed: int) -> tuple[bool, bytes]:
-        client, server, link = await linked(seed=seed)
+def test_an_abort_shows_as_an_end_or_as_a_reset(turns: Turns) -> None:
+    def ending(seed: int) -> tuple[bool, bytes]:
+        client, server, link = linked(seed=seed)
         link.to_server.stall()
         client.transport.write(b"in the kernel")
-        await settle()
+        turns.settle()
         client.transport.abort()
         link.to_server.flow()
-        await server.until_event("lost")
+        turns.settle()
+        assert server.events[-1] == "lost"
         return server.lost is None, bytes(server.received)
 
-    endings = {run_virtual(ending, seed) for seed in range(20)}
+    endings = {ending(seed) for seed in range(20)}
     assert endings == {(True, b"in the kernel"), (False, b"")}
 
 
-async def test_bytes_for_a_closed_socket_are_answered_with_a_reset() -> None:
-    client, server, link = await linked()
+def test_bytes_for_a_closed_socket_are_answered_with_a_reset(turns: Turns) -> None:
+    client, server, link = linked()
     link.to_client.stall()
     server.transport.write(b"never read")
     client.transport.close()
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
     assert isinstance(server.lost, ConnectionResetError)
     assert str(server.lost) == "[Errno 104] the peer has closed the connection"
     assert client.received == b""
 
 
-async def test_an_open_half_hears_of_the_end_once() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network, server=lambda: Recorder(keep_open=True))
+def test_an_open_half_hears_of_the_end_once(turns: Turns) -> None:
+    client, server, _ = linked(server=lambda: Recorder(keep_open=True))
     client.transport.write_eof()
     client.transport.write_eof()
-    await server.until_event("eof")
+    turns.settle()
+    assert server.events[-1] == "eof"
     client.transport.abort()
-    await settle()
+    turns.settle()
     assert server.events == ["made", "eof"]
     server.transport.write(b"x")
-    await server.until_event("lost")
+    turns.settle()
     assert server.events == ["made", "eof", "lost"]
     assert isinstance(server.lost, ConnectionResetError)
 
 
 @pytest.mark.parametrize("chunk", [(1, 1), (7, 7), (3, 50)])
-async def test_pieces_have_the_sizes_that_were_asked_for(chunk: tuple[int, int]) -> None:
-    client, server, _ = await linked(chunk=chunk)
+def test_pieces_have_the_sizes_that_were_asked_for(turns: Turns, chunk: tuple[int, int]) -> None:
+    client, server, _ = linked(chunk=chunk)
     client.transport.write(bytes(500))
-    await server.until_received(500)
+    turns.settle()
+    assert len(server.received) == 500
     *sizes, last = server.sizes
     assert min(sizes) >= chunk[0]
     assert max(sizes) <= chunk[1]
     assert last <= chunk[1]
-    await end(client, server)
 
 
-async def test_small_pieces_are_as_likely_as_large_ones() -> None:
-    client, server, _ = await linked()
+def test_small_pieces_are_as_likely_as_large_ones(turns: Turns) -> None:
+    client, server, _ = linked()
     server.memory = bytearray(1 << 20)
     for _ in range(20):
         client.transport.write(bytes(50_000))
-    await server.until_received(1_000_000)
+    turns.settle()
+    assert len(server.received) == 1_000_000
     assert len([size for size in server.sizes if size < 256]) > 10
     assert len([size for size in server.sizes if size > 10_000]) > 10
-    await end(client, server)
 
 
-async def test_a_piece_is_never_larger_than_the_buffer_of_the_protocol() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network, server=lambda: Recorder(room=10))
+def test_a_piece_is_never_larger_than_the_buffer_of_the_protocol(turns: Turns) -> None:
+    client, server, _ = linked(server=lambda: Recorder(room=10))
     client.transport.write(bytes(1000))
-    await server.until_received(1000)
+    turns.settle()
+    assert len(server.received) == 1000
     assert max(server.sizes) == 10
-    await end(client, server)
 
 
-async def test_names_of_links_and_transports_say_what_they_are() -> None:
-    client, server, link = await linked()
-    assert repr(link) == f"<link 0 from client to {link.address}>"
+def test_names_of_links_and_transports_say_what_they_are(turns: Turns) -> None:
+    client, server, link = linked()
+    assert repr(link) == "<link 0 from client to ps0:1>"
     assert repr(link.to_server) == f"<to_server of {link!r}>"
     assert repr(client.transport) == f"<client of {link!r}>"
     assert repr(server.transport) == f"<server of {link!r}>"
-    await end(client, server)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -9,7 +9,8 @@ import pytest
 
 from psync.testing import BufferChanged, MemoryNetwork, run_virtual, settle
 from psync.testing.segments import Segment, check_buffer
-from recorder import Recorder, end, pair
+from recorder import end, pair
+from turns import Turns, linked
 
 
 async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:
@@ -21,6 +22,7 @@ async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:
     await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
     (problem,) = network.problems
     assert client.lost is server.lost is problem
+    assert "asyncio" not in str(problem), "the report ends where the loop begins"
     assert str(problem).startswith(
         "200000 bytes, written at position 0 to_server of <link 0 from client to 127.0.0.1:20000>, "
         f"were changed before they were sent; written at {__file__}:"
@@ -29,77 +31,73 @@ async def test_changing_a_buffer_after_writing_it_ends_the_connection() -> None:
         network.check()
 
 
-async def test_an_array_changed_in_place_is_found_out() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_an_array_changed_in_place_is_found_out(turns: Turns) -> None:
+    client, server, link = linked()
     parameter = np.ones(10_000, np.float32)
     client.transport.writelines([b"header", memoryview(parameter.view(np.uint8))])
     parameter -= 0.5
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
-    assert "40000 bytes, written at position 6 to_server" in str(network.problems[0])
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert "40000 bytes, written at position 6 to_server" in str(link.fabric.problems[0])
 
 
-async def test_a_buffer_may_be_changed_once_it_is_delivered() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_a_buffer_may_be_changed_once_it_is_delivered(turns: Turns) -> None:
+    client, server, link = linked()
     data = bytearray(100_000)
     client.transport.write(data)
-    await server.until_received(100_000)
+    turns.settle()
+    assert len(server.received) == 100_000
     data[0] = 1
-    await end(client, server)
-    network.check()
+    turns.settle()
+    assert not link.fabric.problems
 
 
-async def test_a_buffer_may_be_changed_once_the_write_buffer_is_empty() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_a_buffer_may_be_changed_once_the_write_buffer_is_empty(turns: Turns) -> None:
+    client, server, link = linked()
     server.transport.pause_reading()
     data = bytearray(b"abc")
     client.transport.write(data)
     assert client.transport.get_write_buffer_size() == 3
-    await settle()
+    turns.settle()
     assert client.transport.get_write_buffer_size() == 0
     data[:] = b"xyz"
     server.transport.resume_reading()
-    await server.until_received(3)
+    turns.settle()
     assert server.received == b"abc"
-    await end(client, server)
-    network.check()
+    assert not link.fabric.problems
 
 
-async def test_a_change_is_found_when_the_kernel_takes_the_buffer() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_a_change_is_found_when_the_kernel_takes_the_buffer(turns: Turns) -> None:
+    client, server, link = linked()
     server.transport.pause_reading()
     data = bytearray(b"abc")
     client.transport.write(data)
     data[0] = 0
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
-    assert len(network.problems) == 1
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert len(link.fabric.problems) == 1
     assert server.received == b""
 
 
-async def test_a_buffer_may_be_changed_after_an_abort() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_a_buffer_may_be_changed_after_an_abort(turns: Turns) -> None:
+    client, server, link = linked()
     data = bytearray(100_000)
     client.transport.write(data)
     client.transport.abort()
     data[:] = bytes(range(100)) * 1000
-    await asyncio.gather(client.until_event("lost"), server.until_event("lost"))
-    network.check()
+    turns.settle()
+    assert client.events[-1] == server.events[-1] == "lost"
+    assert not link.fabric.problems
 
 
-async def test_without_checks_the_torn_value_arrives() -> None:
-    network = MemoryNetwork(check_buffers=False)
-    client, server, _ = await pair(network)
+def test_without_checks_the_torn_value_arrives(turns: Turns) -> None:
+    client, server, link = linked(check_buffers=False)
     data = bytearray(b"old")
     client.transport.write(data)
     data[:] = b"new"
-    await server.until_received(3)
+    turns.settle()
     assert server.received == b"new"
-    await end(client, server)
-    network.check()
+    assert not link.fabric.problems
 
 
 def test_a_change_some_steps_later_is_found_with_some_seeds() -> None:
@@ -184,13 +182,11 @@ def test_what_a_loop_would_refuse_or_send_wrongly_is_refused(data, message) -> N
         check_buffer(data)
 
 
-async def test_a_refused_buffer_leaves_nothing_half_written() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network)
+def test_a_refused_buffer_leaves_nothing_half_written(turns: Turns) -> None:
+    client, _, _ = linked()
     with pytest.raises(TypeError):
-        client.transport.writelines([b"good", "bad"])
+        client.transport.writelines([b"good", "bad"])  # type: ignore[list-item]
     assert client.transport.get_write_buffer_size() == 0
-    await end(client, server)
 
 
 def test_the_report_names_the_lines_that_wrote() -> None:
@@ -204,14 +200,3 @@ def test_the_report_names_the_lines_that_wrote() -> None:
     line = inner.__code__.co_firstlineno + 1
     assert first == f"{__file__}:{line}"
     assert second == f"{__file__}:{line + 3}"
-
-
-async def test_the_report_ends_where_the_loop_begins() -> None:
-    network = MemoryNetwork()
-    client, server, _ = await pair(network, client=Recorder)
-    data = bytearray(10)
-    client.transport.write(data)
-    data[0] = 1
-    await client.until_event("lost")
-    assert "asyncio" not in str(network.problems[0])
-    await server.until_event("lost")

@@ -178,19 +178,6 @@ async def test_a_model_does_not_pass_through_the_coordinator():
 # --- variables come first --------------------------------------------------------------------
 
 
-async def test_closures_wait_until_variables_are_created():
-    async with cluster_of() as cluster:
-        strategy = cluster.strategy()
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-
-            async def step():
-                return float((await w.read()).sum())
-
-            assert await coordinator.schedule(step) == 4.0
-
-
 async def test_a_variable_that_cannot_be_created_fails_what_is_scheduled():
     async with cluster_of() as cluster:
         strategy = cluster.strategy()

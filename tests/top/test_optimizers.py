@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -43,47 +44,95 @@ async def trained(
         return await v.read(), await coordinator.fetch(results)
 
 
-async def test_sgd_over_two_ps_tasks_equals_numpy_bit_for_bit() -> None:
-    expected = START.copy()
-    for gradient in gradients(6):
-        expected -= np.float32(0.1) * gradient
-    value, results = await trained(optimizers.SGD(0.1), gradients(6))
-    assert np.array_equal(value, expected)
-    assert results == [PushResult(Outcome.ACCEPTED, step, 0) for step in range(1, 7)]
+def by_sgd(value: np.ndarray, pushes: Sequence[np.ndarray]) -> None:
+    for gradient in pushes:
+        value -= np.float32(0.1) * gradient
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-async def test_momentum_equals_numpy_bit_for_bit(nesterov: bool) -> None:
+def by_momentum(value: np.ndarray, pushes: Sequence[np.ndarray], *, nesterov: bool) -> None:
     rate, momentum = np.float32(0.1), np.float32(0.9)
-    expected, velocity = START.copy(), np.zeros_like(START)
-    for gradient in gradients(6):
+    velocity = np.zeros_like(value)
+    for gradient in pushes:
         velocity = momentum * velocity - rate * gradient
-        expected += momentum * velocity - rate * gradient if nesterov else velocity
-    value, _ = await trained(optimizers.SGD(0.1, 0.9, nesterov), gradients(6))
-    assert np.array_equal(value, expected)
+        value += momentum * velocity - rate * gradient if nesterov else velocity
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-async def test_adam_equals_the_textbook(amsgrad: bool) -> None:
-    expected = START.astype(np.float64)
-    m, v, highest = (np.zeros_like(expected) for _ in range(3))
-    for step, gradient in enumerate(gradients(6), 1):
+def by_adam(value: np.ndarray, pushes: Sequence[np.ndarray], *, amsgrad: bool) -> None:
+    exact = value.astype(np.float64)
+    m, v, highest = (np.zeros_like(exact) for _ in range(3))
+    for step, gradient in enumerate(pushes, 1):
         m = 0.9 * m + 0.1 * gradient
         v = 0.999 * v + 0.001 * gradient.astype(np.float64) ** 2
         highest = np.maximum(highest, v)
         rate = 0.01 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-        expected -= rate * m / (np.sqrt(highest if amsgrad else v) + 1e-7)
-    value, _ = await trained(optimizers.Adam(0.01, amsgrad=amsgrad), gradients(6))
-    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+        exact -= rate * m / (np.sqrt(highest if amsgrad else v) + 1e-7)
+    value[:] = exact
 
 
-async def test_a_schedule_is_evaluated_at_the_ps() -> None:
-    schedule = schedules.PiecewiseConstantDecay([1, 3], [1.0, 0.5, 0.25])
-    expected = START.copy()
-    for step, gradient in enumerate(gradients(6)):
-        expected -= np.float32(schedule(step)) * gradient
-    value, _ = await trained(optimizers.SGD(schedule), gradients(6))
-    assert np.array_equal(value, expected)
+SCHEDULE = schedules.PiecewiseConstantDecay([1, 3], [1.0, 0.5, 0.25])
+
+
+def by_schedule(value: np.ndarray, pushes: Sequence[np.ndarray]) -> None:
+    for step, gradient in enumerate(pushes):
+        value -= np.float32(SCHEDULE(step)) * gradient
+
+
+def by_clipped_norm(value: np.ndarray, pushes: Sequence[np.ndarray]) -> None:
+    for gradient in pushes:
+        value -= 0.5 * gradient / float(np.linalg.norm(gradient))  # of both shards
+
+
+def by_clipped_values(value: np.ndarray, pushes: Sequence[np.ndarray]) -> None:
+    for gradient in pushes:
+        value *= 0.75
+        value -= 0.5 * np.clip(gradient, -0.25, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "by_hand", "rtol", "atol"),
+    [
+        pytest.param(optimizers.SGD(0.1), by_sgd, 0, 0, id="sgd"),
+        *(
+            pytest.param(
+                optimizers.SGD(0.1, 0.9, nesterov),
+                functools.partial(by_momentum, nesterov=nesterov), 0, 0,
+                id="nesterov" if nesterov else "momentum",
+            )
+            for nesterov in (False, True)
+        ),
+        *(
+            pytest.param(
+                optimizers.Adam(0.01, amsgrad=amsgrad),
+                functools.partial(by_adam, amsgrad=amsgrad), 1e-5, 1e-6,
+                id="amsgrad" if amsgrad else "adam",
+            )
+            for amsgrad in (False, True)
+        ),
+        pytest.param(optimizers.SGD(SCHEDULE), by_schedule, 0, 0, id="schedule"),
+        pytest.param(optimizers.SGD(0.5, clipnorm=1.0), by_clipped_norm, 1e-5, 1e-6, id="clipnorm"),
+        pytest.param(
+            optimizers.SGD(0.5, global_clipnorm=1.0), by_clipped_norm, 1e-5, 1e-6,
+            id="global_clipnorm",
+        ),
+        pytest.param(
+            optimizers.SGD(0.5, clipvalue=0.25, weight_decay=0.5), by_clipped_values, 1e-5, 1e-6,
+            id="clipvalue and weight_decay",
+        ),
+    ],
+)  # fmt: skip
+async def test_updates_on_two_ps_tasks_equal_numpy_and_gradients_stay_as_they_are(
+    optimizer: optimizers.Optimizer,
+    by_hand: Callable[[np.ndarray, Sequence[np.ndarray]], None],
+    rtol: float,
+    atol: float,
+) -> None:
+    """Bit for bit, where no tolerance is given."""
+    expected, pushes = START.copy(), gradients(6)
+    by_hand(expected, gradients(6))
+    value, results = await trained(optimizer, pushes)
+    np.testing.assert_allclose(value, expected, rtol=rtol, atol=atol)
+    assert results == [PushResult(Outcome.ACCEPTED, step, 0) for step in range(1, 7)]
+    assert [each.tobytes() for each in pushes] == [each.tobytes() for each in gradients(6)]
 
 
 # --- norms of whole variables, options -----------------------------------------------------------
@@ -108,16 +157,6 @@ async def test_lamb_refuses_gradients_of_some_rows() -> None:
         await trained(optimizers.Lamb(0.1), [rows])  # type: ignore[list-item]
 
 
-async def test_a_norm_is_clipped_over_all_shards_and_the_gradient_stays_as_it_is() -> None:
-    (gradient,) = gradients(1)
-    norm = float(np.linalg.norm(gradient))
-    before = gradient.tobytes()
-    for options in ({"clipnorm": 1.0}, {"global_clipnorm": 1.0}):
-        value, _ = await trained(optimizers.SGD(0.5, **options), [gradient])  # type: ignore[arg-type]
-        np.testing.assert_allclose(value, START - 0.5 * gradient / norm, rtol=1e-5, atol=1e-6)
-    assert gradient.tobytes() == before
-
-
 async def test_a_norm_of_rows_is_clipped_as_that_of_their_sums() -> None:
     rows = psync.IndexedSlices(np.array([[3, 0], [0, 2], [0, 2]], np.float32), [4, 1, 1])
     async with training(2, partitioner=halves) as (strategy, _):
@@ -128,13 +167,6 @@ async def test_a_norm_of_rows_is_clipped_as_that_of_their_sums() -> None:
         expected[4], expected[1] = (-0.6, 0), (0, -0.8)
         np.testing.assert_allclose(await v.read(), expected, rtol=1e-6)
     assert rows.values.tolist() == [[3, 0], [0, 2], [0, 2]]
-
-
-async def test_values_are_clipped_and_weights_decay_on_the_ps() -> None:
-    (gradient,) = gradients(1)
-    value, _ = await trained(optimizers.SGD(0.5, clipvalue=0.25, weight_decay=0.5), [gradient])
-    expected = START * 0.75 - 0.5 * np.clip(gradient, -0.25, 0.25)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 async def test_gradients_are_accumulated_and_iterations_count_the_updates() -> None:

@@ -244,31 +244,23 @@ async def test_ready_does_not_block_the_loop(made: list[WorkerIterator]) -> None
     dataset.gate.release(5)
 
 
-async def test_cancelling_ready_loses_no_batch(made: list[WorkerIterator]) -> None:
-    dataset = Gated()
-    made.append(iterator := WorkerIterator(dataset, ONE))
-    waiting = asyncio.create_task(iterator.ready())
-    await asyncio.to_thread(dataset.loading.acquire)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    dataset.gate.release(5)
-    await iterator.ready()
-    assert next(iterator) == 0
-
-
-async def test_a_cancellation_that_comes_with_the_batch_is_harmless(
-    made: list[WorkerIterator],
+@pytest.mark.parametrize("with_the_batch", [False, True])
+async def test_cancelling_ready_loses_no_batch(
+    made: list[WorkerIterator], with_the_batch: bool
 ) -> None:
     dataset = Gated()
     made.append(iterator := WorkerIterator(dataset, ONE))
     waiting = asyncio.create_task(iterator.ready())
     await asyncio.to_thread(dataset.loading.acquire)
-    dataset.gate.release(5)
-    assert dataset.loading.acquire(timeout=20)  # loaded: the wake-up is on its way
+    if with_the_batch:
+        dataset.gate.release(5)
+        assert dataset.loading.acquire(timeout=20)  # loaded: the wake-up is on its way
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    if not with_the_batch:
+        dataset.gate.release(5)
+        await iterator.ready()
     assert next(iterator) == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from psync.wire.codec import Message
 from psync.wire.frames import SMALL_BODY_BYTES
 from psync.wire.worker_messages import ClosureResults
 from psync.worker.results import CANCELLED, ClosureEnd, ResultsToSend, failed
+from turns import Turns
 
 
 class Lane:
@@ -39,14 +39,14 @@ def value(content: object) -> ClosureEnd:
     )
 
 
-async def test_results_of_one_turn_leave_in_one_message_with_their_mean() -> None:
+def test_results_of_one_turn_leave_in_one_message_with_their_mean(turns: Turns) -> None:
     results, control, bulk = results_of()
     for closure_id, seconds, calls in ((3, 1.0, 0), (4, 2.0, 2)):
         results.note_success(closure_id, seconds, calls)
         results.add(closure_id, value(closure_id))
     results.add(5, CANCELLED)
     assert (len(results), control.told) == (3, [])
-    await asyncio.sleep(0)
+    turns.settle()
     (message,) = control.told
     assert [result[:2] for result in message.results] == [(3, "ok"), (4, "ok"), (5, "cancelled")]
     assert sum(result[2] for result in message.results) == len(control.segments[0])
@@ -54,7 +54,7 @@ async def test_results_of_one_turn_leave_in_one_message_with_their_mean() -> Non
     assert (len(results), bulk.told) == (0, [])
 
 
-async def test_what_was_told_is_not_told_again() -> None:
+def test_what_was_told_is_not_told_again(turns: Turns) -> None:
     results, control, _ = results_of()
     results.flush()
     results.note_success(1, 1.0, 1)
@@ -62,13 +62,13 @@ async def test_what_was_told_is_not_told_again() -> None:
     results.flush()
     results.add(2, CANCELLED)
     results.flush()
-    await asyncio.sleep(0)
+    turns.settle()
     first, second = control.told
     assert (first.mean_seconds, first.updates) == (1.0, [(1, 1)])
     assert (second.mean_seconds, second.updates) == (0.0, None)
 
 
-async def test_large_results_leave_by_the_bulk_connection() -> None:
+def test_large_results_leave_by_the_bulk_connection(turns: Turns) -> None:
     results, control, bulk = results_of()
     results.add(1, value(np.zeros(SMALL_BODY_BYTES + 1, np.uint8)))
     assert results.is_large
@@ -76,7 +76,7 @@ async def test_large_results_leave_by_the_bulk_connection() -> None:
     assert (len(bulk.told), control.told, results.is_large) == (1, [], False)
 
 
-async def test_an_error_leaves_at_once_with_its_text_and_its_exception() -> None:
+def test_an_error_leaves_at_once_with_its_text_and_its_exception(turns: Turns) -> None:
     results, control, _ = results_of()
     results.add(1, failed("error", ValueError("wrong"), main_by_name=False))
     ((_, kind, count, error),) = control.told[0].results

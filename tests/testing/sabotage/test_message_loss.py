@@ -61,22 +61,16 @@ class Served:
 
 
 @each_place
-async def test_a_lost_request_is_not_served(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "count"), [("request", 0), ("reply", 1)])
+async def test_a_lost_request_is_not_served_and_one_whose_reply_is_lost_was(
+    place: str, form: str, count: int, tmp_path: Path
+) -> None:
     served = Served()
-    async with losing(place, tmp_path, {"Push": {"request": 1}}, {Push: Handler(served)}) as peer:
+    async with losing(place, tmp_path, {"Push": {form: 1}}, {Push: Handler(served)}) as peer:
         with pytest.raises(ConnectionLost):
             await peer.call(push())
-        assert served.count == 0
+        assert served.count == count
         assert peer.is_closed
-
-
-@each_place
-async def test_a_request_whose_reply_is_lost_was_served(place: str, tmp_path: Path) -> None:
-    served = Served()
-    async with losing(place, tmp_path, {"Push": {"reply": 1}}, {Push: Handler(served)}) as peer:
-        with pytest.raises(ConnectionLost):
-            await peer.call(push())
-        assert served.count == 1
 
 
 @each_place

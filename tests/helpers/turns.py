@@ -1,0 +1,155 @@
+"""What callback code asks of an event loop, done when a test says so: none has to run."""
+
+from __future__ import annotations
+
+import contextvars
+import heapq
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from endpoints import PS, SECRET, WORKER, Handlers
+from psync.net.peer import Into, Peer, Received
+from psync.numerics.blocks import BlockPool
+from psync.testing.link import Ends, Fabric, Link
+from psync.wire.codec import Message
+from psync.wire.handshake import ClientHandshake, ServerHandshake
+from psync.wire.limits import DEFAULT_LIMITS, Limits
+from recorder import Recorder
+
+
+class Call:
+    """A callback that is to come, in place of ``asyncio.Handle``."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback = callback
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Turns:
+    """The callbacks and the clock of a loop, see the fixture ``turns``.
+
+    ``reports`` has what its exception handler got.
+    """
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+        self._now = 0.0
+        self._order = itertools.count()
+        self._calls: list[tuple[float, int, Call]] = []  # a heap
+
+    def time(self) -> float:
+        return self._now
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Call:
+        return self.call_at(self._now, callback, *args, context=context)
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Call:
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Call:
+        context = contextvars.copy_context() if context is None else context
+        call = Call(lambda: context.run(callback, *args))
+        heapq.heappush(self._calls, (when, next(self._order), call))
+        return call
+
+    def call_exception_handler(self, report: dict[str, Any]) -> None:
+        self.reports.append(report)
+
+    def turn(self) -> None:
+        """Do what is due, and not yet what comes of it."""
+        calls, self._calls = self._calls, []
+        for each in sorted(calls):
+            if each[0] > self._now:
+                heapq.heappush(self._calls, each)
+            elif not each[2].is_cancelled:
+                each[2].callback()
+
+    def settle(self) -> None:
+        """Do all that is due, and what comes of it."""
+        self.advance(0.0)
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass, and do what is due meanwhile, in order."""
+        end = self._now + seconds
+        while self._calls and self._calls[0][0] <= end:
+            when, _, call = heapq.heappop(self._calls)
+            self._now = max(self._now, when)
+            if not call.is_cancelled:
+                call.callback()
+        self._now = end
+
+
+def linked(
+    client: Callable[[], Any] = Recorder,
+    server: Callable[[], Any] = Recorder,
+    *,
+    seed: int = 0,
+    latency: tuple[float, float] = (0.0, 0.0),
+    chunk: tuple[int, int] = (1, 65_536),
+    check_buffers: bool = True,
+    kernel_bytes: int = 65_536,
+) -> tuple[Any, Any, Link]:
+    """Two protocols and the link between them, as a ``MemoryNetwork`` makes it."""
+    fabric = Fabric(seed, latency, chunk, check_buffers, kernel_bytes)
+    contexts = contextvars.copy_context(), contextvars.copy_context()
+    link = Link(0, Ends("", "", "ps0:1"), fabric, *contexts)
+    ends = client(), server()
+    link.server.start(ends[1])
+    link.client.start(ends[0])
+    return *ends, link
+
+
+@dataclass
+class Peers:
+    """A ps and a worker with one connection, whose handlers answer at once, or later by hand."""
+
+    peer: Peer  # the ps, as the worker sees it
+    back: Peer  # the worker, as the ps sees it
+    link: Link
+    pool: BlockPool  # of the worker
+    _turns: Turns
+
+    def ask(
+        self, message: Message, segments: Sequence[Any] = (), into: Into | None = None
+    ) -> Received:
+        """What the ps answers, or raises."""
+        got: list[Received | Exception] = []
+        self.peer.ask(message, segments, got.append, into)
+        self._turns.settle()
+        (answer,) = got
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def peered(
+    turns: Turns,
+    server: Handlers | None = None,
+    client: Handlers | None = None,
+    *,
+    lane: str = "control",
+    limits: Limits = DEFAULT_LIMITS,
+    **options: Any,
+) -> Peers:
+    """Two peers on a link with these ``options``."""
+
+    def end_of(handshake: Any, handlers: Handlers | None, pool: BlockPool) -> Peer:
+        def nothing(*_: object) -> None: ...
+
+        def spawn(slow: Coroutine[Any, Any, None]) -> Any:
+            slow.close()
+            raise AssertionError("there is no loop that such a handler could run on")
+
+        return Peer(handshake, handlers or {}, pool, limits, spawn, nothing, nothing)
+
+    pool, nonce = BlockPool(), bytes(32)
+    back = end_of(ServerHandshake(SECRET.value, PS, 1, nonce), server, BlockPool())
+    peer = end_of(ClientHandshake(SECRET.value, WORKER, 2, lane, nonce, PS), client, pool)
+    *_, link = linked(lambda: peer.connection, lambda: back.connection, **options)
+    turns.settle()
+    return Peers(peer, back, link, pool, turns)
