@@ -153,14 +153,6 @@ async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
         await links.ps_statistics()
 
 
-async def test_a_ps_that_was_started_anew_has_lost_its_shards(links, owner, cluster, caplog):
-    await links.start(2, 60)
-    await cluster.stop("ps-1")
-    await cluster.start("ps-1")
-    await asyncio.sleep(5)
-    assert "was restarted and has lost its shards" in str(owner.lost[0])
-
-
 async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):
     await links.start(2, 60)
     with caplog.at_level(logging.WARNING):

@@ -15,10 +15,10 @@ import memory_cluster
 import psync
 from chief_lives import another_process, life_of
 from image_store import keep_images
-from inside import chief_of, handlers_of, store_of
+from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold, until
-from psync.errors import AttachError, FencedError, ParameterServerLost
+from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
@@ -187,17 +187,6 @@ async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(earl
             assert (await w.read()).tolist() == before["w"]
 
 
-async def test_optimizers_of_which_one_is_not_there_are_an_error_that_names_both() -> None:
-    async with cluster_of(2, 2) as cluster:
-        await first_life(cluster)
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            sgd = psync.optimizers.SGD(0.5, name="mine")
-            with pytest.raises(AttachError, match=r'adam.* was used, .*but "mine" \(rule=sgd'):
-                await train(coordinator, w, sgd, 1)
-
-
 async def test_a_ps_that_was_started_again_is_named() -> None:
     async with cluster_of(2, 2) as cluster:
         await first_life(cluster)
@@ -215,54 +204,6 @@ async def test_a_ps_that_was_started_again_is_named() -> None:
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
             assert (await w.read()).tolist() == [0.0] * 4
-
-
-async def test_a_ps_that_lost_its_part_while_the_program_ran_is_named() -> None:
-    """The program has attached it again, empty, before it died: it is no life of its own."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster, ps_timeout=3.0) as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            await w.read()
-            await cluster.stop("ps-1")
-            await cluster.start("ps-1")
-            with pytest.raises(ParameterServerLost):
-                await w.read()
-        with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
-            async with life(cluster):
-                pass
-
-
-async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture) -> None:
-    """One ps had its shards, the other had not: nothing of it counts."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                whole = psync.Variable(np.full(4, 5.0, np.float32), name="whole")
-                await whole.read()
-                await whole.assign_add(np.ones(4, np.float32))
-                psync.Variable(np.full(4, 6.0, np.float32), name="half")
-            for link in cluster.network.links("ps-1:1"):
-                link.to_server.stall()
-            creating = asyncio.create_task(chief_of(coordinator)._creation.ensure())
-            await asyncio.sleep(1)
-            cluster.network.cut("ps-1:1")  # with what was on its way
-            creating.cancel()
-        assert [
-            s.variable
-            for s in map(
-                store_of(cluster.tasks["ps-0"]).spec, store_of(cluster.tasks["ps-0"]).keys()
-            )
-        ] == ["whole", "half"]
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                whole = psync.Variable(np.zeros(4, np.float32), name="whole")
-                half = psync.Variable(np.full(4, 8.0, np.float32), name="half")
-            assert (await whole.read()).tolist() == [6.0] * 4
-            assert (await half.read()).tolist() == [8.0] * 4
-            assert 'variable "half" begins with its initial value: it was not created whole' in (
-                caplog.text
-            )
 
 
 async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, float, Any]:

@@ -178,30 +178,6 @@ async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
         assert int(await variables[1].read()) == 2
 
 
-async def test_what_is_in_a_newer_checkpoint_is_not_undone(tmp_path: Path) -> None:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        variables = declared(coordinator)
-        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
-        manager = psync.CheckpointManager(checkpoint, tmp_path)
-        await run(coordinator, 2, *variables)
-        await manager.save()
-        await run(coordinator, 2, *variables)
-        await manager.save()
-        (undone,) = await run(coordinator, 1, *variables)
-        await lose(cluster, "ps-0")
-        event = await anext(coordinator.events())
-        assert event.closures == (undone.closure_id,)
-
-
-async def test_without_an_image_a_lost_ps_ends_everything() -> None:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 1, *variables)
-        await lose(cluster, "ps-1")
-        with pytest.raises(ParameterServerLost):
-            await run(coordinator, 1, *variables)
-
-
 async def test_variables_that_the_image_does_not_have_cannot_be_brought_back(
     tmp_path: Path,
 ) -> None:

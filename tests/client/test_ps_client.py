@@ -24,6 +24,7 @@ from psync.net.peer import Handler, Reply
 from psync.numerics.update_rule import SGD
 from psync.specs import ShardSpec, VariableSpec
 from psync.testing.sabotage import FailpointError, Failpoints
+from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pull, Pulled, Push, Pushed
 
@@ -151,37 +152,23 @@ class TestArrays:
             assert not out.any()
 
 
-class TestBadAnswers:
-    async def test_other_sizes_than_the_shards_have(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            handlers = handlers_of(cluster.ps[0])
-            for size in (8, 0):
-                answer = Reply(Pulled([]), [bytes(size)] if size else [])
-                handlers[Pull] = Handler(lambda *_, answer=answer: answer)
-                with pytest.raises(RemoteProtocolError) as caught:
-                    await pull(cluster.chief, v)
-                assert caught.value.message == (
-                    "/job:ps/task:0 sent other sizes than the shards have: expected 12 bytes, "
-                    f"got {size}"
-                )
-
-    async def test_a_pull_that_is_answered_with_something_else(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            answer = Reply(Done(), [bytes(12)])
-            handlers_of(cluster.ps[0])[Pull] = Handler(lambda *_: answer)
-            with pytest.raises(RemoteProtocolError, match="task:0 answered a pull with Done"):
-                await pull(cluster.chief, v)
-
-    async def test_a_push_that_is_answered_with_something_else(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            handlers_of(cluster.ps[0])[Push] = Handler(lambda *_: Reply(Done()))
-            with pytest.raises(
-                RemoteProtocolError, match="/job:ps/task:0 answered an update with D"
-            ):
-                await push(cluster.chief, (v,), (1.0,))
+@pytest.mark.parametrize(
+    ("kind", "answer", "text"),
+    [
+        (Pull, Reply(Pulled([]), [bytes(8)]), "sent other sizes than .*: expected 12 bytes, got 8"),
+        (Pull, Reply(Pulled([]), []), "sent other sizes than .*: expected 12 bytes, got 0"),
+        (Pull, Reply(Done(), [bytes(12)]), "answered a pull with Done"),
+        (Push, Reply(Done()), "answered an update with Done"),
+    ],
+)
+async def test_an_answer_that_does_not_fit_is_refused(
+    kind: type[Message], answer: Reply, text: str
+) -> None:
+    async with PsCluster() as cluster:
+        v = await cluster.create("v", np.zeros(3, np.float32))
+        handlers_of(cluster.ps[0])[kind] = Handler(lambda *_: answer)
+        with pytest.raises(RemoteProtocolError, match=f"^/job:ps/task:0 {text}"):
+            await (pull(cluster.chief, v) if kind is Pull else push(cluster.chief, (v,), (1.0,)))
 
 
 class TestPushes:

@@ -109,36 +109,25 @@ async def in_background(*pushes: Any) -> AsyncIterator[list[asyncio.Task[Contrib
 
 
 class TestContributing:
-    async def test_the_mean_of_two_workers_is_applied_on_all_ps_tasks(self) -> None:
+    @pytest.mark.parametrize(
+        ("values", "weights"), [((1.0, 3.0), (1.0, 1.0)), ((1.0, 5.0), (3.0, 1.0))]
+    )
+    async def test_the_weighted_mean_of_two_workers_is_applied_on_all_ps_tasks(
+        self, values: tuple[float, float], weights: tuple[float, float]
+    ) -> None:
         async with Cluster() as cluster:
             await cluster.group(2)
             v = await cluster.variable("v")
-            one, two = cluster.worker(), cluster.worker(OTHER)
-            answers = await asyncio.gather(cluster.push(one, v, 1.0), cluster.push(two, v, 3.0))
+            workers = cluster.worker(), cluster.worker(OTHER)
+            answers = await asyncio.gather(
+                *(
+                    cluster.push(worker, v, value, weight=weight)
+                    for worker, value, weight in zip(workers, values, weights, strict=True)
+                )
+            )
             assert answers == [Contributed("accepted", 0, 1, False, 2)] * 2
             assert (await pull(cluster.chief, v))[0].tolist() == [-2, -2, -2, -2]
             assert (await pull(cluster.chief, cluster.step))[0] == 1
-
-    async def test_weights_count(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(2)
-            v = await cluster.variable("v")
-            await asyncio.gather(
-                cluster.push(cluster.worker(), v, 1.0, weight=3.0),
-                cluster.push(cluster.worker(OTHER), v, 5.0, weight=1.0),
-            )
-            assert (await pull(cluster.chief, v))[0].tolist() == [-2, -2, -2, -2]
-
-    async def test_the_last_token_is_remembered_for_each_group(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(1)
-            v = await cluster.variable("v")
-            worker = cluster.worker()
-            assert worker[1].token(GROUP) is None
-            for step in range(3):
-                await cluster.push(worker, v, local_step=step)
-            assert worker[1].token(GROUP) == 3
-            assert worker[1].token(GROUP + 1) is None
 
     async def test_a_stale_push_is_answered_with_a_token(self) -> None:
         async with Cluster() as cluster:
@@ -151,14 +140,17 @@ class TestContributing:
             assert await answering == Contributed("stale", 2, 2, False, 0)
             assert (await pull(cluster.chief, v))[0].tolist() == [-2, -2, -2, -2]
 
-    async def test_pushes_are_numbered_in_each_group_and_acknowledged(self) -> None:
+    async def test_pushes_are_numbered_and_the_last_token_is_remembered_in_each_group(self) -> None:
         async with Cluster() as cluster:
             await cluster.group(1)
             v = await cluster.variable("v")
             worker = cluster.worker()
             contributed = heard(cluster.ps[0], Contribute)
+            assert worker[1].token(GROUP) is None
             for step in range(3):
                 await cluster.push(worker, v, local_step=step)
+            assert worker[1].token(GROUP) == 3
+            assert worker[1].token(GROUP + 1) is None
             await cluster.push(worker, v, group=GROUP + 1)
             assert [(m.group, m.push, m.acked_below) for m in contributed] == [
                 (GROUP, 1, 1), (GROUP, 2, 2), (GROUP, 3, 3), (GROUP + 1, 1, 1),
@@ -209,16 +201,18 @@ class TestConfiguration:
             for messages in (staged, contributed):
                 assert [message.config is None for message in messages] == [False, True]
 
-    async def test_a_small_push_goes_whole_to_ps_0(self) -> None:
+    async def test_a_small_push_goes_whole_to_ps_0_and_does_not_ask(self) -> None:
         async with Cluster(3) as cluster:
             await cluster.group(1)
             v = await cluster.variable("v", 9)
             worker = cluster.worker()
             staged = [heard(task, StagePush) for task in cluster.ps]
+            asked = heard(cluster.ps[0], AskStep)
             contributed = heard(cluster.ps[0], Contribute)
             for step in range(2):
                 await cluster.push(worker, v, local_step=step)
             assert staged == [[], [], []]
+            assert asked == []
             assert [message.members is None for message in contributed] == [False, True]
             assert sorted(ps for ps, _, _ in contributed[0].members) == [0, 1, 2]
             assert (await pull(cluster.chief, v))[0].tolist() == [-2] * 9
@@ -266,14 +260,6 @@ class TestLargePushes:
             assert (await cluster.push(late, v, local_step=2)).outcome == "accepted"
             assert len(staged) == 1
             assert ((await pull(cluster.chief, v))[0] == -3).all()
-
-    async def test_small_ones_do_not_ask(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(1)
-            v = await cluster.variable("v")
-            asked = heard(cluster.ps[0], AskStep)
-            await cluster.push(cluster.worker(), v)
-            assert asked == []
 
     async def test_the_beginning_is_known_to_be_over_once_ps_0_has_moved(self) -> None:
         """-1 is the step at which the group began; ps 0 says which one that is."""
@@ -471,13 +457,6 @@ class TestTokensAndTheEnd:
             answers = [await cluster.push(worker, v, value) for value in (1.0, 2.0, 6.0)]
             assert [answer.token for answer in answers] == [0, 0, 1]
             assert (await pull(cluster.chief, v))[0].tolist() == [-3, -3, -3, -3]
-
-    async def test_too_few_initial_tokens_are_an_error(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(3, 1)
-            _, sync = cluster.worker()
-            with pytest.raises(ConfigurationError, match="too few tokens"):
-                await sync.init_tokens(GROUP, cluster.raw, 1)
 
     async def test_another_answer_to_initial_tokens_is_an_error(self) -> None:
         async with Cluster(1) as cluster:

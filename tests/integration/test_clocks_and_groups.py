@@ -55,16 +55,12 @@ async def train(
             return cluster.tasks["ps-0"].statistics()
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
-async def test_two_workers_that_wait_at_two_clocks_go_on(rounds):
-    counters = await train(2, [bounded(rounds), bounded(rounds)], [0, 1] * 6)
-    assert [c["ticks"] for c in counters["clocks"].values()] == [6, 6]
-    assert [c["waiting"] for c in counters["clocks"].values()] == [0, 0]
-
-
-async def test_three_workers_that_wait_at_three_clocks_go_on():
-    counters = await train(3, [bounded(), bounded(), bounded()], [0, 1, 2] * 5)
-    assert [c["ticks"] for c in counters["clocks"].values()] == [5, 5, 5]
+@pytest.mark.parametrize(("workers", "rounds", "ticks"), [(2, 0, 6), (2, 1, 6), (3, 0, 5)])
+async def test_workers_that_wait_at_as_many_clocks_go_on(workers, rounds, ticks):
+    clocks = [bounded(rounds) for _ in range(workers)]
+    counters = await train(workers, clocks, [*range(workers)] * ticks)
+    assert [c["ticks"] for c in counters["clocks"].values()] == [ticks] * workers
+    assert [c["waiting"] for c in counters["clocks"].values()] == [0] * workers
 
 
 async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from image_store import keep_images
 from inside import backups_of, settled, sync_of
 from memory_cluster import MemoryCluster, event_of, replicated
-from psync.chief.events import FailoverEvent, RollbackEvent
+from psync.chief.events import FailoverEvent
 from replica_training import LARGE, SMALL, ColumnsTraining, push_column
 
 pytestmark = pytest.mark.virtual_time
@@ -65,25 +63,6 @@ async def test_wherever_a_ps_dies_each_push_counts_once_and_everywhere(
         outcomes = await coordinator.fetch(training.results)
         counted = sum(outcome != "stale" for outcome in outcomes)
         assert counted / 2 <= steps <= counted
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_what_the_backup_has_not_heard_of_is_not_answered(size: int) -> None:
-    """One worker makes two pushes a step: the first one gets an initial token, without a step."""
-    async with replicated(num_workers=1) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, total_num_replicas=1)
-        training.schedule(2)
-        await coordinator.join()
-        cluster.network.partition("ps-0", "ps-1")
-        training.schedule(1)
-        await asyncio.sleep(0.1)
-        await cluster.kill("ps-0")
-        cluster.network.heal("ps-0", "ps-1")
-        await coordinator.join()
-        training.schedule(1)
-        await coordinator.join()
-        await training.check()
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
@@ -259,55 +238,3 @@ ABOUT_STEPS = (
     "Contribute", "StagePush", "AskStep", "DescribeSet", "CloseStep", "RaiseStep", "LogEntries",
     "AttachPs", "Promote", "BackUp", "ReportSchedule", "FinishSteps",
 )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("kind", ABOUT_STEPS)
-async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:
-    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, 1)
-        for name in ("ps-0", "ps-1", "ps-0"):
-            training.schedule(6)
-            await coordinator.join(timeout=100)
-            await cluster.kill(name)
-            training.schedule(6)
-            await coordinator.join(timeout=100)
-            await cluster.revive(name)
-            await coordinator.backed_up()
-        await training.check()
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("step_ps", [0, 1])
-async def test_steps_go_on_after_a_double_death_and_a_checkpoint(
-    size: int, step_ps: int, tmp_path: Path
-) -> None:
-    async with replicated() as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, step_ps)
-        events = coordinator.events()
-        training.schedule(4)
-        await coordinator.join()
-        await keep_images(coordinator, tmp_path)
-        await cluster.kill("ps-0")
-        training.schedule(4)
-        await coordinator.join()
-        assert isinstance(await anext(events), FailoverEvent)
-        kept = training.results[:4]
-        await cluster.kill("ps-1")
-        await cluster.revive("ps-0")
-        await cluster.revive("ps-1")
-        assert isinstance(event := await anext(events), RollbackEvent)
-        assert len(event.closures) == 4
-        await coordinator.backed_up()
-        training.results = kept  # the columns of those that are undone may be used again
-        for name in ("ps-1", "ps-0"):
-            training.schedule(4)
-            await coordinator.join(timeout=60)
-            await cluster.kill(name)
-            training.schedule(4)
-            await coordinator.join(timeout=60)
-            await cluster.revive(name)
-            await coordinator.backed_up()
-        await training.check()

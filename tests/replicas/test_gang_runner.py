@@ -70,23 +70,6 @@ async def test_a_gang_comes_after_what_was_scheduled_before_it_and_before_the_re
         assert coordinator.done()
 
 
-async def test_gangs_run_one_after_the_other():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn(name):
-            trail().append(name)
-            await reduced()
-            trail().append(name)
-            return await reduced()
-
-        runs = [coordinator.strategy.run(fn, (name,)) for name in "abc"]
-        found = await asyncio.gather(*runs)
-        assert [list(value) for value in found] == [[3, 3, 3]] * 3
-        assert "".join(trail()) == "a" * 6 + "b" * 6 + "c" * 6
-        statistics = coordinator.statistics()["closures"]
-        assert (statistics.finished, statistics.waiting, statistics.in_flight) == (9, 0, 0)
-
-
 @pytest.mark.virtual_time
 async def test_a_worker_that_comes_takes_part_in_the_next_gang():
     async with coordinating(num_workers=3, min_workers=2) as (cluster, coordinator):
@@ -157,25 +140,6 @@ async def test_who_is_not_there_yet_is_named(caplog):
 
 
 # --- arguments -------------------------------------------------------------------------------
-
-
-async def test_each_replica_gets_its_own_part_of_the_arguments():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn(own, everyones, *, nested):
-            return own * everyones + nested["x"][0]
-
-        own = psync.PerReplica((1, 2, 3))
-        nested = {"x": [psync.PerReplica((0.1, 0.2, 0.3))]}
-        found = await coordinator.strategy.run(fn, [own, 10], {"nested": nested})
-        assert list(found) == [10.1, 20.2, 30.3]
-
-
-async def test_arguments_for_another_number_of_replicas_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with pytest.raises(ReplicaValueError, match="arguments for 3 replicas, but 2 workers"):
-            await coordinator.strategy.run(reduced, (psync.PerReplica((1, 2, 3)),))
-        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
 
 
 async def test_arguments_are_captured_when_run_begins():
@@ -310,37 +274,6 @@ async def test_what_a_replica_raises_is_raised_and_the_others_learn_who_it_was()
         assert coordinator.done()
         await coordinator.join()
         assert list(await coordinator.strategy.run(reduced)) == [3, 3, 3]
-
-
-async def test_who_waits_is_told_who_failed():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id() == 1:
-                await event_of("waits").wait()
-                raise Custom("boom")
-            asyncio.get_running_loop().call_soon(event_of("waits").set)
-            try:
-                await reduced()
-            except ClosureCancelled as exc:
-                memory_cluster.shared["told"] = str(exc)
-
-        with pytest.raises(Custom, match="boom"):
-            await coordinator.strategy.run(fn)
-        if "told" in memory_cluster.shared:  # else it had not come there yet, and was stopped
-            assert memory_cluster.shared["told"].startswith("replica 1 on /job:worker/task:1")
-
-
-async def test_a_replica_that_does_not_wait_is_stopped():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id() == 1:
-                raise Custom("boom")
-            await event_of("never").wait()
-
-        with pytest.raises(Custom, match="boom"):
-            await coordinator.strategy.run(fn)
 
 
 async def test_the_end_of_a_workers_data_is_raised_by_run_and_not_by_join():
