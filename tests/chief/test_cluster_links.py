@@ -92,18 +92,6 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(
     assert owner.events == ["+0", "+1"]
 
 
-async def test_a_coordinator_hears_that_a_newer_one_has_taken_over(links, owner, cluster):
-    await links.start(2, 60)
-    newer = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster,
-        origin="o", program="p", ps_timeout_s=15.0,
-    )  # fmt: skip
-    await newer.start(2, 60)
-    await asyncio.sleep(5)
-    assert sorted(owner.events[2:]) == ["-0", "-1", "replaced", "replaced"]
-    await newer.close()
-
-
 async def test_starting_gives_up_and_names_who_is_missing(links, cluster):
     await cluster.stop("worker-0")
     with pytest.raises(ConnectFailed, match="no connection to /job:worker/task:0 at worker-0:1"):

@@ -12,7 +12,7 @@ import pytest
 from inside import ledger_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.accumulator_client import AccumulatorClient, Place
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError
 from psync.wire.accumulator_messages import AccumulatorState, DefineAccumulator, GradientApplied
 from psync.wire.tensors import to_bytes_view
 
@@ -90,15 +90,6 @@ async def test_an_apply_once_begun_ends_though_nobody_waits_for_it(scene):
     scene.cluster.network.heal("a")
     await asyncio.sleep(5)
     assert scene.counters()["gradients"] == 1
-
-
-async def test_a_gradient_that_is_refused_is_the_callers_error(scene):
-    await scene.apply(scene.a, 1.0)
-    with pytest.raises(GradientError, match="shape mismatch"):
-        await scene.a.apply(
-            PLACE, [to_bytes_view(np.zeros(3, np.float32))], [3], None, local_step=0, weight=1.0,
-            closure=-1, ordinal=0,
-        )  # fmt: skip
 
 
 async def test_the_same_call_of_a_closure_counts_once_whoever_makes_it(scene):

@@ -215,9 +215,12 @@ async def training() -> AsyncIterator[Training]:
         yield Training(cluster, coordinator)
 
 
-async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
+@pytest.mark.parametrize(("pull_ahead", "pulls"), [(True, 2), (False, 2 * STEPS)])
+async def test_a_loop_that_pulls_and_pushes_pulls_once_for_each_worker_that_wants_it(
+    pull_ahead: bool, pulls: int
+) -> None:
     async with training() as t:
-        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=pull_ahead)
 
         async def loop() -> list[tuple[list[float], Outcome, int]]:
             seen = []
@@ -232,23 +235,8 @@ async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
         await t.coordinator.join()
         for seen in await t.coordinator.fetch(runs):
             assert seen == [([-n, 1 - n], Outcome.ACCEPTED, n + 1) for n in range(STEPS)]
-        assert [len(pulls) for pulls in t.pulls] == [2, 2]  # each worker once
+        assert [len(heard) for heard in t.pulls] == [pulls] * 2
         assert int(await global_step.read()) == STEPS
-
-
-async def test_who_does_not_want_that_pulls_each_time() -> None:
-    async with training() as t:
-        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=False)
-
-        async def loop() -> None:
-            for _ in range(STEPS):
-                values = await psync.pull(model)
-                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
-
-        for _ in range(2):
-            t.coordinator.schedule(loop)
-        await t.coordinator.join()
-        assert [len(pulls) for pulls in t.pulls] == [2 * STEPS] * 2
 
 
 async def test_closures_that_were_scheduled_before_take_what_came_with_the_token() -> None:

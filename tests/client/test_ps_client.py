@@ -277,12 +277,6 @@ class TestFailpoints:
                     await push(client, (v,), (2.0,))
                 assert sum(task.statistics()["pushes"] for task in cluster.ps) == reached
 
-    async def test_an_armed_one_that_has_not_its_turn_changes_nothing(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
-            client = cluster.client(failpoints=Failpoints("worker.push.between_ps=error@9"))
-            assert [a.outcome for a in await push(client, (v,), (2.0,))] == ["accepted"] * 2
-
 
 async def test_optimizers_are_defined_on_every_ps() -> None:
     async with PsCluster(2) as cluster:

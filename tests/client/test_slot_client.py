@@ -16,23 +16,16 @@ pytestmark = pytest.mark.asyncio
 MOMENTUM = SGD(0.5, momentum=0.5).to_config()
 
 
-async def test_slots_of_all_shards_are_set() -> None:
+@pytest.mark.parametrize(("shape", "shards"), [((5, 2), 3), ((), 1)], ids=["shards", "a scalar"])
+async def test_slots_of_all_shards_are_set(shape: tuple[int, ...], shards: int) -> None:
     async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros((5, 2), np.float32), shards=3)
-        value = np.arange(10, dtype=np.float32).reshape(5, 2)
+        v = await cluster.create("v", np.zeros(shape, np.float32), shards=shards)
+        value = np.arange(3, 3 + np.prod(shape), dtype=np.float32).reshape(shape)
         await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
         (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
         np.testing.assert_array_equal(read, value)
         await push(cluster.chief, [v], [0.0], config=MOMENTUM)
         np.testing.assert_array_equal((await pull(cluster.chief, v))[0], value / 2)
-
-
-async def test_a_scalar_has_slots_too() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.float64(1))
-        value = np.array(3.0)
-        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
-        assert (await pull(cluster.chief, v, optimizer=1, slot="momentum"))[0] == 3.0
 
 
 async def test_a_large_slot_is_set_block_by_block_while_it_is_read() -> None:

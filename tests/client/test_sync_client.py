@@ -17,7 +17,6 @@ from psync.client.ps_client import PsClient
 from psync.client.sync_client import SyncClient
 from psync.errors import (
     ConfigurationError,
-    FencedError,
     GradientError,
     RemoteProtocolError,
     TrainingEnded,
@@ -30,7 +29,6 @@ from psync.store.sync_config import SyncConfig
 from psync.testing.sabotage import FailpointError, Failpoints
 from psync.wire.codec import Message
 from psync.wire.messages import Done
-from psync.wire.ps_messages import Fence
 from psync.wire.session_messages import EndTraining
 from psync.wire.sync_messages import AskStep, Contribute, Contributed, InitTokens, Staged, StagePush
 
@@ -335,17 +333,6 @@ class TestWhatGoesWrong:
             await cluster.push(worker, v)
             answer_with(cluster.ps[0], StagePush, Staged(True))
             assert (await cluster.push(worker, v, local_step=0)).outcome == "stale"
-
-    async def test_whoever_was_replaced_is_told(self) -> None:
-        async with Cluster() as cluster:
-            await cluster.group(1)
-            v = await cluster.variable("v")
-            worker = cluster.worker(incarnation=500)
-            await cluster.push(worker, v)
-            for link in cluster.chief.links:
-                await link.call(lambda peer: Fence(WORKER, 501))
-            with pytest.raises(FencedError):
-                await cluster.push(worker, v, local_step=1)
 
 
 class TestLostConnections:

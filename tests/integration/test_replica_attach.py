@@ -14,7 +14,6 @@ import pytest
 
 import psync
 from chief_lives import at, backing_one_another_up, fail_over, life, life_of, silence
-from image_store import keep_images
 from inside import chief_of, host_of
 from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
@@ -22,7 +21,7 @@ from psync.chief.events import FailoverEvent
 from psync.errors import AttachError, FencedError, ParameterServerLost
 from psync.net.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import AskServed, LogEntries, Promote
+from psync.wire.recovery_messages import AskServed, Promote
 from replica_training import add, check, declared, run
 
 pytestmark = pytest.mark.virtual_time
@@ -69,36 +68,6 @@ async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_
             await cluster.kill("ps-1" if lost == "ps-0" else "ps-0")  # which served both
             await run(second, 3, *variables)
             await check(variables, 15)
-
-
-async def test_values_slots_steps_and_rates_are_those_of_one_undisturbed_life() -> None:
-    async def push(v: Any, optimizer: Any, scale: float) -> None:
-        gradient = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3) * np.float32(scale)
-        await optimizer.apply_gradients([(gradient, v)])
-
-    async def train(victims: tuple[str, ...]) -> list[Any]:
-        async with backing_one_another_up() as cluster:
-            result: list[Any] = []
-            for victim in (*victims, ""):
-                async with life(cluster) as coordinator:
-                    with coordinator.strategy.scope():
-                        if victim == victims[0]:  # so the next one has other numbers
-                            psync.Variable(np.ones(2, np.float32), name="more")
-                        v = psync.Variable(np.ones((2, 3), np.float32), name="v")
-                    adam = psync.optimizers.Adam(0.1)
-                    for step in range(1, 6):
-                        coordinator.schedule(push, args=(v, adam, float(step)))
-                        await coordinator.join()
-                    if victim not in ("", "none"):
-                        await fail_over(cluster, victim)
-                    result = [
-                        (await v.read()).tobytes(),
-                        (await adam.get_slot(v, "m").read()).tobytes(),
-                        await adam.iterations.read(),
-                    ]
-            return result
-
-    assert await train(("ps-0", "ps-1")) == await train(("none", "none"))
 
 
 # Who dies when.
@@ -175,26 +144,6 @@ async def test_one_that_is_about_to_serve_is_waited_for(monkeypatch: pytest.Monk
         assert not attached.is_set()
         may_serve.set()
         await attaching
-
-
-async def test_the_chief_dies_while_a_copy_is_made() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await cluster.kill("ps-0")
-            await anext(first.events())
-            await cluster.revive("ps-0")
-            with at(cluster, "ps-0", LogEntries, lambda: False) as reached:
-                await reached.wait()
-                silence(cluster, first)
-        async with life(cluster) as second:
-            variables = declared(second)
-            await check(variables, 3)
-            await second.backed_up()
-            await cluster.kill("ps-1")
-            await run(second, 2, *variables)
-            await check(variables, 5)
 
 
 async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None:
@@ -355,29 +304,6 @@ async def test_without_attaching_a_checkpoint_is_restored_wherever_ps_tasks_were
             await run(second, 2, *variables)
             await fail_over(cluster, "ps-0")
             await check(variables, 5)
-
-
-async def test_a_program_that_goes_on_is_recovered_from_images_of_its_own(tmp_path: Path) -> None:
-    """All ps tasks served in one process, and that dies with no backup complete."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-            await fail_over(cluster, "ps-0")
-        async with life(cluster) as second:
-            variables = declared(second)
-            await run(second, 1, *variables)
-            await second.backed_up()
-            await keep_images(second, tmp_path)
-            await run(second, 1, *variables)
-            await cluster.kill("ps-0")
-            await cluster.kill("ps-1")
-            await cluster.revive("ps-0")
-            await cluster.revive("ps-1")
-            await check(variables, 4)
-            await run(second, 1, *variables)
-            await check(variables, 5)
-        async with life(cluster) as third:
-            await check(declared(third), 5)
 
 
 # Whatever happens, in any order.

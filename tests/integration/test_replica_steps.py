@@ -114,74 +114,9 @@ async def test_join_ends_where_a_step_waits_for_the_log() -> None:
         await training.check()
 
 
-@pytest.mark.parametrize("step_ps", [0, 1])
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_ps_0_looks_for_a_ps_that_it_cannot_reach_until_it_can(
-    size: int, step_ps: int
-) -> None:
-    """The coordinator and the workers can reach it, so nobody replaces it."""
-    async with replicated(3) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, step_ps)
-        training.schedule(4)
-        await coordinator.join()
-        cluster.network.partition("ps-0", "ps-2")
-        for link in cluster.network.links("ps-0"):
-            if link.ends.are("ps-0", "ps-2"):
-                link.cut()
-        training.schedule(4)
-        await asyncio.sleep(3)
-        cluster.network.heal("ps-0", "ps-2")
-        await coordinator.join(timeout=60)
-        await training.check()
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_them(
-    size: int,
-) -> None:
-    """It is there again, empty, before anybody has looked."""
-    async with replicated(3) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        for name in ("ps-1", "ps-0", "ps-1"):  # then all are served in the process of ps 2
-            await cluster.kill(name)
-            training.schedule(4)
-            await coordinator.join()
-            await cluster.revive(name)
-            await coordinator.backed_up()
-        training.schedule(4)
-        await coordinator.join()
-        cluster.network.partition("chief-0", "ps-2")  # so that it misses all three alike
-        await cluster.kill("ps-2")
-        await cluster.revive("ps-2")
-        training.schedule(4)
-        await asyncio.sleep(2)
-        cluster.network.heal("chief-0", "ps-2")
-        await coordinator.join(timeout=60)
-        await training.check()
-
-
 async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
     await event_of("go on").wait()
     return await push_column(v, optimizer, global_step, column)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> None:
-    """Ps 0 has asked the other one whether the push fits; its backup was asked nothing."""
-    async with replicated() as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        training.schedule(1)
-        args = (training.v, training.optimizer, training.global_step, 1)
-        training.results.append(coordinator.schedule(step_later, args=args))
-        await asyncio.sleep(0.1)  # of virtual time: the first one counts, and waits
-        await cluster.kill(lost)
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        event_of("go on").set()
-        await coordinator.join(timeout=60)
-        assert await coordinator.fetch(training.results[1:]) == ["accepted"]
-        await training.check()
-        assert int(await training.global_step.read()) == 1
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

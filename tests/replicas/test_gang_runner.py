@@ -342,20 +342,6 @@ async def test_a_worker_that_dies_while_the_others_merge_ends_the_merge():
         assert event_of("stopped").is_set()
 
 
-async def test_a_replica_that_gives_up_a_collective_ends_the_gang():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id():
-                await event_of("never").wait()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await reduced()
-
-        with pytest.raises(ClosureCancelled, match=r"replica 0 .* gave up all_reduce SUM"):
-            await coordinator.strategy.run(fn)
-
-
 async def test_merge_functions_that_overlap_do_not_see_each_other():
     async with coordinating(num_workers=2) as (_, coordinator):
 
@@ -493,15 +479,24 @@ async def test_cancelling_run_before_its_turn_leaves_no_trace():
         await coordinator.join()
 
 
-async def test_closing_ends_runs():
+@pytest.mark.parametrize("where", ["in a collective", "in a merge function"])
+async def test_closing_ends_runs(where):
     async with coordinating(num_workers=2) as (_, coordinator):
 
-        async def fn():
+        async def merge_fn(strategy):
+            await note("runs")
+            await event_of("never").wait()
+
+        async def in_a_merge_function():
+            await psync.get_replica_context().merge_call(merge_fn)
+
+        async def in_a_collective():
             if await replica_id():
                 await note("runs")
                 await event_of("never").wait()
             await reduced()
 
+        fn = in_a_collective if where == "in a collective" else in_a_merge_function
         runs = [asyncio.create_task(coordinator.strategy.run(fn)) for _ in range(2)]
         await event_of("runs").wait()
         strategy, gangs = coordinator.strategy, coordinator.strategy.gangs
@@ -551,23 +546,6 @@ async def test_an_error_cancels_all_runs_that_wait_for_their_turn():
         with pytest.raises(ValueError, match="no good"):
             await coordinator.join()
         assert list(await coordinator.strategy.run(reduced)) == [2, 2]
-
-
-async def test_closing_stops_merge_functions():
-    async with coordinating(num_workers=1) as (_, coordinator):
-
-        async def merge_fn(strategy):
-            await note("merging")
-            await event_of("never").wait()
-
-        async def fn():
-            await psync.get_replica_context().merge_call(merge_fn)
-
-        run = asyncio.create_task(coordinator.strategy.run(fn))
-        await event_of("merging").wait()
-        await coordinator.close()
-        with pytest.raises(ClosedError):
-            await run
 
 
 @pytest.mark.virtual_time
