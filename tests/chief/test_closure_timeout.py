@@ -12,7 +12,6 @@ from memory_cluster import coordinating
 from psync.chief.closure_timeout import watch
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
-from psync.errors import ClosureError
 
 pytestmark = pytest.mark.virtual_time
 
@@ -55,15 +54,3 @@ async def test_a_closure_that_hangs_runs_again_elsewhere_and_the_log_says_why(ca
         assert await value == 1 - memory_cluster.shared["worker"]
         assert "is lost (closure 0 (" in caplog.text
         assert "took longer than 30 s" in caplog.text
-
-
-async def test_one_that_hangs_everywhere_is_an_error():
-    async with coordinating(num_workers=2, closure_timeout=30) as (_, coordinator):
-
-        async def hangs():
-            await asyncio.sleep(36_000)
-
-        coordinator.schedule(hangs)
-        with pytest.raises(ClosureError, match="was lost with its worker 3 times"):
-            await coordinator.join(timeout=400)
-        assert await coordinator.schedule(lambda: 1) == 1

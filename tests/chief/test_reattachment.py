@@ -117,26 +117,6 @@ async def test_two_lives_are_what_one_would_have_been() -> None:
     assert halves == whole
 
 
-async def test_what_is_declared_later_is_adopted_too_and_what_is_missing_is_created(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with cluster_of(2, 2) as cluster:
-        before = await first_life(cluster)
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            assert (await w.read()).tolist() == before["w"]  # nothing is dropped for that
-            with strategy.scope():
-                counter = psync.Variable(0, name="counter")
-                new = psync.Variable(3, name="new")
-            adam = psync.optimizers.Adam(0.1)
-            assert await counter.read() == 7
-            assert await new.read() == 3
-            assert 'variable "new" begins with its initial value: no ps held it' in caplog.text
-            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
-            await train(coordinator, w, adam, 1)
-
-
 async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -237,28 +217,6 @@ async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() ->
     (one,), (other,) = first[2].values(), second[2].values()
     assert other["steps"] == one["steps"] == 3
     assert other["tokens"] == one["tokens"]  # none on top of those of before
-
-
-async def test_gradients_that_were_counted_and_not_applied_are_gone_with_their_closures() -> None:
-    async with cluster_of(2, 1) as cluster:
-        for expected in (0, 0):
-            async with life(cluster) as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.zeros(3, np.float32), name="w")
-                    global_step = psync.get_or_create_global_step()
-                optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5), 2, 2)
-
-                async def step() -> None:  # the step needs one of another replica
-                    await note("pushes")
-                    one = np.ones(3, np.float32)
-                    await optimizer.apply_gradients([(one, w)], global_step)  # noqa: B023
-
-                event_of("pushes").clear()
-                coordinator.schedule(step)
-                coordinator.schedule(step)  # so that the first one waits for it
-                await event_of("pushes").wait()
-                assert await global_step.read() == expected
-                assert (await w.read()).tolist() == [0.0] * 3
 
 
 async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps() -> None:

@@ -115,22 +115,6 @@ async def test_takes_are_numbered_and_acknowledged(scene):
     assert (scene.counters()["waiting"], scene.counters()["kept"]) == (0, 0)
 
 
-async def test_what_could_not_be_acknowledged_is_so_with_the_next_take(scene):
-    await scene.apply(scene.a, 1.0)
-    taking = asyncio.create_task(scene.a.take(PLACE, 1))
-    await until(lambda: scene.counters()["kept"])
-    link = scene.links_of_a.links[1]
-    notify, link.notify = link.notify, lambda message: None
-    await taking
-    link.notify = notify
-    await asyncio.sleep(1)
-    assert scene.counters()["kept"] == 1
-    taking = asyncio.create_task(scene.a.take(PLACE, 1))
-    await asyncio.sleep(1)
-    assert scene.counters()["kept"] == 0
-    taking.cancel()
-
-
 @pytest.mark.parametrize("seed", range(5))
 async def test_whatever_connections_break_each_gradient_is_taken_once(seed):
     chaos = random.Random(seed)

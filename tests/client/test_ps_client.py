@@ -8,15 +8,14 @@ import logging
 import numpy as np
 import pytest
 
-from inside import handlers_of, ledger_of, points_of, pool_of, pushes_of, store_of, work_of
-from ps_cluster import CONFIG, OTHER, WORKER, PsCluster, assign, hold, pull, push, until
+from inside import handlers_of, points_of, pool_of, pushes_of, work_of
+from ps_cluster import OTHER, WORKER, PsCluster, hold, pull, push, until
 from psync.client import plans, ps_client
 from psync.client.pulled_steps import PulledSteps
 from psync.errors import (
     ClosedError,
     ConfigurationError,
     GradientError,
-    ParameterServerLost,
     RemoteProtocolError,
     UnknownVariableError,
 )
@@ -239,31 +238,6 @@ class TestPushes:
                 await pull(client, v)
             release()
             gc.collect()
-
-    async def test_all_ps_tasks_are_heard_before_an_error_is_raised(self) -> None:
-        async with PsCluster(2, lost_after_s=0.02) as cluster:
-            v = await cluster.create("v", np.zeros((2, 2), np.float32), shards=2)
-            client = cluster.client()
-            await client.define_optimizer(1, CONFIG)
-            await cluster.ps[0].close()
-            release = hold(cluster.ps[1], part_of(v, 1))
-            pushing = asyncio.create_task(push(client, (v,), (2.0,)))
-            await until(lambda: client.links[0].lost)
-            assert not pushing.done()
-            release()
-            with pytest.raises(ParameterServerLost, match="/job:ps/task:0"):
-                await pushing
-            assert store_of(cluster.ps[1]).version((0, 1)) == 2
-
-    async def test_what_was_answered_is_acknowledged_with_the_next(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.zeros(3, np.float32))
-            client = cluster.client()
-            for _ in range(5):
-                await push(client, (v,), (1.0,))
-                await assign(client, v, np.zeros(3, np.float32))
-            ledger = ledger_of(cluster.ps[0]).statistics()
-            assert (ledger.fresh, ledger.answers) == (10, 1)
 
 
 class TestFailpoints:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inside import handlers_of, points_of, store_of, sync_of
+from inside import handlers_of, store_of, sync_of
 from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 from psync.client import rows
 from psync.client.ps_client import PsClient
@@ -216,17 +216,6 @@ def test_which_positions_of_a_range_are_in_a_shard(
 
 @aio
 class TestPushes:
-    @pytest.mark.parametrize("shards", [1, 3])
-    async def test_rows_are_updated_as_a_dense_gradient_updates_them(self, shards: int) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", table(), shards=shards)
-            gradient = IndexedSlices(table(3) + 1, rows_of(0, 4, 9))
-            answers = await push_rows(cluster.chief, v, gradient)
-            assert answers == ["accepted"] * len(cluster.chief.plan((v,)).requests)
-            expected = table()
-            expected[[0, 4, 9]] -= np.float32(RATE) * (table(3) + 1)
-            np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
-
     async def test_a_shard_without_rows_counts_the_push_too(self) -> None:
         """So steps are the same on all ps tasks, and a call has one variable set."""
         async with PsCluster(2) as cluster:
@@ -241,17 +230,6 @@ class TestPushes:
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
             assert [store_of(task).optimizer_step(1) for task in cluster.ps] == [1, 1]
-
-    async def test_a_push_whose_answer_was_lost_is_applied_once(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", table())
-            cut = lambda: cluster.network.cut("w")  # noqa: E731
-            points_of(cluster.ps[0]).arm("ps.push.applied", cut)
-            gradient = IndexedSlices(np.ones((1, 3), np.float32), rows_of(1))
-            assert await push_rows(cluster.client(WORKER, host="w"), v, gradient) == ["accepted"]
-            expected = table()
-            expected[1] -= RATE
-            np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
 
 
 @aio

@@ -145,19 +145,6 @@ async def test_what_was_answered_just_before_a_death_is_not_undone(what: str) ->
         await program.check()
 
 
-async def test_the_process_of_the_backup_may_die() -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator)
-        await program.round()
-        await cluster.kill("ps-1")
-        await program.round()
-        await cluster.revive("ps-1")
-        await coordinator.backed_up()
-        await cluster.kill("ps-0")
-        await program.round()
-        await program.check()
-
-
 async def collect(held: Any, num_required: int) -> np.ndarray:
     taken: np.ndarray = await held.take_grad(num_required)
     return taken

@@ -48,14 +48,6 @@ async def test_rows_and_whole_gradients_are_one_push() -> None:
         assert not moment[np.arange(10) != 3].any()
 
 
-async def test_a_shard_has_rows_of_its_own() -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-        await optimizers.SGD(1.0).apply_gradients([(ones(0), v.variables[1])])
-        assert (await v.read())[:, 0].tolist() == [0, 0, 0, 0, -1, 0, 0, 0, 0, 0]
-
-
 async def test_no_rows_at_all_are_a_push_like_any_other() -> None:
     async with training(partitioner=thirds) as (strategy, _):
         with strategy.scope():

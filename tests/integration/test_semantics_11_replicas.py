@@ -10,7 +10,7 @@ import pytest
 
 import psync
 from memory_cluster import coordinating
-from psync import ReduceOp, VariableAggregation, VariableSynchronization
+from psync import VariableAggregation, VariableSynchronization
 from psync.errors import GradientError, ReplicaValueError
 from psync.replicas.context import in_update_context
 
@@ -20,25 +20,6 @@ async def replica_id() -> int:
 
 
 # --- merge_call and regroup ------------------------------------------------------------------
-
-
-async def test_three_plus_replica_id_is_merged_to_the_sum_of_all():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        def merge_fn(distribution, three_plus_replica_id):
-            return sum(distribution.experimental_local_results(three_plus_replica_id))
-
-        async def fn(three):
-            context = psync.get_replica_context()
-            v = three + context.replica_id_in_sync_group
-            s = await context.merge_call(merge_fn, args=(v,))
-            return s + v
-
-        merged = await coordinator.strategy.run(fn, args=[3])
-        assert isinstance(merged, psync.PerReplica)
-        assert coordinator.strategy.experimental_local_results(merged) == (15, 16, 17)
-        assert await coordinator.strategy.reduce(ReduceOp.SUM, merged) == 48
-        assert list(await coordinator.strategy.experimental_run_v2(replica_id)) == [0, 1, 2]
 
 
 async def test_contexts_in_a_gang():

@@ -283,13 +283,6 @@ async def test_run_in_a_step_is_local():
         assert await get_replica_context().merge_call(merge_fn) == (2, 1)
 
 
-async def test_reduce_in_a_step_is_of_one_replica():
-    with step():
-        assert await get_strategy().reduce("SUM", 4.0) == 4.0
-        assert await get_strategy().reduce("MEAN", np.array([1.0, 3.0]), axis=0) == 2.0
-        assert get_strategy().num_replicas_in_sync == 1
-
-
 async def test_a_member_cannot_run_others_or_reduce_what_it_does_not_know():
     with step(Member(0, 2)):
         with pytest.raises(UsageError, match="one of several"):

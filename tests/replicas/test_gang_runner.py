@@ -71,38 +71,28 @@ async def test_a_gang_comes_after_what_was_scheduled_before_it_and_before_the_re
 
 
 @pytest.mark.virtual_time
-async def test_a_worker_that_comes_takes_part_in_the_next_gang():
+@pytest.mark.parametrize(("away", "others"), [(0, [1, 2]), (2, [0, 1])])
+async def test_replicas_are_counted_over_the_workers_that_are_there_when_the_gang_begins(
+    away, others
+):
     async with coordinating(num_workers=3, min_workers=2) as (cluster, coordinator):
-        await cluster.stop("worker-2")
+        await cluster.stop(f"worker-{away}")
         await asyncio.sleep(1)
 
         async def fn():
             await note("begun")
             await event_of("go on").wait()
-            return await reduced(), psync.get_worker_index()
+            return await replica_id(), await reduced(), psync.get_worker_index()
 
         run = asyncio.create_task(coordinator.strategy.run(fn))
         await event_of("begun").wait()
-        await cluster.start("worker-2")
+        await cluster.start(f"worker-{away}")
         await asyncio.sleep(10)
         event_of("go on").set()
-        counts, workers = await run
-        assert (list(counts), list(workers)) == ([2, 2], [0, 1])
-        counts, workers = await coordinator.strategy.run(fn)
-        assert (list(counts), list(workers)) == ([3, 3, 3], [0, 1, 2])
-
-
-@pytest.mark.virtual_time
-async def test_replicas_are_counted_over_the_living_workers():
-    async with coordinating(num_workers=3) as (cluster, coordinator):
-        await cluster.stop("worker-0")
-        await asyncio.sleep(1)
-
-        async def fn():
-            return await replica_id(), psync.get_worker_index(), await reduced()
-
-        ids, workers, counts = await coordinator.strategy.run(fn)
-        assert [list(ids), list(workers), list(counts)] == [[0, 1], [1, 2], [2, 2]]
+        ids, counts, workers = await run
+        assert [list(ids), list(counts), list(workers)] == [[0, 1], [2, 2], others]
+        ids, counts, workers = await coordinator.strategy.run(fn)
+        assert [list(ids), list(counts), list(workers)] == [[0, 1, 2], [3, 3, 3], [0, 1, 2]]
 
 
 @pytest.mark.virtual_time
@@ -218,17 +208,6 @@ async def test_what_cannot_be_sent_is_named_before_anything_runs():
 
         with pytest.raises(ReplicaValueError, match="values of 3 replicas, expected 2"):
             await coordinator.strategy.run(gets_too_many)
-
-
-async def test_variables_are_created_before_a_gang_begins():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(3.0, name="v")
-
-        async def fn():
-            return float(await v.read())
-
-        assert list(await coordinator.strategy.run(fn)) == [3, 3]
 
 
 async def test_a_variable_that_cannot_be_created_ends_the_run():
@@ -510,24 +489,8 @@ async def test_closing_ends_runs(where):
             await gangs.run(strategy, fn, (), {})
 
 
-async def test_closing_ends_all_runs_that_wait_for_their_turn():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def step():
-            await note("runs")
-            await event_of("never").wait()
-
-        coordinator.schedule(step)
-        await event_of("runs").wait()
-        runs = [asyncio.create_task(coordinator.strategy.run(reduced)) for _ in range(300)]
-        await asyncio.sleep(0)
-        await coordinator.close()
-        for run in runs:
-            with pytest.raises(ClosedError, match="the coordinator was closed"):
-                await run
-
-
-async def test_an_error_cancels_all_runs_that_wait_for_their_turn():
+@pytest.mark.parametrize("closes", [True, False], ids=["closing", "an error"])
+async def test_all_runs_that_wait_for_their_turn_end_with_what_ends_the_program(closes):
     async with coordinating(num_workers=2) as (_, coordinator):
 
         async def step():
@@ -539,13 +502,17 @@ async def test_an_error_cancels_all_runs_that_wait_for_their_turn():
         await event_of("runs").wait()
         runs = [asyncio.create_task(coordinator.strategy.run(reduced)) for _ in range(300)]
         await asyncio.sleep(0)
+        if closes:
+            await coordinator.close()
         event_of("go on").set()
+        end, text = (ClosedError, "was closed") if closes else (ClosureCancelled, "was cancelled")
         for run in runs:
-            with pytest.raises(ClosureCancelled, match="run was cancelled"):
+            with pytest.raises(end, match=text):
                 await run
-        with pytest.raises(ValueError, match="no good"):
-            await coordinator.join()
-        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
+        if not closes:
+            with pytest.raises(ValueError, match="no good"):
+                await coordinator.join()
+            assert list(await coordinator.strategy.run(reduced)) == [2, 2]
 
 
 @pytest.mark.virtual_time
