@@ -52,18 +52,6 @@ async def test_wherever_a_ps_dies_each_update_is_made_once(
         await check(variables, 21)
 
 
-async def test_a_backup_dies_and_training_goes_on_and_gets_another_one() -> None:
-    async with replicated(3) as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        await cluster.kill("ps-2")  # it has the backup of ps 1; its own is at ps 0
-        await run(coordinator, 3, *variables)
-        await coordinator.backed_up()
-        await cluster.kill("ps-1")
-        await run(coordinator, 3, *variables)
-        await check(variables, 9)
-
-
 async def test_the_one_that_took_over_dies_too_after_its_backup_was_made_anew() -> None:
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)

@@ -17,7 +17,7 @@ from chief_lives import another_process, life_of
 from image_store import keep_images
 from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
-from ps_cluster import heard, hold, until
+from ps_cluster import heard, hold
 from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
@@ -315,35 +315,6 @@ async def test_the_chief_died_when_it_had_adopted_some() -> None:
             assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
             await train(coordinator, w, adam, 1)
             assert await adam.iterations.read() == 6
-
-
-async def test_the_chief_died_while_a_cut_was_taken() -> None:
-    """The gate of each ps was shut, and updates waited at it."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            await w.read()
-            inner = chief_of(coordinator)
-            assert inner is not None
-            taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            both = [cluster.tasks[name] for name in ("ps-0", "ps-1")]
-            await until(lambda: any("the gate is shut" in "".join(ps.describe()) for ps in both))
-            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
-            await asyncio.sleep(0)
-            taking.cancel()
-            adding.cancel()
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            at_first = (await w.read()).tolist()
-            assert set(at_first) <= {0.0, 1.0}
-            await w.assign_add(np.ones(4, np.float32))
-            assert (await w.read()).tolist() == [value + 1 for value in at_first]
-            inner = chief_of(coordinator)
-            assert inner is not None
-            async with inner.cuts.take() as cut:
-                assert len(cut.images) == 2
 
 
 async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_others() -> None:

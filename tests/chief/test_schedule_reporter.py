@@ -113,15 +113,6 @@ async def test_from_the_first_wait_in_a_group_or_at_a_bound_on_ps_0_hears_of_the
         assert not sent[-1].queued
 
 
-async def test_the_state_is_reported_as_soon_as_it_is_wanted(reports):
-    async with reporting(num_ps=2, num_workers=2):
-        await asyncio.sleep(1)
-        report = reports[-1]  # the first one may know of one worker only
-        assert report.version <= 2
-        assert [index for index, _ in report.workers] == [0, 1]
-        assert (report.missing, report.queued, report.in_flight) == ([], False, [])
-
-
 async def test_a_full_queue_costs_two_reports_or_three(reports):
     async with reporting(num_workers=2) as (_, coordinator):
         await asyncio.sleep(1)

@@ -23,40 +23,27 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "psync.chief.watchdog"]
 
 
-async def test_a_silence_is_told_of_once_and_again_when_it_goes_on():
+@pytest.mark.parametrize(
+    ("news", "told"),
+    [
+        ([(3, 25)], [10, 20]),
+        ([(ended, 8) for ended in range(10)], []),
+        ([(None, 95.5), (0, 9)], []),
+        ([(None, 95.5), (0, 12)], [106]),
+    ],
+    ids=["silence", "closures end", "no work", "silence after that"],
+)
+async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_on(news, told):
+    """News: how many closures have ended, None where there is no work, and for how long."""
     loop = asyncio.get_running_loop()
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: 3, lambda _: told.append(loop.time())))
-    await asyncio.sleep(25)
+    ended = news[0][0]
+    heard: list[float] = []
+    watching = asyncio.create_task(watch(10, lambda: ended, lambda _: heard.append(loop.time())))
+    for ended, seconds in news:  # noqa: B007  the watch reads it
+        await asyncio.sleep(seconds)
     watching.cancel()
     await asyncio.wait([watching])
-    assert told == [10, 20]
-
-
-async def test_every_end_of_a_closure_begins_the_time_anew():
-    ended = 0
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: ended, told.append))
-    for _ in range(10):
-        await asyncio.sleep(8)
-        ended += 1
-    watching.cancel()
-    await asyncio.wait([watching])
-    assert told == []
-
-
-async def test_time_without_work_does_not_count():
-    ended: int | None = None
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: ended, told.append))
-    await asyncio.sleep(95.5)
-    ended = 0
-    await asyncio.sleep(9)
-    assert told == []
-    await asyncio.sleep(3)
-    assert told == [10]
-    watching.cancel()
-    await asyncio.wait([watching])
+    assert heard == told
 
 
 async def blocked_for_a_moment() -> list[float]:

@@ -261,14 +261,6 @@ async def test_optimizers_are_defined_on_every_ps() -> None:
         assert slot.tolist() == [[0, 0], [0, 0]]
 
 
-def part_of(variable: VariableSpec, index: int) -> VariableSpec:
-    """The variable as if it had one shard only."""
-    return VariableSpec(
-        variable.name, variable.variable_id, variable.shape, variable.dtype, True,
-        (variable.shards[index],), "",
-    )  # fmt: skip
-
-
 async def test_averages_of_all_ps_tasks_are_updated_and_no_value_travels() -> None:
     async with PsCluster(2, chunk=(1 << 16, 1 << 20), check_buffers=False) as cluster:
         value = np.ones((4, 1 << 20), np.float32)

@@ -42,10 +42,6 @@ def served(cluster: MemoryCluster, name: str) -> list[str]:
     return sorted(task.task for task in host_of(cluster.ps(name)).serving)  # type: ignore[attr-defined]
 
 
-def own_store_is_empty(cluster: MemoryCluster, name: str) -> bool:
-    return not cluster.ps(name).statistics()["store"]["shards"]
-
-
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
 @pytest.mark.parametrize("backed_up", [True, False], ids=["backups", "no backups yet"])
 async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_up: bool) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from inside import backups_of, settled, sync_of
-from memory_cluster import MemoryCluster, event_of, replicated
+from memory_cluster import MemoryCluster, replicated
 from psync.chief.events import FailoverEvent
-from replica_training import LARGE, SMALL, ColumnsTraining, push_column
+from replica_training import LARGE, SMALL, ColumnsTraining
 
 pytestmark = pytest.mark.virtual_time
 
@@ -114,11 +114,6 @@ async def test_join_ends_where_a_step_waits_for_the_log() -> None:
         await training.check()
 
 
-async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
-    await event_of("go on").wait()
-    return await push_column(v, optimizer, global_step, column)
-
-
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_values_of_before_a_step_that_a_backup_closes_again_are_stale(size: int) -> None:
     """It is the first one: ps 1, which has closed none yet, names none with the values.
@@ -167,9 +162,3 @@ async def test_a_step_that_pulls_nothing_knows_no_step_in_a_new_session(size: in
         outcomes = await coordinator.fetch(training.results)
         assert {"stale", "accepted"} <= set(outcomes[4:])
         await training.check()
-
-
-ABOUT_STEPS = (
-    "Contribute", "StagePush", "AskStep", "DescribeSet", "CloseStep", "RaiseStep", "LogEntries",
-    "AttachPs", "Promote", "BackUp", "ReportSchedule", "FinishSteps",
-)  # fmt: skip

@@ -48,16 +48,6 @@ async def test_rows_and_whole_gradients_are_one_push() -> None:
         assert not moment[np.arange(10) != 3].any()
 
 
-async def test_no_rows_at_all_are_a_push_like_any_other() -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-        sgd = optimizers.SGD(1.0)
-        empty = IndexedSlices(np.empty((0, 2), np.float32), [])
-        assert (await sgd.apply_gradients([(empty, v)])).step == 1
-        assert not (await v.read()).any()
-
-
 def test_whatever_has_indices_and_values_will_do() -> None:
     with strategy_of().scope():
         v = psync.Variable(np.zeros((4, 2), np.float32))

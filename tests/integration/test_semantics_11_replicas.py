@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -128,17 +127,6 @@ async def test_different_numbers_of_merge_calls_are_an_error_and_not_a_hang():
             await coordinator.strategy.run(fn)
 
 
-async def test_different_collectives_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            op = "SUM" if await replica_id() else "MEAN"
-            await psync.get_replica_context().all_reduce(op, 1.0)
-
-        with pytest.raises(RuntimeError, match="different collectives: "):
-            await coordinator.strategy.run(fn)
-
-
 # --- all_reduce, all_gather ------------------------------------------------------------------
 
 
@@ -173,17 +161,6 @@ async def test_all_gather_concatenates_in_the_order_of_the_replicas():
 
         with pytest.raises(ReplicaValueError, match="rank 1"):
             await coordinator.strategy.run(ranks)
-
-
-async def test_collectives_may_overlap():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn():
-            context = psync.get_replica_context()
-            return tuple(await asyncio.gather(*(context.all_reduce("sum", i) for i in range(20))))
-
-        found = await coordinator.strategy.run(fn)
-        assert [list(value) for value in found] == [[3 * i] * 3 for i in range(20)]
 
 
 async def test_a_plain_replica_waits_through_psync():

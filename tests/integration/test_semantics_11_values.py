@@ -50,18 +50,6 @@ def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
         reduce_distributed(op, PerReplica([1.0, 2.0]), 2)
 
 
-async def test_a_destination_is_a_variable_a_value_or_a_device_and_no_list() -> None:
-    strategy, v = make()
-    value = PerReplica([1.0, 2.0])
-    for destinations in (v, np.zeros(2), "/job:ps/replica:0/task:1/device:CPU:0"):
-        assert (await strategy.extended.reduce_to("sum", value, destinations)).value == 3.0
-    for missing in ([v], (v,), None):
-        with pytest.raises(ReplicaValueError, match="destination"):
-            await strategy.extended.reduce_to("sum", value, missing)
-        with pytest.raises(ReplicaValueError, match="destination"):
-            await strategy.extended.broadcast_to(3, missing)
-
-
 @pytest.mark.parametrize(
     ("op", "value", "replicas", "expected"),
     [
