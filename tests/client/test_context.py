@@ -183,7 +183,10 @@ async def test_wait_gives_a_plain_step_the_result_in_the_steps_context() -> None
             pytest.raises(LookupError, match=r"^no such shard$"),
         ),
         # A thread must never be left with asyncio's CancelledError, which means something else.
-        (lambda future: future.cancel(), pytest.raises(ClosureCancelled, match=r"while it waited$")),
+        (
+            lambda future: future.cancel(),
+            pytest.raises(ClosureCancelled, match=r"while it waited$"),
+        ),
     ],
     ids=["a result", "an error", "cancelled without the closure"],
 )

@@ -257,10 +257,3 @@ def test_a_shard_that_no_message_carries_says_which_partitioner_to_use() -> None
 
 
 # --- without the coordinator -------------------------------------------------------------------
-
-
-async def test_the_data_of_workers_is_not_read_on_the_coordinator() -> None:
-    async with training() as (_, coordinator):
-        batches = iter(coordinator.create_per_worker_dataset(lambda context: [1, 2]))
-        with pytest.raises(psync.UsageError, match="outside a step"):
-            next(batches)

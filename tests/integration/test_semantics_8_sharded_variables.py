@@ -24,6 +24,7 @@ from psync.errors import (
     VariableIndexError,
 )
 from psync.numerics.casting import fitting
+from psync.numerics.embedding import SparseIds
 from psync.numerics.indexing import row_numbers, select
 
 TEN = np.arange(20, dtype=np.float32).reshape(10, 2)  # on three ps tasks: 4, 3 and 3 rows
@@ -206,7 +207,7 @@ SP_WEIGHTS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [2.0, 0.5, 1.0, 3.0], (3, 4))
 @pytest.mark.parametrize(
     ("combiner", "weights", "expected"),
     [
-        (None, SP_WEIGHTS, [(10 * 2 + 30 * 0.5) / 2.5, 0, 10]),
+        ("mean", SP_WEIGHTS, [(10 * 2 + 30 * 0.5) / 2.5, 0, 10]),
         ("mean", None, [20, 0, 10]),
         ("sum", SP_WEIGHTS, [10 * 2 + 30 * 0.5, 0, 30]),
         ("sum", None, [40, 0, 10]),
@@ -214,12 +215,11 @@ SP_WEIGHTS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [2.0, 0.5, 1.0, 3.0], (3, 4))
         ("sqrtn", None, [40 / np.sqrt(2), 0, 10]),
     ],
 )
-async def test_sparse_lookups_combine_rows(
-    combiner: str | None, weights: Any, expected: list[float]
-) -> None:
-    async with sharded(np.arange(0, 100, 10, dtype=np.float32)) as v:
-        rows = await psync.embedding_lookup_sparse(v, SP_IDS, weights, combiner)
-        np.testing.assert_allclose(rows, expected, rtol=1e-6)
+def test_sparse_lookups_combine_rows(combiner: str, weights: Any, expected: list[float]) -> None:
+    given = SparseIds.of(SP_IDS, weights, "lookup")
+    table = np.arange(0, 100, 10, dtype=np.float32)
+    rows = given.combined(table, given.ids, combiner, "lookup")
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
 
 
 # --- cached reads ------------------------------------------------------------------------------

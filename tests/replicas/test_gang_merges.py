@@ -79,16 +79,3 @@ async def test_an_error_is_told_to_all(function, error, text):
     for reply in await merged(function, 1, 2, limits=limits):
         with pytest.raises(error, match=text):
             told(reply)
-
-
-async def test_an_error_that_cannot_be_pickled_is_told_in_words():
-    class Local(Exception):
-        def __reduce__(self):
-            raise TypeError
-
-    async def function(strategy, values):
-        raise Local("in words")
-
-    (reply,) = await merged(function, 1)
-    assert reply.segments == ()
-    assert reply.message.error[1] == "in words"

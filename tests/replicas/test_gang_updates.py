@@ -65,11 +65,6 @@ async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
     assert others.what == 'assign_add to "v"'
 
 
-async def test_without_an_aggregation_nobody_is_asked():
-    with pytest.raises(ReplicaValueError, match='assign to "v" in one of 3 replicas'):
-        await gang_updates.assign(Others(), Target("v", "NONE"), "assign", 1.0)
-
-
 @pytest.mark.parametrize(
     ("aggregation", "rows", "values"),
     [
