@@ -22,12 +22,19 @@ def ones(*indices: int) -> IndexedSlices:
     return IndexedSlices(np.ones((len(indices), 2), np.float32), indices)
 
 
-async def test_rows_are_updated_and_duplicates_are_summed() -> None:
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [((9, 0, 9, 4), [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]), ((), [0] * 10)],
+    ids=["duplicates are summed", "no rows are a push like any other"],
+)
+async def test_rows_are_updated_and_the_push_counts(
+    rows: tuple[int, ...], expected: list[int]
+) -> None:
     async with training(partitioner=thirds) as (strategy, _):
         with strategy.scope():
             v = psync.Variable(np.zeros((10, 2), np.float32))
-        await optimizers.SGD(1.0).apply_gradients([(ones(9, 0, 9, 4), v)])
-        assert (await v.read())[:, 0].tolist() == [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]
+        assert (await optimizers.SGD(1.0).apply_gradients([(ones(*rows), v)])).step == 1
+        assert (await v.read())[:, 0].tolist() == expected
 
 
 async def test_rows_and_whole_gradients_are_one_push() -> None:
