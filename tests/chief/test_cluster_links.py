@@ -50,24 +50,20 @@ async def test_it_starts_when_all_are_there(links, owner):
     assert links.statistics()["connections"] == 6
 
 
-async def test_a_worker_that_goes_and_comes_back_is_a_new_incarnation(links, owner, cluster):
+async def test_a_worker_that_goes_is_refused_by_ps_tasks_and_comes_back_as_a_new_incarnation(
+    links, owner, cluster
+):
     await links.start(2, 60)
     before = links.membership.incarnation("/job:worker/task:1")
     cluster.network.cut("worker-1:1")
-    await asyncio.sleep(5)
-    assert owner.events[2:] == ["-1", "+1"]
-    assert links.membership.incarnation("/job:worker/task:1") > before
-
-
-async def test_ps_tasks_are_told_to_refuse_what_a_lost_worker_may_still_send(links, cluster):
-    await links.start(2, 60)
-    lost = links.membership.incarnation("/job:worker/task:0")
-    cluster.network.cut("worker-0:1")
     await asyncio.sleep(1)
     for name in ("ps-0", "ps-1"):
         ledger: Any = ledger_of(cluster.tasks[name])
-        with pytest.raises(Exception, match="worker/task:0"):
-            ledger.check_incarnation("/job:worker/task:0", lost)
+        with pytest.raises(Exception, match="worker/task:1"):
+            ledger.check_incarnation("/job:worker/task:1", before)
+    await asyncio.sleep(4)
+    assert owner.events[2:] == ["-1", "+1"]
+    assert links.membership.incarnation("/job:worker/task:1") > before
 
 
 async def test_a_worker_that_refuses_is_reported_and_tried_again(
@@ -90,18 +86,6 @@ async def test_a_worker_that_refuses_is_reported_and_tried_again(
     await cluster.start("worker-1")
     await asyncio.sleep(20)
     assert owner.events == ["+0", "+1"]
-
-
-async def test_a_coordinator_hears_that_a_newer_one_has_taken_over(links, owner, cluster):
-    await links.start(2, 60)
-    newer = ClusterLinks(
-        cluster.platform(), cluster.strategy().cluster,
-        origin="o", program="p", ps_timeout_s=15.0,
-    )  # fmt: skip
-    await newer.start(2, 60)
-    await asyncio.sleep(5)
-    assert sorted(owner.events[2:]) == ["-0", "-1", "replaced", "replaced"]
-    await newer.close()
 
 
 async def test_starting_gives_up_and_names_who_is_missing(links, cluster):
@@ -151,14 +135,6 @@ async def test_a_ps_that_stays_away_is_lost(links, owner, cluster):
     assert [error.task for error in owner.lost] == ["/job:ps/task:1"]
     with pytest.raises(ParameterServerLost):
         await links.ps_statistics()
-
-
-async def test_a_ps_that_was_started_anew_has_lost_its_shards(links, owner, cluster, caplog):
-    await links.start(2, 60)
-    await cluster.stop("ps-1")
-    await cluster.start("ps-1")
-    await asyncio.sleep(5)
-    assert "was restarted and has lost its shards" in str(owner.lost[0])
 
 
 async def test_a_connection_to_a_ps_that_breaks_is_made_again(links, owner, cluster, caplog):

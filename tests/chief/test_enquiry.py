@@ -9,30 +9,13 @@ import pytest
 from inside import handlers_of
 from memory_cluster import cluster_of
 from psync.chief.enquiry import absent, enquire
-from psync.errors import FencedError, RemoteProtocolError
+from psync.errors import RemoteProtocolError
 from psync.net.peer import Handler, Reply
-from psync.ps.succession import RANGE
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import GrantCoordinator
 
 pytestmark = pytest.mark.virtual_time
 PS = ("/job:ps/task:0", "ps-0:1")
-
-
-async def test_each_time_ps_0_grants_a_higher_one() -> None:
-    async with cluster_of() as cluster:
-        first = await enquire(cluster.platform(), *PS)
-        second = await enquire(cluster.platform(), *PS)
-        assert second >= first + RANGE
-        assert await enquire(cluster.platform(), *PS, seen=second * 2) >= second * 2 + RANGE
-
-
-async def test_who_was_overtaken_is_told() -> None:
-    async with cluster_of() as cluster:
-        first = await enquire(cluster.platform(), *PS)
-        await enquire(cluster.platform(), *PS)
-        with pytest.raises(FencedError, match="a newer coordinator"):
-            await enquire(cluster.platform(), *PS, previous=first)
 
 
 async def test_other_tasks_say_whom_they_have_served() -> None:

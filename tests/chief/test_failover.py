@@ -11,7 +11,8 @@ import pytest
 
 import psync
 from image_store import keep_images
-from memory_cluster import cluster_of, event_of, replicated
+from local_training import strategy_of
+from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
 from replica_training import add, check, declared, run
@@ -49,29 +50,6 @@ async def test_wherever_a_ps_dies_each_update_is_made_once(
         await coordinator.join()
         await burying
         await check(variables, 21)
-
-
-async def test_after_the_answer_nothing_is_lost_though_nobody_was_told() -> None:
-    """One update of the program itself: answered, and the ps dies in the same turn."""
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        for number in range(1, 4):
-            await variables[1].assign_add(np.ones(1, np.int64))
-            if number == 2:
-                await cluster.kill("ps-0")
-        assert int((await variables[1].read())[0]) == 3
-
-
-async def test_a_backup_dies_and_training_goes_on_and_gets_another_one() -> None:
-    async with replicated(3) as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        await cluster.kill("ps-2")  # it has the backup of ps 1; its own is at ps 0
-        await run(coordinator, 3, *variables)
-        await coordinator.backed_up()
-        await cluster.kill("ps-1")
-        await run(coordinator, 3, *variables)
-        await check(variables, 9)
 
 
 async def test_the_one_that_took_over_dies_too_after_its_backup_was_made_anew() -> None:
@@ -163,18 +141,6 @@ async def test_learning_rates_and_late_variables_are_there_too() -> None:
         assert np.array_equal(await v.read(), before)
 
 
-async def test_what_a_ps_applies_before_its_backup_has_it_is_lost() -> None:
-    """The safeguard is off: an answer is given that the backup knows nothing of."""
-    async with replicated(without=frozenset({"replica_ack"})) as (cluster, coordinator):
-        _, small = declared(coordinator)
-        await small.assign_add(np.ones(1, np.int64))
-        cluster.network.partition("ps-0", "ps-1")
-        await small.assign_add(np.ones(1, np.int64))  # answered
-        await cluster.kill("ps-0")
-        cluster.network.heal("ps-0", "ps-1")
-        assert int((await small.read())[0]) == 1
-
-
 async def test_nothing_is_answered_that_the_backup_does_not_have() -> None:
     async with replicated() as (cluster, coordinator):
         _, small = declared(coordinator)
@@ -190,70 +156,9 @@ async def test_nothing_is_answered_that_the_backup_does_not_have() -> None:
         assert int((await small.read())[0]) == 2
 
 
-async def test_a_ps_that_was_only_cut_off_from_the_coordinator_serves_nobody_any_more() -> None:
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 2, *variables)
-        old = cluster.ps("ps-0")
-        cluster.network.refuse("ps-0")
-        for link in cluster.network.links("ps-0"):
-            if "ps-1" not in str(link.ends):
-                link.cut()
-        await run(coordinator, 2, *variables)
-        await check(variables, 4)
-        assert old.statistics()["iterations"] == 0
-        cluster.network.admit("ps-0")
-
-
-async def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
-    async with cluster_of(1, 1) as cluster:
-        plain = cluster.strategy()
-        with pytest.raises(ConfigurationError, match="at least two ps tasks, got 1"):
-            psync.ParameterServerStrategy(plain.cluster_resolver, ps_recovery="replica")
-        with pytest.raises(ConfigurationError, match='"checkpoint" or "replica"'):
-            psync.ParameterServerStrategy(plain.cluster_resolver, ps_recovery="both")
-
-
-async def test_event_is_told_and_a_step_in_flight_runs_again() -> None:
-    async def step(wide: Any, small: Any) -> None:
-        import memory_cluster
-
-        await wide.assign_add(np.ones((2, 3), np.float32))
-        await memory_cluster.note("first")
-        await memory_cluster.event_of("go on").wait()
-        await small.assign_add(np.ones(1, np.int64))
-
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        coordinator.schedule(step, args=variables)
-        await event_of("first").wait()
-        await cluster.kill("ps-0")
-        event = await anext(coordinator.events())
-        event_of("go on").set()
-        await coordinator.join()
-        assert isinstance(event, FailoverEvent)
-        await check(variables, 1)
-
-
-async def test_updates_of_rows_and_of_whole_variables_go_on_over_deaths() -> None:
-    async def step(table: Any, small: Any) -> None:
-        await table.scatter_add(psync.IndexedSlices(np.ones((2, 2), np.float32), [0, 3]))
-        await small.assign_add(np.ones(1, np.int64))
-
-    async with replicated() as (cluster, coordinator):
-        with coordinator.strategy.scope():
-            table = psync.Variable(np.zeros((4, 2), np.float32), name="table")
-            small = psync.Variable(np.zeros((1,), np.int64), name="small")
-        for lost in ("ps-0", "ps-1"):
-            for _ in range(10):
-                coordinator.schedule(step, args=(table, small))
-            await asyncio.sleep(0)
-            await cluster.kill(lost)
-            await coordinator.join()
-            await table.assign(await table.read())  # all its shards at one instant
-            await cluster.revive(lost)
-            await coordinator.backed_up()
-        expected = np.zeros((4, 2), np.float32)
-        expected[[0, 3]] = 20
-        assert np.array_equal(await table.read(), expected)
-        assert (await small.read()).tolist() == [20]
+def test_replica_needs_two_ps_tasks_and_no_attaching() -> None:
+    resolver = strategy_of(1).cluster_resolver
+    with pytest.raises(ConfigurationError, match="at least two ps tasks, got 1"):
+        psync.ParameterServerStrategy(resolver, ps_recovery="replica")
+    with pytest.raises(ConfigurationError, match='"checkpoint" or "replica"'):
+        psync.ParameterServerStrategy(resolver, ps_recovery="both")

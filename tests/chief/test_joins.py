@@ -15,16 +15,22 @@ from psync.errors import DeadlineExceeded, EndOfData, ParameterServerLost
 WORKERS = ("w0", "w1")
 
 
+def held(num_closures: int = 2) -> ClosureQueue:
+    """A queue of which every closure is with a worker."""
+    queue = ClosureQueue()
+    for i in range(num_closures):
+        queue.worker_joined(f"w{i}")
+        queue.schedule(Closure(i, name="step"))
+    queue.dispatch()
+    return queue
+
+
 class World:
     """A queue of which every closure is with a worker, and its joins."""
 
     def __init__(self, num_closures: int = 2) -> None:
-        self.queue = ClosureQueue()
+        self.queue = held(num_closures)
         self.joins = Joins(self.queue, lambda: "closure 0 on w0")
-        for i in range(num_closures):
-            self.queue.worker_joined(f"w{i}")
-            self.queue.schedule(Closure(i, name="step"))
-        self.queue.dispatch()
 
     def tell(self, actions) -> None:
         for action in actions:
@@ -175,7 +181,7 @@ async def test_a_long_wait_is_logged_unless_there_was_news(caplog):
     assert caplog.messages == ["join waits: closure 0 on w0"]  # after 10 s, and not after 20
 
 
-async def test_what_is_waited_for_is_said():
+def test_what_is_waited_for_is_said():
     queue = ClosureQueue()
     assert "no worker is connected (waiting for w0 at a:1, w1 at b:2)" in describe_waiting(
         queue, [("w0", "a:1"), ("w1", "b:2")], []
@@ -184,27 +190,27 @@ async def test_what_is_waited_for_is_said():
         queue, [("w1", "b:2")], [], ["w0"]
     )
     assert "(w0, w1 left; waiting for one to come)" in describe_waiting(queue, [], [], ["w0", "w1"])
-    world = World(2)
-    assert describe_waiting(world.queue, [], ["variables are being created"]) == (
+    queue = held(2)
+    assert describe_waiting(queue, [], ["variables are being created"]) == (
         "closure 0 (step) on w0; closure 1 (step) on w1; variables are being created"
     )
-    world.queue.schedule(Closure(2, name="step"))
-    assert describe_waiting(world.queue, [], []).endswith("; 1 more wait for their turn")
-    world.queue.failed("w0", 0, ValueError("x"))
-    assert describe_waiting(world.queue, [], []) == (
+    queue.schedule(Closure(2, name="step"))
+    assert describe_waiting(queue, [], []).endswith("; 1 more wait for their turn")
+    queue.failed("w0", 0, ValueError("x"))
+    assert describe_waiting(queue, [], []) == (
         "there is an error, raised as soon as these steps have stopped: closure 1 (step) on w1"
     )
-    world.queue.finished("w1", [1], 0.0)
-    world.queue.collect_error()
-    assert describe_waiting(world.queue, [], []) == "nothing"
+    queue.finished("w1", [1], 0.0)
+    queue.collect_error()
+    assert describe_waiting(queue, [], []) == "nothing"
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (6, "; and 1 more"), (100, "; and 95 more")])
-async def test_a_description_names_a_few_of_many(count, more):
+def test_a_description_names_a_few_of_many(count, more):
     running = "; ".join(f"closure {i} (step) on w{i}" for i in range(5)) + more
-    assert describe_waiting(World(count).queue, [], []) == running
+    assert describe_waiting(held(count), [], []) == running
     others = ["variables are being created"]
-    assert describe_waiting(World(count).queue, [], others) == f"{running}; {others[0]}"
+    assert describe_waiting(held(count), [], others) == f"{running}; {others[0]}"
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, ""), (100, ", and 95 more")])

@@ -15,10 +15,10 @@ import memory_cluster
 import psync
 from chief_lives import another_process, life_of
 from image_store import keep_images
-from inside import chief_of, handlers_of, store_of
+from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
-from ps_cluster import heard, hold, until
-from psync.errors import AttachError, FencedError, ParameterServerLost
+from ps_cluster import heard, hold
+from psync.errors import AttachError, FencedError
 from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
@@ -117,26 +117,6 @@ async def test_two_lives_are_what_one_would_have_been() -> None:
     assert halves == whole
 
 
-async def test_what_is_declared_later_is_adopted_too_and_what_is_missing_is_created(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with cluster_of(2, 2) as cluster:
-        before = await first_life(cluster)
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            assert (await w.read()).tolist() == before["w"]  # nothing is dropped for that
-            with strategy.scope():
-                counter = psync.Variable(0, name="counter")
-                new = psync.Variable(3, name="new")
-            adam = psync.optimizers.Adam(0.1)
-            assert await counter.read() == 7
-            assert await new.read() == 3
-            assert 'variable "new" begins with its initial value: no ps held it' in caplog.text
-            assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
-            await train(coordinator, w, adam, 1)
-
-
 async def test_what_the_program_does_not_declare_is_dropped_when_it_schedules(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -187,17 +167,6 @@ async def test_misfits_are_an_error_that_names_them_all_and_changes_nothing(earl
             assert (await w.read()).tolist() == before["w"]
 
 
-async def test_optimizers_of_which_one_is_not_there_are_an_error_that_names_both() -> None:
-    async with cluster_of(2, 2) as cluster:
-        await first_life(cluster)
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            sgd = psync.optimizers.SGD(0.5, name="mine")
-            with pytest.raises(AttachError, match=r'adam.* was used, .*but "mine" \(rule=sgd'):
-                await train(coordinator, w, sgd, 1)
-
-
 async def test_a_ps_that_was_started_again_is_named() -> None:
     async with cluster_of(2, 2) as cluster:
         await first_life(cluster)
@@ -215,54 +184,6 @@ async def test_a_ps_that_was_started_again_is_named() -> None:
             with strategy.scope():
                 w = psync.Variable(np.ones(4, np.float32), name="w")
             assert (await w.read()).tolist() == [0.0] * 4
-
-
-async def test_a_ps_that_lost_its_part_while_the_program_ran_is_named() -> None:
-    """The program has attached it again, empty, before it died: it is no life of its own."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster, ps_timeout=3.0) as (strategy, _):
-            with strategy.scope():
-                w = psync.Variable(np.ones(4, np.float32), name="w")
-            await w.read()
-            await cluster.stop("ps-1")
-            await cluster.start("ps-1")
-            with pytest.raises(ParameterServerLost):
-                await w.read()
-        with pytest.raises(AttachError, match="/job:ps/task:1 has lost what it held"):
-            async with life(cluster):
-                pass
-
-
-async def test_the_chief_died_while_it_created(caplog: pytest.LogCaptureFixture) -> None:
-    """One ps had its shards, the other had not: nothing of it counts."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                whole = psync.Variable(np.full(4, 5.0, np.float32), name="whole")
-                await whole.read()
-                await whole.assign_add(np.ones(4, np.float32))
-                psync.Variable(np.full(4, 6.0, np.float32), name="half")
-            for link in cluster.network.links("ps-1:1"):
-                link.to_server.stall()
-            creating = asyncio.create_task(chief_of(coordinator)._creation.ensure())
-            await asyncio.sleep(1)
-            cluster.network.cut("ps-1:1")  # with what was on its way
-            creating.cancel()
-        assert [
-            s.variable
-            for s in map(
-                store_of(cluster.tasks["ps-0"]).spec, store_of(cluster.tasks["ps-0"]).keys()
-            )
-        ] == ["whole", "half"]
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                whole = psync.Variable(np.zeros(4, np.float32), name="whole")
-                half = psync.Variable(np.full(4, 8.0, np.float32), name="half")
-            assert (await whole.read()).tolist() == [6.0] * 4
-            assert (await half.read()).tolist() == [8.0] * 4
-            assert 'variable "half" begins with its initial value: it was not created whole' in (
-                caplog.text
-            )
 
 
 async def synchronous_life(cluster: MemoryCluster, rounds: int) -> tuple[int, float, Any]:
@@ -296,28 +217,6 @@ async def test_synchronous_groups_go_on_at_the_present_step_with_new_tokens() ->
     (one,), (other,) = first[2].values(), second[2].values()
     assert other["steps"] == one["steps"] == 3
     assert other["tokens"] == one["tokens"]  # none on top of those of before
-
-
-async def test_gradients_that_were_counted_and_not_applied_are_gone_with_their_closures() -> None:
-    async with cluster_of(2, 1) as cluster:
-        for expected in (0, 0):
-            async with life(cluster) as (strategy, coordinator):
-                with strategy.scope():
-                    w = psync.Variable(np.zeros(3, np.float32), name="w")
-                    global_step = psync.get_or_create_global_step()
-                optimizer = psync.SyncReplicasOptimizer(psync.optimizers.SGD(0.5), 2, 2)
-
-                async def step() -> None:  # the step needs one of another replica
-                    await note("pushes")
-                    one = np.ones(3, np.float32)
-                    await optimizer.apply_gradients([(one, w)], global_step)  # noqa: B023
-
-                event_of("pushes").clear()
-                coordinator.schedule(step)
-                coordinator.schedule(step)  # so that the first one waits for it
-                await event_of("pushes").wait()
-                assert await global_step.read() == expected
-                assert (await w.read()).tolist() == [0.0] * 3
 
 
 async def test_updates_under_way_of_a_chief_that_lives_are_refused_by_every_ps() -> None:
@@ -416,35 +315,6 @@ async def test_the_chief_died_when_it_had_adopted_some() -> None:
             assert (await adam.get_slot(w, "m").read()).tolist() == before["m"]
             await train(coordinator, w, adam, 1)
             assert await adam.iterations.read() == 6
-
-
-async def test_the_chief_died_while_a_cut_was_taken() -> None:
-    """The gate of each ps was shut, and updates waited at it."""
-    async with cluster_of(2, 1) as cluster:
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            await w.read()
-            inner = chief_of(coordinator)
-            assert inner is not None
-            taking = asyncio.create_task(inner.cuts.take().__aenter__())
-            both = [cluster.tasks[name] for name in ("ps-0", "ps-1")]
-            await until(lambda: any("the gate is shut" in "".join(ps.describe()) for ps in both))
-            adding = asyncio.create_task(w.assign_add(np.ones(4, np.float32)))
-            await asyncio.sleep(0)
-            taking.cancel()
-            adding.cancel()
-        async with life(cluster) as (strategy, coordinator):
-            with strategy.scope():
-                w = psync.Variable(np.zeros(4, np.float32), name="w")
-            at_first = (await w.read()).tolist()
-            assert set(at_first) <= {0.0, 1.0}
-            await w.assign_add(np.ones(4, np.float32))
-            assert (await w.read()).tolist() == [value + 1 for value in at_first]
-            inner = chief_of(coordinator)
-            assert inner is not None
-            async with inner.cuts.take() as cut:
-                assert len(cut.images) == 2
 
 
 async def test_ps_0_is_attached_first_so_that_a_step_that_it_closes_reaches_the_others() -> None:

@@ -147,19 +147,6 @@ async def test_a_coordinator_that_was_replaced_says_so_in_every_join_and_does_no
     assert caplog.text.count("a newer coordinator has taken over") == 1, "whoever else says it"
 
 
-async def test_who_was_replaced_is_told_so_even_if_a_ps_was_lost_before() -> None:
-    async with coordinating(num_workers=1) as (_, coordinator):
-        recovery = chief_of(coordinator).recovery
-        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away"))
-        recovery.state.replaced(FencedError("it works for a newer coordinator"))
-        recovery.state.replaced(FencedError("it works for the newest coordinator"))
-        recovery.ps_lost(ParameterServerLost("/job:ps/task:0", "is away again"))
-        with pytest.raises(ParameterServerLost, match="is away"):
-            await coordinator.join()  # what had ended already
-        with pytest.raises(FencedError, match="it works for a newer coordinator"):
-            await coordinator.join()
-
-
 async def test_a_gang_ends_with_a_ps_though_it_is_recovered(tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)

@@ -89,24 +89,17 @@ async def test_a_closure_in_flight_runs_again_and_what_the_image_has_of_it_is_no
         assert np.array_equal(await variables[0].read(), np.ones((2, 3)))
 
 
-async def test_an_update_of_the_program_under_way_is_made_once_on_all_its_shards(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("call", "returned", "left"),
+    [
+        (lambda wide: wide.read(), 1, 1),
+        (lambda wide: wide.assign_add(np.ones((2, 3), np.float32)), None, 2),
+    ],
+    ids=["a pull has values of one timeline", "an update is made once on all its shards"],
+)
+async def test_a_call_of_the_program_under_way_is_of_the_timeline_that_goes_on(
+    call: Any, returned: int | None, left: int, tmp_path: Path
 ) -> None:
-    async with cluster_of(2, 1) as cluster:
-        strategy = cluster.strategy(TWO_SHARDS)
-        async with psync.ClusterCoordinator(strategy) as coordinator:
-            wide, _ = declared(coordinator)
-            await wide.assign(np.ones((2, 3), np.float32))
-            await keep_images(coordinator, tmp_path)
-            await cluster.stop("ps-1")
-            adding = asyncio.ensure_future(wide.assign_add(np.ones((2, 3), np.float32)))
-            await asyncio.sleep(0)
-            await cluster.start("ps-1")
-            await adding
-            assert np.array_equal(await wide.read(), np.full((2, 3), 2))
-
-
-async def test_a_pull_under_way_returns_values_of_one_timeline(tmp_path: Path) -> None:
     async with cluster_of(2, 1) as cluster:
         strategy = cluster.strategy(TWO_SHARDS)
         async with psync.ClusterCoordinator(strategy) as coordinator:
@@ -115,10 +108,12 @@ async def test_a_pull_under_way_returns_values_of_one_timeline(tmp_path: Path) -
             await keep_images(coordinator, tmp_path)
             await wide.assign(np.full((2, 3), 5, np.float32))
             await cluster.stop("ps-1")
-            reading = asyncio.ensure_future(wide.read())
+            calling = asyncio.ensure_future(call(wide))
             await asyncio.sleep(0)
             await cluster.start("ps-1")
-            assert np.array_equal(await reading, np.ones((2, 3)))
+            result = await calling
+            assert returned is None or np.array_equal(result, np.full((2, 3), returned))
+            assert np.array_equal(await wide.read(), np.full((2, 3), left))
 
 
 async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None:
@@ -176,30 +171,6 @@ async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
         assert int(await variables[1].read()) == 3  # one was undone
         await checkpoint.restore(path)
         assert int(await variables[1].read()) == 2
-
-
-async def test_what_is_in_a_newer_checkpoint_is_not_undone(tmp_path: Path) -> None:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        variables = declared(coordinator)
-        checkpoint = psync.Checkpoint(wide=variables[0], small=variables[1])
-        manager = psync.CheckpointManager(checkpoint, tmp_path)
-        await run(coordinator, 2, *variables)
-        await manager.save()
-        await run(coordinator, 2, *variables)
-        await manager.save()
-        (undone,) = await run(coordinator, 1, *variables)
-        await lose(cluster, "ps-0")
-        event = await anext(coordinator.events())
-        assert event.closures == (undone.closure_id,)
-
-
-async def test_without_an_image_a_lost_ps_ends_everything() -> None:
-    async with coordinating(2, 2) as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 1, *variables)
-        await lose(cluster, "ps-1")
-        with pytest.raises(ParameterServerLost):
-            await run(coordinator, 1, *variables)
 
 
 async def test_variables_that_the_image_does_not_have_cannot_be_brought_back(

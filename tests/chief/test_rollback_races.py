@@ -130,39 +130,6 @@ async def test_variables_that_are_being_created_are_created(tmp_path: Path) -> N
             assert (await v.read()).tolist() == [1, 1]
 
 
-@pytest.mark.virtual_time
-async def test_a_closure_whose_update_the_image_has_in_part_is_listed(tmp_path: Path) -> None:
-    """Its first worker was lost between two ps tasks, and it has ended on another one since."""
-
-    async def step(v: Any) -> None:
-        import memory_cluster
-
-        memory_cluster.shared["runs"] = memory_cluster.shared.get("runs", 0) + 1
-        if memory_cluster.shared["runs"] > 1:
-            await memory_cluster.event_of("go on").wait()
-        await v.assign_add([1, 1])
-
-    async with cluster_of(2, 1) as cluster:
-        async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
-            v = counter(coordinator, (2,))
-            await v.read()
-            cluster.network.partition("worker-0", "ps-1")
-            value = coordinator.schedule(step, args=(v,))
-            await asyncio.sleep(1)
-            await lose(cluster, "worker-0")
-            cluster.network.heal("worker-0", "ps-1")
-            await asyncio.sleep(10)
-            assert (await v.read()).tolist() == [1, 0]
-            await keep_images(coordinator, tmp_path)
-            event_of("go on").set()
-            await value
-            assert (await v.read()).tolist() == [1, 1]
-            await lose(cluster, "ps-1")
-            event = await anext(coordinator.events())
-            assert (await v.read()).tolist() == [1, 0]
-            assert event.closures == (value.closure_id,)
-
-
 async def test_what_was_undone_while_it_was_saved_is_not_gone_back_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

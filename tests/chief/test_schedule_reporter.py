@@ -17,7 +17,7 @@ from memory_cluster import MemoryCluster, coordinating, event_of
 from psync.chief.schedule_reporter import FinalClosures
 from psync.closures.closure import Closure
 from psync.closures.queue import ClosureQueue
-from psync.errors import EndOfData, ParameterServerLost
+from psync.errors import ParameterServerLost
 from psync.net.peer import Peer
 from psync.net.process_state import fresh_process
 from psync.wire.codec import Message
@@ -113,39 +113,6 @@ async def test_from_the_first_wait_in_a_group_or_at_a_bound_on_ps_0_hears_of_the
         assert not sent[-1].queued
 
 
-async def test_the_state_is_reported_as_soon_as_it_is_wanted(reports):
-    async with reporting(num_ps=2, num_workers=2):
-        await asyncio.sleep(1)
-        report = reports[-1]  # the first one may know of one worker only
-        assert report.version <= 2
-        assert [index for index, _ in report.workers] == [0, 1]
-        assert (report.missing, report.queued, report.in_flight) == ([], False, [])
-
-
-async def test_what_is_scheduled_and_what_has_ended_is_reported(reports):
-    async with reporting(num_workers=2) as (_, coordinator):
-
-        async def waits(name):
-            event_of(f"{name} runs").set()
-            await event_of(name).wait()
-
-        coordinator.schedule(waits, args=("first",))
-        coordinator.schedule(waits, args=("second",))
-        await event_of("second runs").wait()
-        await asyncio.sleep(1)
-        assert not reports[-1].queued
-        assert sorted(closure for closure, _ in reports[-1].in_flight) == [0, 1]
-        assert sorted(worker for _, worker in reports[-1].in_flight) == [0, 1]
-        event_of("first").set()
-        await asyncio.sleep(1)
-        assert [closure for closure, _ in reports[-1].in_flight] == [1]
-        event_of("second").set()
-        await coordinator.join()
-        await asyncio.sleep(1)
-        assert reports[-1].in_flight == []
-        assert [report.version for report in reports] == list(range(1, len(reports) + 1))
-
-
 async def test_a_full_queue_costs_two_reports_or_three(reports):
     async with reporting(num_workers=2) as (_, coordinator):
         await asyncio.sleep(1)
@@ -162,80 +129,6 @@ async def test_a_full_queue_costs_two_reports_or_three(reports):
         assert not reports[-1].queued
         assert reports[-1].in_flight == []
         assert len(reports) <= 4  # full, perhaps the last closures of all, nothing
-
-
-async def test_a_chain_of_single_closures_is_not_reported_as_idleness(reports):
-    async with reporting(num_workers=1) as (_, coordinator):
-
-        async def step():
-            await asyncio.sleep(0.1)
-
-        await asyncio.sleep(1)
-        reports.clear()
-        for _ in range(5):
-            coordinator.schedule(step)
-            await coordinator.join()
-        await asyncio.sleep(1)
-        assert [len(report.in_flight) for report in reports] == [1] * 5 + [0]
-
-
-async def test_a_worker_that_is_lost_is_missing_until_it_is_back_as_another(reports):
-    async with reporting(num_workers=2) as (cluster, _):
-        await asyncio.sleep(1)
-        first = reports[-1]
-        await cluster.stop("worker-1")
-        await asyncio.sleep(0.1)
-        assert reports[-1].workers == first.workers[:1]
-        assert reports[-1].missing == ["/job:worker/task:1"]
-        await cluster.start("worker-1")
-        await asyncio.sleep(5)
-        assert reports[-1].missing == []
-        (_, (index, incarnation)) = reports[-1].workers
-        assert index == 1
-        assert incarnation > first.workers[1][1]
-
-
-async def test_a_worker_out_of_data_is_missing_until_all_is_done(reports):
-    async with reporting(num_workers=2) as (_, coordinator):
-        iterator = iter(
-            coordinator.create_per_worker_dataset(
-                lambda context: range(2 if context.input_pipeline_id else 8)
-            )
-        )
-
-        async def step(iterator):
-            next(iterator)
-            await asyncio.sleep(1)
-
-        for _ in range(10):
-            coordinator.schedule(step, args=(iterator,))
-        with pytest.raises(EndOfData):
-            await coordinator.join()
-        await asyncio.sleep(1)
-        assert ["/job:worker/task:1"] in [report.missing for report in reports]
-        assert reports[-1].missing == []
-
-
-async def test_a_worker_that_has_data_again_takes_part_again(reports):
-    async with reporting(num_workers=2) as (_, coordinator):
-        iterator = iter(
-            coordinator.create_per_worker_dataset(
-                lambda context: range(0 if context.input_pipeline_id else 100)
-            )
-        )
-
-        async def step(iterator):
-            await asyncio.sleep(1)
-            if iterator is not None:
-                next(iterator)
-
-        for number in range(40):
-            coordinator.schedule(step, args=(iterator if number < 10 else None,))
-        with pytest.raises(EndOfData):
-            await coordinator.join()
-        out_of_data = [report.missing for report in reports].index(["/job:worker/task:1"])
-        after = reports[out_of_data + 1]
-        assert (after.missing, after.queued) == ([], True)
 
 
 async def test_a_report_is_repeated_after_a_lost_connection(reports):

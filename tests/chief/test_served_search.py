@@ -17,7 +17,6 @@ from psync.cluster_roles import CHIEF
 from psync.errors import FencedError, RemoteProtocolError
 from psync.net.endpoint import Endpoint
 from psync.net.peer import Handler, Reply
-from psync.store.locate_ps import Place
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import AskServed, EndFormer, LogTaken
 
@@ -45,13 +44,6 @@ async def searching(
 
 def answer_with(cluster: MemoryCluster, name: str, kind: Any, run: Any) -> None:
     handlers_of(cluster.tasks[name])[kind] = Handler(run)
-
-
-async def test_where_nothing_was_ever_served_each_is_looked_for_at_its_own_address() -> None:
-    async with cluster_of(2, 0) as cluster, searching(cluster) as (search, _):
-        assert await search.run() == [Place(0, ""), Place(1, "")]
-        await search.end_former()
-        assert search.missing() == ""
 
 
 async def test_who_does_not_answer_is_waited_for_and_named() -> None:

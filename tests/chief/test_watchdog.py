@@ -11,6 +11,7 @@ import pytest
 
 import memory_cluster
 import psync
+from local_training import strategy_of
 from memory_cluster import coordinating, note
 from psync.chief.watchdog import watch
 from psync.errors import ConfigurationError
@@ -22,40 +23,27 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == "psync.chief.watchdog"]
 
 
-async def test_a_silence_is_told_of_once_and_again_when_it_goes_on():
+@pytest.mark.parametrize(
+    ("news", "told"),
+    [
+        ([(3, 25)], [10, 20]),
+        ([(ended, 8) for ended in range(10)], []),
+        ([(None, 95.5), (0, 9)], []),
+        ([(None, 95.5), (0, 12)], [106]),
+    ],
+    ids=["silence", "closures end", "no work", "silence after that"],
+)
+async def test_a_silence_while_there_is_work_is_told_of_and_again_when_it_goes_on(news, told):
+    """News: how many closures have ended, None where there is no work, and for how long."""
     loop = asyncio.get_running_loop()
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: 3, lambda _: told.append(loop.time())))
-    await asyncio.sleep(25)
+    ended = news[0][0]
+    heard: list[float] = []
+    watching = asyncio.create_task(watch(10, lambda: ended, lambda _: heard.append(loop.time())))
+    for ended, seconds in news:  # noqa: B007  the watch reads it
+        await asyncio.sleep(seconds)
     watching.cancel()
     await asyncio.wait([watching])
-    assert told == [10, 20]
-
-
-async def test_every_end_of_a_closure_begins_the_time_anew():
-    ended = 0
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: ended, told.append))
-    for _ in range(10):
-        await asyncio.sleep(8)
-        ended += 1
-    watching.cancel()
-    await asyncio.wait([watching])
-    assert told == []
-
-
-async def test_time_without_work_does_not_count():
-    ended: int | None = None
-    told: list[float] = []
-    watching = asyncio.create_task(watch(10, lambda: ended, told.append))
-    await asyncio.sleep(95.5)
-    ended = 0
-    await asyncio.sleep(9)
-    assert told == []
-    await asyncio.sleep(3)
-    assert told == [10]
-    watching.cancel()
-    await asyncio.wait([watching])
+    assert heard == told
 
 
 async def blocked_for_a_moment() -> list[float]:
@@ -214,10 +202,9 @@ async def test_a_task_that_nobody_has_attached_says_so():
 
 
 @pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan")])
-async def test_a_timeout_that_is_none_is_an_error(timeout):
-    async with memory_cluster.cluster_of() as cluster:
-        with pytest.raises(ConfigurationError, match="watchdog_timeout: expected seconds"):
-            psync.ClusterCoordinator(cluster.strategy(), watchdog_timeout=timeout)
+def test_a_timeout_that_is_none_is_an_error(timeout):
+    with pytest.raises(ConfigurationError, match="watchdog_timeout: expected seconds"):
+        psync.ClusterCoordinator(strategy_of(), watchdog_timeout=timeout)
 
 
 async def test_the_environment_sets_the_timeout_and_an_argument_wins(monkeypatch, caplog):

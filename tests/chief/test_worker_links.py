@@ -138,11 +138,18 @@ async def test_a_worker_that_cannot_go_on_is_set_aside_unless_a_ps_is_missing(
 # --- new ones ----------------------------------------------------------------------------------
 
 
-async def test_a_worker_is_added_and_from_then_on_connected_to_like_the_others(
-    links, owner, cluster
+@pytest.mark.parametrize("is_there", [True, False], ids=["it is there", "it is still starting"])
+async def test_a_worker_is_added_once_it_is_there_and_connected_to_like_the_others(
+    links, owner, cluster, is_there
 ):
-    await cluster.start("worker-2")
-    assert await links.workers.add("worker-2:1", 2, 10) == W2
+    if is_there:
+        await cluster.start("worker-2")
+    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, 60))
+    if not is_there:
+        await asyncio.sleep(20)
+        assert links.membership.missing() == [(W2, "worker-2:1")]
+        await cluster.start("worker-2")
+    assert await adding == W2
     assert owner.events == ["+2"]
     assert links.workers.names()[2] == W2
     cluster.network.cut("worker-2:1")
@@ -150,33 +157,26 @@ async def test_a_worker_is_added_and_from_then_on_connected_to_like_the_others(
     assert owner.events == ["+2", "-2", "+2"]
 
 
-async def test_a_worker_that_is_still_starting_is_waited_for(links, owner, cluster):
-    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, 60))
-    await asyncio.sleep(20)
-    assert links.membership.missing() == [(W2, "worker-2:1")]
-    await cluster.start("worker-2")
-    assert await adding == W2
-
-
-async def test_one_that_does_not_come_in_time_is_forgotten(links, owner, cluster):
-    with pytest.raises(ConnectFailed, match=f"{W2} at worker-2:1 could not be added within 10 s"):
-        await links.workers.add("worker-2:1", 2, 10)
+@pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "not in time"])
+async def test_one_that_is_given_up_or_does_not_come_in_time_is_forgotten(
+    links, owner, cluster, gives_up
+):
+    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, None if gives_up else 10))
+    await asyncio.sleep(5)
+    if gives_up:
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+    else:
+        with pytest.raises(
+            ConnectFailed, match=f"{W2} at worker-2:1 could not be added within 10 s"
+        ):
+            await adding
     assert links.membership.missing() == []
     assert list(links.workers.addresses()) == ["/job:worker/task:0", W1]
     await cluster.start("worker-2")
     await asyncio.sleep(100)
     assert owner.events == []
     assert await links.workers.add("worker-2:1", 2, 10) == W2, "it may be tried again"
-
-
-async def test_whoever_gives_up_adding_a_worker_forgets_it(links, owner, cluster):
-    adding = asyncio.create_task(links.workers.add("worker-2:1", 2, None))
-    await asyncio.sleep(5)
-    adding.cancel()
-    await asyncio.gather(adding, return_exceptions=True)
-    await cluster.start("worker-2")
-    await asyncio.sleep(20)
-    assert owner.events == []
 
 
 async def test_a_worker_of_another_index_is_refused_at_once(links, owner, cluster):

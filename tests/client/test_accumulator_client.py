@@ -12,7 +12,7 @@ import pytest
 from inside import ledger_of
 from ps_cluster import OTHER, WORKER, PsCluster, until
 from psync.client.accumulator_client import AccumulatorClient, Place
-from psync.errors import ConfigurationError, GradientError
+from psync.errors import ConfigurationError
 from psync.wire.accumulator_messages import AccumulatorState, DefineAccumulator, GradientApplied
 from psync.wire.tensors import to_bytes_view
 
@@ -92,15 +92,6 @@ async def test_an_apply_once_begun_ends_though_nobody_waits_for_it(scene):
     assert scene.counters()["gradients"] == 1
 
 
-async def test_a_gradient_that_is_refused_is_the_callers_error(scene):
-    await scene.apply(scene.a, 1.0)
-    with pytest.raises(GradientError, match="shape mismatch"):
-        await scene.a.apply(
-            PLACE, [to_bytes_view(np.zeros(3, np.float32))], [3], None, local_step=0, weight=1.0,
-            closure=-1, ordinal=0,
-        )  # fmt: skip
-
-
 async def test_the_same_call_of_a_closure_counts_once_whoever_makes_it(scene):
     await scene.apply(scene.a, 1.0, closure=5)
     assert (await scene.apply(scene.b, 1.0, closure=5)).outcome == "duplicate"
@@ -122,22 +113,6 @@ async def test_takes_are_numbered_and_acknowledged(scene):
     await first
     await asyncio.sleep(1)
     assert (scene.counters()["waiting"], scene.counters()["kept"]) == (0, 0)
-
-
-async def test_what_could_not_be_acknowledged_is_so_with_the_next_take(scene):
-    await scene.apply(scene.a, 1.0)
-    taking = asyncio.create_task(scene.a.take(PLACE, 1))
-    await until(lambda: scene.counters()["kept"])
-    link = scene.links_of_a.links[1]
-    notify, link.notify = link.notify, lambda message: None
-    await taking
-    link.notify = notify
-    await asyncio.sleep(1)
-    assert scene.counters()["kept"] == 1
-    taking = asyncio.create_task(scene.a.take(PLACE, 1))
-    await asyncio.sleep(1)
-    assert scene.counters()["kept"] == 0
-    taking.cancel()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -65,19 +65,18 @@ class TestAnswers:
     def received(number: int) -> Received:
         return Received(Statistics({"number": number}), [])
 
-    async def test_they_come_in_the_order_of_the_questions(self) -> None:
-        answers = Answers(3)
+    @pytest.mark.parametrize("before", [0, 1, 3])
+    async def test_they_come_in_the_order_of_the_questions(self, before: int) -> None:
+        """Also if some of them, or all, were there before somebody waits."""
+        answers, order = Answers(3), [2, 0, 1]
+        for number in order[:before]:
+            answers.note(number, self.received(number))
         waiting = asyncio.create_task(answers.wait())
-        for number in (2, 0, 1):
+        for number in order[before:]:
             await asyncio.sleep(0)
             assert not waiting.done()
             answers.note(number, self.received(number))
         assert await waiting == [self.received(number) for number in range(3)]
-
-    async def test_they_may_be_there_before_somebody_waits(self) -> None:
-        answers = Answers(1)
-        answers.note(0, self.received(0))
-        assert await answers.wait() == [self.received(0)]
         assert await Answers(0).wait() == []
 
     async def test_the_first_error_is_raised_once_all_have_ended(self) -> None:

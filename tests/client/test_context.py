@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -173,18 +174,30 @@ async def test_wait_gives_a_plain_step_the_result_in_the_steps_context() -> None
     assert await run_plain_step(context, step) == (context, "set in the thread", loop_thread)
 
 
-async def test_wait_takes_any_awaitable() -> None:
-    future = asyncio.get_running_loop().create_future()
-    future.set_result(4)
-    assert await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(future)) == 4
-
-
-async def test_wait_raises_what_the_awaitable_raises() -> None:
-    async def pull() -> None:
-        raise LookupError("no such shard")
-
-    with pytest.raises(LookupError, match=r"^'no such shard'$|^no such shard$"):
-        await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(pull()))
+@pytest.mark.parametrize(
+    ("end", "expectation"),
+    [
+        (lambda future: future.set_result(4), contextlib.nullcontext()),
+        (
+            lambda future: future.set_exception(LookupError("no such shard")),
+            pytest.raises(LookupError, match=r"^no such shard$"),
+        ),
+        # A thread must never be left with asyncio's CancelledError, which means something else.
+        (
+            lambda future: future.cancel(),
+            pytest.raises(ClosureCancelled, match=r"while it waited$"),
+        ),
+    ],
+    ids=["a result", "an error", "cancelled without the closure"],
+)
+async def test_wait_takes_any_awaitable_and_ends_as_it_did(
+    end: Callable[[asyncio.Future[int]], object], expectation: Any
+) -> None:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[int] = loop.create_future()
+    end(future)
+    with expectation:
+        assert await run_plain_step(closure(loop=loop), lambda: wait(future)) == 4
 
 
 async def test_wait_on_the_loop_says_to_await() -> None:
@@ -313,11 +326,3 @@ async def test_a_cancellation_between_the_check_and_the_loop_is_not_lost() -> No
     may_go.set()
     with pytest.raises(ClosureCancelled, match=r"while it waited$"):
         await running
-
-
-async def test_what_was_waited_for_may_be_cancelled_without_the_closure() -> None:
-    """A thread must never be left with asyncio's CancelledError, which means something else."""
-    future = asyncio.get_running_loop().create_future()
-    future.cancel()
-    with pytest.raises(ClosureCancelled, match=r"while it waited$"):
-        await run_plain_step(closure(loop=asyncio.get_running_loop()), lambda: wait(future))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -60,6 +60,42 @@ async def kept() -> AsyncIterator[Kept]:
         yield Kept(cluster, client, ahead, v)
 
 
+# What may happen; returns when the closure that pulls then came in.
+
+
+async def pulls_another_set(k: Kept) -> int:
+    other = await k.cluster.create("other", np.zeros(1, np.float32))
+    assert k.ahead.take(k.client.plan((other,)), 1) is None
+    return 1
+
+
+async def asks_a_ps(k: Kept) -> int:
+    await assign(k.client, k.v, np.ones(4, np.float32))
+    return 1
+
+
+async def waits(k: Kept) -> int:
+    await asyncio.sleep(0)
+    return 1
+
+
+async def connects_anew(k: Kept) -> int:
+    for peer in peers_of(k.client.links[1]):
+        peer.abort()
+        await peer.wait_closed()
+    await k.client.links[1].peer("control")
+    return 1
+
+
+async def pushes_again(k: Kept) -> int:
+    assert k.ahead.want() is not None
+    return 1
+
+
+async def comes_in(k: Kept) -> int:
+    return 2
+
+
 @pytest.mark.asyncio
 class TestKeeping:
     async def test_the_next_pull_of_the_set_takes_them_and_no_other(self) -> None:
@@ -86,20 +122,16 @@ class TestKeeping:
                 first, wanted.arrays = wanted.arrays[0], None
             assert first.tolist() == [1, 1, 2, 2]
 
-    async def test_a_closure_that_came_after_the_push_does_not_get_them(self) -> None:
+    @pytest.mark.parametrize(
+        "happens",
+        [pulls_another_set, asks_a_ps, waits, connects_anew, pushes_again, comes_in],
+        ids=lambda happens: happens.__name__,
+    )
+    async def test_whatever_happens_after_the_push_drops_them(
+        self, happens: Callable[[Kept], Awaitable[int]]
+    ) -> None:
         async with kept() as k:
-            assert k.take(2) is None
-
-    async def test_another_set_drops_them(self) -> None:
-        async with kept() as k:
-            other = await k.cluster.create("other", np.zeros(1, np.float32))
-            assert k.ahead.take(k.client.plan((other,)), 1) is None
-            assert k.take() is None
-
-    async def test_whatever_else_is_asked_of_a_ps_drops_them(self) -> None:
-        async with kept() as k:
-            await assign(k.client, k.v, np.ones(4, np.float32))
-            assert k.take() is None
+            assert k.take(await happens(k)) is None
 
     async def test_an_answer_to_what_was_asked_before_the_push_drops_them(self) -> None:
         async with kept() as k:
@@ -111,11 +143,6 @@ class TestKeeping:
             wanted.receive(BlockPool())
             k.ahead.put(wanted, 9, 3)
             await asked
-            assert k.take() is None
-
-    async def test_who_has_waited_for_anything_since_the_push_does_not_get_them(self) -> None:
-        async with kept() as k:
-            await asyncio.sleep(0)
             assert k.take() is None
 
     async def test_the_next_closure_gets_them_if_the_first_ended_in_that_turn(self) -> None:
@@ -146,19 +173,6 @@ class TestKeeping:
             k.ahead.put(None, 9, 5)
             assert k.take() is None  # in time, had there been any
             assert k.ahead.want() is not None
-
-    async def test_a_new_connection_drops_them(self) -> None:
-        async with kept() as k:
-            for peer in peers_of(k.client.links[1]):
-                peer.abort()
-                await peer.wait_closed()
-            await k.client.links[1].peer("control")
-            assert k.take() is None
-
-    async def test_the_next_push_drops_them(self) -> None:
-        async with kept() as k:
-            assert k.ahead.want() is not None
-            assert k.take() is None
 
     async def test_none_are_wanted_while_an_update_is_under_way(self) -> None:
         async with kept() as k:
@@ -201,9 +215,12 @@ async def training() -> AsyncIterator[Training]:
         yield Training(cluster, coordinator)
 
 
-async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
+@pytest.mark.parametrize(("pull_ahead", "pulls"), [(True, 2), (False, 2 * STEPS)])
+async def test_a_loop_that_pulls_and_pushes_pulls_once_for_each_worker_that_wants_it(
+    pull_ahead: bool, pulls: int
+) -> None:
     async with training() as t:
-        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=True)
+        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=pull_ahead)
 
         async def loop() -> list[tuple[list[float], Outcome, int]]:
             seen = []
@@ -218,23 +235,8 @@ async def test_a_loop_that_pulls_and_pushes_pulls_once() -> None:
         await t.coordinator.join()
         for seen in await t.coordinator.fetch(runs):
             assert seen == [([-n, 1 - n], Outcome.ACCEPTED, n + 1) for n in range(STEPS)]
-        assert [len(pulls) for pulls in t.pulls] == [2, 2]  # each worker once
+        assert [len(heard) for heard in t.pulls] == [pulls] * 2
         assert int(await global_step.read()) == STEPS
-
-
-async def test_who_does_not_want_that_pulls_each_time() -> None:
-    async with training() as t:
-        model, global_step, optimizer = t.model, t.global_step, t.optimizer(pull_ahead=False)
-
-        async def loop() -> None:
-            for _ in range(STEPS):
-                values = await psync.pull(model)
-                await optimizer.apply_gradients(zip(values, model, strict=True), global_step)
-
-        for _ in range(2):
-            t.coordinator.schedule(loop)
-        await t.coordinator.join()
-        assert [len(pulls) for pulls in t.pulls] == [2 * STEPS] * 2
 
 
 async def test_closures_that_were_scheduled_before_take_what_came_with_the_token() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inside import handlers_of, points_of, store_of, sync_of
+from inside import handlers_of, store_of, sync_of
 from ps_cluster import CONFIG, OTHER, RATE, WORKER, PsCluster, pull
 from psync.client import rows
 from psync.client.ps_client import PsClient
@@ -62,6 +62,8 @@ class TestReading:
                 got = await cluster.chief.read_rows(v, np.array(rows, np.int64))
                 np.testing.assert_array_equal(got, value[list(rows)])
                 got[...] = 0  # the caller's own
+                assert await cluster.chief.read_rows(v, np.array(rows, np.int64), out=got) is got
+                np.testing.assert_array_equal(got, value[list(rows)])
             np.testing.assert_array_equal((await pull(cluster.chief, v))[0], value)
 
     async def test_rows_may_be_of_any_shape_and_dtype(self) -> None:
@@ -75,26 +77,18 @@ class TestReading:
                 assert (got.shape, got.dtype) == ((3, *shape[1:]), value.dtype)
                 assert got.all()
 
-    async def test_duplicates_travel_once(self) -> None:
+    @pytest.mark.parametrize(
+        ("rows", "travel", "asked"), [((8, 1, 2, 1) * 50, [2, 1], [1, 1]), ((1, 0), [2, 0], [1, 0])]
+    )
+    async def test_each_row_travels_once_and_only_ps_tasks_that_have_some_are_asked(
+        self, rows: tuple[int, ...], travel: list[int], asked: list[int]
+    ) -> None:
         async with PsCluster(2) as cluster:
             v = await cluster.create("v", table(), shards=2)
-            rows = np.tile(rows_of(8, 1, 2, 1), 50)
-            await cluster.chief.read_rows(v, rows)
-            stores = [task.statistics()["store"] for task in cluster.ps]
-            assert [store["rows"] for store in stores] == [2, 1]
-
-    async def test_only_ps_tasks_that_have_some_of_them_are_asked(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", table(), shards=2)
-            await cluster.chief.read_rows(v, rows_of(1, 0))
-            assert [task.statistics()["row_pulls"] for task in cluster.ps] == [1, 0]
-
-    async def test_they_are_read_into_the_callers_array(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", table(), shards=2)
-            out = np.empty((3, 3), np.float32)
-            assert await cluster.chief.read_rows(v, rows_of(9, 0, 4), out=out) is out
-            np.testing.assert_array_equal(out, table()[[9, 0, 4]])
+            await cluster.chief.read_rows(v, rows_of(*rows))
+            statistics = [task.statistics() for task in cluster.ps]
+            assert [each["store"]["rows"] for each in statistics] == travel
+            assert [each["row_pulls"] for each in statistics] == asked
 
     async def test_many_are_asked_for_in_several_messages(
         self, monkeypatch: pytest.MonkeyPatch
@@ -222,33 +216,6 @@ def test_which_positions_of_a_range_are_in_a_shard(
 
 @aio
 class TestPushes:
-    @pytest.mark.parametrize("shards", [1, 3])
-    async def test_rows_are_updated_as_a_dense_gradient_updates_them(self, shards: int) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", table(), shards=shards)
-            gradient = IndexedSlices(table(3) + 1, rows_of(0, 4, 9))
-            answers = await push_rows(cluster.chief, v, gradient)
-            assert answers == ["accepted"] * len(cluster.chief.plan((v,)).requests)
-            expected = table()
-            expected[[0, 4, 9]] -= np.float32(RATE) * (table(3) + 1)
-            np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
-
-    async def test_rows_and_whole_gradients_go_in_one_push(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", table(), shards=2)
-            b = await cluster.create("b", np.zeros(3, np.float32))
-            client = cluster.chief
-            slices = IndexedSlices(np.ones((1, 3), np.float32), rows_of(7))
-            await client.push(
-                client.plan((v, b)), [slices, np.ones(3, np.float32)], optimizer=1,
-                config=CONFIG, step=0, closure=-1, ordinal=0,
-            )  # fmt: skip
-            expected = table()
-            expected[7] -= RATE
-            got, bias = await pull(client, v, b)
-            np.testing.assert_array_equal(got, expected)
-            assert bias.tolist() == [-RATE] * 3
-
     async def test_a_shard_without_rows_counts_the_push_too(self) -> None:
         """So steps are the same on all ps tasks, and a call has one variable set."""
         async with PsCluster(2) as cluster:
@@ -263,17 +230,6 @@ class TestPushes:
             np.testing.assert_array_equal((await pull(first, v))[0], expected)
             assert [task.statistics()["pushes"] for task in cluster.ps] == [1, 1]
             assert [store_of(task).optimizer_step(1) for task in cluster.ps] == [1, 1]
-
-    async def test_a_push_whose_answer_was_lost_is_applied_once(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", table())
-            cut = lambda: cluster.network.cut("w")  # noqa: E731
-            points_of(cluster.ps[0]).arm("ps.push.applied", cut)
-            gradient = IndexedSlices(np.ones((1, 3), np.float32), rows_of(1))
-            assert await push_rows(cluster.client(WORKER, host="w"), v, gradient) == ["accepted"]
-            expected = table()
-            expected[1] -= RATE
-            np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
 
 
 @aio
@@ -293,22 +249,6 @@ class TestScattering:
             answers = await cluster.chief.scatter(v, rows, values, op=op, closure=-1, ordinal=0)
             assert {answer.outcome for answer in answers} == {"accepted"}
             np.testing.assert_array_equal((await pull(cluster.chief, v))[0], expected)
-
-    async def test_all_operands_of_one_row_count(self) -> None:
-        async with PsCluster(2) as cluster:
-            v = await cluster.create("v", np.zeros((4, 1), np.int32), shards=2)
-            rows, values = rows_of(3, 1, 3), np.array([[1], [2], [4]], np.int32)
-            for op, expected in (("add", [0, 2, 0, 5]), ("assign", [0, 2, 0, 4])):
-                await cluster.chief.scatter(v, rows, values, op=op, closure=-1, ordinal=0)
-                assert (await pull(cluster.chief, v))[0].reshape(-1).tolist() == expected
-
-    async def test_what_a_dtype_cannot_do_is_refused(self) -> None:
-        async with PsCluster() as cluster:
-            v = await cluster.create("v", np.ones((4, 1), np.int32))
-            with pytest.raises(GradientError, match='variable "v": int32 values cannot be divided'):
-                await cluster.chief.scatter(
-                    v, rows_of(0), np.ones((1, 1), np.int32), op="div", closure=-1, ordinal=0
-                )
 
 
 @aio

@@ -119,22 +119,6 @@ async def test_several_variables_are_read_at_one_instant() -> None:
 
 
 @virtual
-async def test_on_each_shard_updates_of_others_come_before_or_after_an_atomic_assign() -> None:
-    async with PsCluster(3, seed=2, latency=(0.001, 0.02)) as cluster:
-        v = await cluster.create("v", full(0), shards=3)
-        writer, other = cluster.client(WORKER), cluster.client(OTHER)
-        adding = [
-            asyncio.ensure_future(assign(other, v, full(1), "add", ordinal=number))
-            for number in range(5)
-        ]
-        await write(writer, v, 100)
-        await asyncio.gather(*adding)
-        (value,) = await read(writer, v)
-        assert 100 <= value.min()
-        assert value.max() <= 105
-
-
-@virtual
 async def test_tasks_that_lock_the_same_shards_do_not_wait_for_each_other_for_ever() -> None:
     async with PsCluster(3, seed=3, latency=(0.001, 0.02)) as cluster:
         a = await cluster.create("a", full(0), shards=3)

@@ -8,7 +8,7 @@ import pytest
 from ps_cluster import OTHER, PsCluster, pull, push
 from psync import schedules
 from psync.client.optimizer_client import set_optimizer, set_slot
-from psync.errors import ConfigurationError, UsageError
+from psync.errors import ConfigurationError
 from psync.numerics.update_rule import SGD
 
 pytestmark = pytest.mark.asyncio
@@ -16,34 +16,24 @@ pytestmark = pytest.mark.asyncio
 MOMENTUM = SGD(0.5, momentum=0.5).to_config()
 
 
-async def test_slots_of_all_shards_are_set() -> None:
+@pytest.mark.parametrize(
+    ("shape", "shards"),
+    [((5, 2), 3), ((), 1), ((3 << 20,), 1)],
+    ids=["shards", "a scalar", "block by block"],
+)
+async def test_slots_of_all_shards_are_set_while_it_is_read(
+    shape: tuple[int, ...], shards: int
+) -> None:
     async with PsCluster(2) as cluster:
-        v = await cluster.create("v", np.zeros((5, 2), np.float32), shards=3)
-        value = np.arange(10, dtype=np.float32).reshape(5, 2)
-        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
-        (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
-        np.testing.assert_array_equal(read, value)
-        await push(cluster.chief, [v], [0.0], config=MOMENTUM)
-        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], value / 2)
-
-
-async def test_a_scalar_has_slots_too() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.float64(1))
-        value = np.array(3.0)
-        await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
-        assert (await pull(cluster.chief, v, optimizer=1, slot="momentum"))[0] == 3.0
-
-
-async def test_a_large_slot_is_set_block_by_block_while_it_is_read() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(3 << 20, np.float32))
-        value = np.arange(3 << 20, dtype=np.float32)
+        v = await cluster.create("v", np.zeros(shape, np.float32), shards=shards)
+        value = np.arange(3, 3 + np.prod(shape), dtype=np.float32).reshape(shape)
         (before,) = await pull(cluster.chief, v)
         await set_slot(cluster.chief, v, value, optimizer=1, config=MOMENTUM, slot="momentum")
         (read,) = await pull(cluster.chief, v, optimizer=1, slot="momentum")
         np.testing.assert_array_equal(read, value)
         assert not before.any()
+        await push(cluster.chief, [v], [0.0], config=MOMENTUM)
+        np.testing.assert_array_equal((await pull(cluster.chief, v))[0], value / 2)
 
 
 async def test_the_next_push_has_the_step_that_was_set() -> None:
@@ -76,12 +66,3 @@ async def test_what_is_no_learning_rate_changes_nothing() -> None:
         v = await cluster.create("v", np.zeros(2, np.float32))
         await push(cluster.chief, [v], [-1.0], config=config)
         np.testing.assert_array_equal((await pull(cluster.chief, v))[0], [1.0, 1.0])
-
-
-async def test_a_slot_that_there_is_not_is_named() -> None:
-    async with PsCluster() as cluster:
-        v = await cluster.create("v", np.zeros(2, np.float32))
-        with pytest.raises(UsageError, match=r"no slot 'm'.*\n.*momentum"):
-            await set_slot(
-                cluster.chief, v, np.zeros(2, np.float32), optimizer=1, config=MOMENTUM, slot="m"
-            )

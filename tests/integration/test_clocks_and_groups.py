@@ -55,24 +55,28 @@ async def train(
             return cluster.tasks["ps-0"].statistics()
 
 
-@pytest.mark.parametrize("rounds", [0, 1])
-async def test_two_workers_that_wait_at_two_clocks_go_on(rounds):
-    counters = await train(2, [bounded(rounds), bounded(rounds)], [0, 1] * 6)
-    assert [c["ticks"] for c in counters["clocks"].values()] == [6, 6]
-    assert [c["waiting"] for c in counters["clocks"].values()] == [0, 0]
+@pytest.mark.parametrize(("workers", "rounds", "ticks"), [(2, 0, 6), (2, 1, 6), (3, 0, 5)])
+async def test_workers_that_wait_at_as_many_clocks_go_on(workers, rounds, ticks):
+    clocks = [bounded(rounds) for _ in range(workers)]
+    counters = await train(workers, clocks, [*range(workers)] * ticks)
+    assert [c["ticks"] for c in counters["clocks"].values()] == [ticks] * workers
+    assert [c["waiting"] for c in counters["clocks"].values()] == [0] * workers
 
 
-async def test_three_workers_that_wait_at_three_clocks_go_on():
-    counters = await train(3, [bounded(), bounded(), bounded()], [0, 1, 2] * 5)
-    assert [c["ticks"] for c in counters["clocks"].values()] == [5, 5, 5]
-
-
-async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group():
-    counters = await train(2, [synchronous(2), bounded()], [0, 1] * 6)
+@pytest.mark.parametrize(
+    ("order", "partial_steps"), [([0, 1] * 6, None), ([0, 1, 0, 0, 1, 0], 0)], ids=["all", "whole"]
+)
+async def test_one_that_waits_at_a_clock_goes_on_when_the_other_waits_in_a_group(
+    order, partial_steps
+):
+    """While more is to come, the clock lets it go, and no step of the group is cut short."""
+    counters = await train(2, [synchronous(2), bounded()], order)
     (group,) = counters["sync"].values()
     assert group["replicas"].keys() <= {"/job:worker/task:0", "/job:worker/task:1"}
-    assert sum(c["accepted"] for c in group["replicas"].values()) == 6
-    assert [c["ticks"] for c in counters["clocks"].values()] == [6]
+    assert sum(c["accepted"] for c in group["replicas"].values()) == order.count(0)
+    assert [c["ticks"] for c in counters["clocks"].values()] == [order.count(1)]
+    if partial_steps is not None:
+        assert (group["steps"], group["partial_steps"]) == (2, partial_steps)
 
 
 def tick(replica: SyncReplica, number: int) -> asyncio.Task[Received]:
@@ -138,14 +142,6 @@ async def test_a_wait_that_is_given_up_with_its_very_request_is_none():
         (clock,) = counters["clocks"].values()
         assert (clock["ticks"], clock["waiting"]) == (3, 0)
         assert (cluster.group()["counted"], cluster.group()["waiting"]) == (1, 0)
-
-
-async def test_no_step_is_cut_short_for_a_worker_that_waits_at_a_clock():
-    """While more is to come, the clock lets it go, and the group has it for its next step."""
-    order = [0, 1, 0, 0, 1, 0]
-    counters = await train(2, [synchronous(2), bounded()], order)
-    (group,) = counters["sync"].values()
-    assert (group["steps"], group["partial_steps"]) == (2, 0)
 
 
 async def test_workers_at_a_clock_and_in_two_groups_go_on():

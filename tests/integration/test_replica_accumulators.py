@@ -117,21 +117,6 @@ async def test_wherever_a_ps_dies_each_gradient_is_taken_once(
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
-@pytest.mark.slow
-@each_kind
-async def test_backups_that_are_made_anew_have_all_of_it(size: int, sparse: bool) -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator, size, sparse=sparse)
-        for lost in ("ps-0", "ps-1", "ps-0"):
-            await program.round()
-            await coordinator.backed_up()
-            await cluster.kill(lost)
-            await program.round()
-            await cluster.revive(lost)
-        await coordinator.backed_up()
-        await program.check()
-
-
 async def test_a_take_that_waits_while_its_ps_dies_goes_on() -> None:
     async with replicated() as (cluster, coordinator):
         program = Program(coordinator)
@@ -146,23 +131,6 @@ async def test_a_take_that_waits_while_its_ps_dies_goes_on() -> None:
         await program.check()
 
 
-async def test_a_take_that_is_given_up_while_its_ps_dies_takes_nothing() -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator)
-        program.schedule(2)
-        await coordinator.join()
-        taking = asyncio.create_task(program.take(3))
-        await until(lambda: cluster.ps("ps-0").statistics()["accumulators"]["waiting"])
-        cluster.cut_off("ps-0")
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
-        await cluster.stop("ps-0")
-        program.schedule(2)
-        await coordinator.join()
-        assert await program.held.num_accumulated() == 4
-        await program.check()
-
-
 @pytest.mark.parametrize("what", ["take", "gradient"])
 async def test_what_was_answered_just_before_a_death_is_not_undone(what: str) -> None:
     async with replicated() as (cluster, coordinator):
@@ -173,19 +141,6 @@ async def test_what_was_answered_just_before_a_death_is_not_undone(what: str) ->
             await program.take(2)
         await cluster.kill("ps-0")
         assert await program.held.num_accumulated() == (0 if what == "take" else 3)
-        await program.round()
-        await program.check()
-
-
-async def test_the_process_of_the_backup_may_die() -> None:
-    async with replicated() as (cluster, coordinator):
-        program = Program(coordinator)
-        await program.round()
-        await cluster.kill("ps-1")
-        await program.round()
-        await cluster.revive("ps-1")
-        await coordinator.backed_up()
-        await cluster.kill("ps-0")
         await program.round()
         await program.check()
 
@@ -205,21 +160,4 @@ async def test_a_take_that_waits_in_a_step_waits_anew_in_its_next_run() -> None:
         await coordinator.join()
         program.total += await taken.fetch()
         assert program.total.sum() in (2, 3)
-        await program.check()
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize(
-    "kind", ["DefineAccumulator", "ApplyGradient", "TakeGradient", "LogEntries", "BeginBackup"]
-)
-async def test_whichever_message_is_lost_each_gradient_is_taken_once(kind: str) -> None:
-    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
-        program = Program(coordinator)
-        for name in ("ps-0", "ps-1"):
-            for _ in range(3):
-                await program.round()
-            await cluster.kill(name)
-            await program.round()
-            await cluster.revive(name)
-            await coordinator.backed_up()
         await program.check()

@@ -14,20 +14,14 @@ import pytest
 
 import psync
 from chief_lives import at, backing_one_another_up, fail_over, life, life_of, silence
-from image_store import keep_images
 from inside import chief_of, host_of
 from memory_cluster import MemoryCluster
 from ps_cluster import heard, until
 from psync.chief.events import FailoverEvent
-from psync.cluster_roles import CHIEF
 from psync.errors import AttachError, FencedError, ParameterServerLost
-from psync.net.endpoint import Endpoint
 from psync.net.process_state import fresh_process
-from psync.ps.succession import RANGE
-from psync.ps_task import PsTask
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import AskServed, BackUp, LogEntries, Promote
-from psync.wire.worker_messages import AttachWorker
+from psync.wire.recovery_messages import AskServed, Promote
 from replica_training import add, check, declared, run
 
 pytestmark = pytest.mark.virtual_time
@@ -46,10 +40,6 @@ def incarnation(coordinator: psync.ClusterCoordinator) -> int:
 def served(cluster: MemoryCluster, name: str) -> list[str]:
     """Say which ps tasks a process serves, beside that of its own address."""
     return sorted(task.task for task in host_of(cluster.ps(name)).serving)  # type: ignore[attr-defined]
-
-
-def own_store_is_empty(cluster: MemoryCluster, name: str) -> bool:
-    return not cluster.ps(name).statistics()["store"]["shards"]
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -74,77 +64,6 @@ async def test_the_next_chief_goes_on_with_what_backups_serve(lost: str, backed_
             await cluster.kill("ps-1" if lost == "ps-0" else "ps-0")  # which served both
             await run(second, 3, *variables)
             await check(variables, 15)
-
-
-async def test_values_slots_steps_and_rates_are_those_of_one_undisturbed_life() -> None:
-    async def push(v: Any, optimizer: Any, scale: float) -> None:
-        gradient = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3) * np.float32(scale)
-        await optimizer.apply_gradients([(gradient, v)])
-
-    async def train(victims: tuple[str, ...]) -> list[Any]:
-        async with backing_one_another_up() as cluster:
-            result: list[Any] = []
-            for victim in (*victims, ""):
-                async with life(cluster) as coordinator:
-                    with coordinator.strategy.scope():
-                        if victim == victims[0]:  # so the next one has other numbers
-                            psync.Variable(np.ones(2, np.float32), name="more")
-                        v = psync.Variable(np.ones((2, 3), np.float32), name="v")
-                    adam = psync.optimizers.Adam(0.1)
-                    for step in range(1, 6):
-                        coordinator.schedule(push, args=(v, adam, float(step)))
-                        await coordinator.join()
-                    if victim not in ("", "none"):
-                        await fail_over(cluster, victim)
-                    result = [
-                        (await v.read()).tobytes(),
-                        (await adam.get_slot(v, "m").read()).tobytes(),
-                        await adam.iterations.read(),
-                    ]
-            return result
-
-    assert await train(("ps-0", "ps-1")) == await train(("none", "none"))
-
-
-async def test_all_ps_tasks_in_a_process_whose_own_one_was_started_again_and_is_empty() -> None:
-    """The process at the address of ps 0 has both, and neither where the chief knows it."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await fail_over(cluster, "ps-0", "ps-1")
-            await run(first, 3, *variables)
-        assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
-        before = incarnation_of_hosted = max(
-            task.newest
-            for task in host_of(cluster.ps("ps-0")).serving  # type: ignore[attr-defined]
-        )
-        async with life(cluster) as second:
-            assert second.attached
-            assert incarnation(second) >= incarnation_of_hosted + RANGE > before
-            variables = declared(second)
-            await check(variables, 6)
-            await fail_over(cluster, "ps-0")
-            await run(second, 2, *variables)
-            await check(variables, 8)
-            assert served(cluster, "ps-1") == ["/job:ps/task:0", "/job:ps/task:1"]
-        async with life(cluster) as third:
-            await check(declared(third), 8)
-
-
-async def test_of_three_processes_each_serves_something_else_than_at_first() -> None:
-    async with backing_one_another_up(3) as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 2, *variables)
-            await fail_over(cluster, "ps-0", "ps-2", "ps-1")
-            await run(first, 2, *variables)
-        async with life(cluster) as second:
-            variables = declared(second)
-            await check(variables, 4)
-            await run(second, 2, *variables)
-            await fail_over(cluster, "ps-2", "ps-0")
-            await check(variables, 6)
 
 
 # Who dies when.
@@ -223,26 +142,6 @@ async def test_one_that_is_about_to_serve_is_waited_for(monkeypatch: pytest.Monk
         await attaching
 
 
-async def test_the_chief_dies_while_a_copy_is_made() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await cluster.kill("ps-0")
-            await anext(first.events())
-            await cluster.revive("ps-0")
-            with at(cluster, "ps-0", LogEntries, lambda: False) as reached:
-                await reached.wait()
-                silence(cluster, first)
-        async with life(cluster) as second:
-            variables = declared(second)
-            await check(variables, 3)
-            await second.backed_up()
-            await cluster.kill("ps-1")
-            await run(second, 2, *variables)
-            await check(variables, 5)
-
-
 async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None:
     async with backing_one_another_up(3) as cluster:
         async with life(cluster) as first:
@@ -254,40 +153,6 @@ async def test_the_chief_dies_and_the_process_in_which_a_backup_serves() -> None
         with pytest.raises(AttachError, match="nobody serves /job:ps/task:1"):
             async with life(cluster):
                 pass
-
-
-async def test_the_chief_dies_and_a_process_that_had_backups_only() -> None:
-    """Whether one of them has served in between nobody can know."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await fail_over(cluster, "ps-0")
-            await first.backed_up()
-        await cluster.kill("ps-0")
-        await cluster.revive("ps-0")
-        with pytest.raises(
-            AttachError, match=r"task:0 may have been replaced(.|\n)*task:1 may have"
-        ):
-            async with life(cluster):
-                pass
-        async with life(cluster, attach=False) as second:
-            await check(declared(second), 0)
-
-
-async def test_the_chief_dies_again_before_all_is_adopted() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await fail_over(cluster, "ps-1")
-        for _ in range(2):
-            async with life(cluster) as coordinator:
-                with coordinator.strategy.scope():
-                    small = psync.Variable(np.zeros((1,), np.int64), name="small")
-                assert (await small.read()).tolist() == [3]
-        async with life(cluster) as last:
-            await check(declared(last), 3)
 
 
 async def test_a_chief_that_dies_while_it_attaches_leaves_all_that_the_next_one_needs() -> None:
@@ -339,22 +204,6 @@ async def cut_off_from_the_chief(cluster: MemoryCluster, name: str, other: str) 
     assert isinstance(await anext(cluster.chief.events()), FailoverEvent)
 
 
-async def test_of_two_that_serve_one_ps_the_newer_one_goes_on_and_the_other_ends() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 2, *variables)
-            await cut_off_from_the_chief(cluster, "ps-0", "ps-1")
-            await run(first, 2, *variables)
-        cluster.network.admit("ps-0")
-        async with life(cluster) as second:
-            variables = declared(second)
-            await check(variables, 4)
-            assert own_store_is_empty(cluster, "ps-0")
-        async with life(cluster) as third:
-            await check(declared(third), 4)
-
-
 async def test_one_that_was_replaced_does_not_stand_in_for_a_newer_one_that_is_lost() -> None:
     """ps 0 serves in process 1, and what was ps 0 knows only that it waits for its backup."""
     async with backing_one_another_up(3) as cluster:
@@ -392,62 +241,7 @@ async def test_a_chief_that_lives_on_can_let_no_backup_serve_any_more() -> None:
                     await run(first, 1, *variables)
 
 
-async def test_a_copy_that_a_newer_chief_refuses_costs_no_values() -> None:
-    """A ps whose backup is refused since a newer chief is there has not been replaced."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            variables = declared(first)
-            await run(first, 3, *variables)
-            await fail_over(cluster, "ps-0")
-            link = chief_of(first).links.ps.links[1]
-            peer = await link.peer("control")
-            host_of(cluster.ps("ps-0")).fence(incarnation(first) + RANGE)
-            for epoch in (1000, 1001):
-                with pytest.raises(psync.PsyncError, match="serves a newer coordinator"):
-                    await peer.call(BackUp(epoch, "/job:ps/task:0", "ps-0:1", False))
-            await check(variables, 3)
-        async with life(cluster) as second:
-            await check(declared(second), 3)
-
-
 # Who is the coordinator.
-
-
-async def test_a_ps_0_that_serves_elsewhere_grants_nothing_and_its_number_counts() -> None:
-    """Process 0 was started again with a clock that is behind: all the same no number is lower."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-            await fail_over(cluster, "ps-0")
-            before = incarnation(first)
-            await cluster.stop("ps-0")
-            platform = cluster.platform(host="ps-0")
-            object.__setattr__(platform, "new_incarnation", lambda: 1)
-            task = cluster.tasks["ps-0"] = PsTask(platform, 0, "ps-0:1")
-            await task.start()
-            await first.backed_up()
-        async with life(cluster, attach=False) as second:
-            assert incarnation(second) >= before + RANGE
-
-
-async def test_a_worker_that_knows_better_is_heard_though_ps_0_serves_elsewhere() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-            await fail_over(cluster, "ps-0")
-            unheard_of = incarnation(first) + 5 * RANGE
-        endpoint = Endpoint(cluster.platform(), CHIEF, unheard_of, {})
-        control = await endpoint.connect("worker-0:1", "/job:worker/task:0")
-        await endpoint.connect("worker-0:1", "/job:worker/task:0", "bulk")
-        await control.call(
-            AttachWorker(0, 1, unheard_of, unheard_of, "o", "p", ["ps-0:1", "ps-1:1"], 15.0)
-        )
-        await endpoint.close()
-        async with life(cluster) as second:
-            variables = declared(second)
-            await run(second, 2, *variables)
-            await check(variables, 5)
-            assert incarnation(second) >= unheard_of + RANGE
 
 
 async def test_attaching_without_backups_is_refused_where_a_backup_serves() -> None:
@@ -483,22 +277,6 @@ async def test_a_program_without_backups_goes_on_where_nothing_has_moved() -> No
 # A program that begins anew.
 
 
-async def test_without_attaching_all_is_anew_and_nothing_of_before_is_left() -> None:
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-            await fail_over(cluster, "ps-0", "ps-1")
-        assert served(cluster, "ps-0") == ["/job:ps/task:0", "/job:ps/task:1"]
-        async with life(cluster, attach=False) as second:
-            assert served(cluster, "ps-0") == []
-            variables = declared(second)
-            await check(variables, 0)
-            await run(second, 2, *variables)
-            await fail_over(cluster, "ps-1")
-            await run(second, 2, *variables)
-            await check(variables, 4)
-
-
 async def test_without_attaching_a_checkpoint_is_restored_wherever_ps_tasks_were_served(
     tmp_path: Path,
 ) -> None:
@@ -522,29 +300,6 @@ async def test_without_attaching_a_checkpoint_is_restored_wherever_ps_tasks_were
             await run(second, 2, *variables)
             await fail_over(cluster, "ps-0")
             await check(variables, 5)
-
-
-async def test_a_program_that_goes_on_is_recovered_from_images_of_its_own(tmp_path: Path) -> None:
-    """All ps tasks served in one process, and that dies with no backup complete."""
-    async with backing_one_another_up() as cluster:
-        async with life(cluster) as first:
-            await run(first, 3, *declared(first))
-            await fail_over(cluster, "ps-0")
-        async with life(cluster) as second:
-            variables = declared(second)
-            await run(second, 1, *variables)
-            await second.backed_up()
-            await keep_images(second, tmp_path)
-            await run(second, 1, *variables)
-            await cluster.kill("ps-0")
-            await cluster.kill("ps-1")
-            await cluster.revive("ps-0")
-            await cluster.revive("ps-1")
-            await check(variables, 4)
-            await run(second, 1, *variables)
-            await check(variables, 5)
-        async with life(cluster) as third:
-            await check(declared(third), 5)
 
 
 # Whatever happens, in any order.

@@ -83,22 +83,6 @@ async def test_a_process_that_is_slow_to_answer_still_lets_its_backup_serve() ->
         await check(variables, 3)
 
 
-async def test_nor_is_one_whose_backup_was_in_the_process_that_died() -> None:
-    async with replicated() as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        cluster.network.partition("chief-0", "ps-1")
-        await cluster.kill("ps-0")
-        await asyncio.sleep(0.5)  # its backup is asked to serve by now
-        for link in cluster.network.links("ps-1"):
-            if "chief-0" in str(link.ends):
-                link.cut()
-        await asyncio.sleep(3)
-        cluster.network.heal("chief-0", "ps-1")
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        await check(variables, 3)
-
-
 async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path) -> None:
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)
@@ -109,15 +93,6 @@ async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path)
         assert isinstance(event, RollbackEvent)
         await coordinator.backed_up()
         await check(variables, 3)
-
-
-async def test_where_nothing_can_be_gone_back_to_it_is_the_end() -> None:
-    async with replicated(losses={"Promote": {"reply": 1}}) as (cluster, coordinator):
-        variables = declared(coordinator)
-        await run(coordinator, 3, *variables)
-        await cluster.kill("ps-0")
-        with pytest.raises(ParameterServerLost):
-            await run(coordinator, 1, *variables)
 
 
 async def test_at_the_end_nobody_looks_for_variables_where_they_were_at_the_beginning() -> None:

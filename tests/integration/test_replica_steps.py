@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from image_store import keep_images
 from inside import backups_of, settled, sync_of
-from memory_cluster import MemoryCluster, event_of, replicated
-from psync.chief.events import FailoverEvent, RollbackEvent
-from replica_training import LARGE, SMALL, ColumnsTraining, push_column
+from memory_cluster import MemoryCluster, replicated
+from psync.chief.events import FailoverEvent
+from replica_training import LARGE, SMALL, ColumnsTraining
 
 pytestmark = pytest.mark.virtual_time
 
@@ -68,25 +66,6 @@ async def test_wherever_a_ps_dies_each_push_counts_once_and_everywhere(
         assert isinstance(await anext(coordinator.events()), FailoverEvent)
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_what_the_backup_has_not_heard_of_is_not_answered(size: int) -> None:
-    """One worker makes two pushes a step: the first one gets an initial token, without a step."""
-    async with replicated(num_workers=1) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, total_num_replicas=1)
-        training.schedule(2)
-        await coordinator.join()
-        cluster.network.partition("ps-0", "ps-1")
-        training.schedule(1)
-        await asyncio.sleep(0.1)
-        await cluster.kill("ps-0")
-        cluster.network.heal("ps-0", "ps-1")
-        await coordinator.join()
-        training.schedule(1)
-        await coordinator.join()
-        await training.check()
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-
-
 async def test_a_backup_of_ps_0_is_not_made_in_the_midst_of_a_step() -> None:
     """It would take the step for applied, and not know how to let the others apply it."""
     async with replicated(3) as (cluster, coordinator):
@@ -133,76 +112,6 @@ async def test_join_ends_where_a_step_waits_for_the_log() -> None:
         cluster.network.heal("ps-0", "ps-1")
         await asyncio.gather(joining, updating)
         await training.check()
-
-
-@pytest.mark.parametrize("step_ps", [0, 1])
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_ps_0_looks_for_a_ps_that_it_cannot_reach_until_it_can(
-    size: int, step_ps: int
-) -> None:
-    """The coordinator and the workers can reach it, so nobody replaces it."""
-    async with replicated(3) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, step_ps)
-        training.schedule(4)
-        await coordinator.join()
-        cluster.network.partition("ps-0", "ps-2")
-        for link in cluster.network.links("ps-0"):
-            if link.ends.are("ps-0", "ps-2"):
-                link.cut()
-        training.schedule(4)
-        await asyncio.sleep(3)
-        cluster.network.heal("ps-0", "ps-2")
-        await coordinator.join(timeout=60)
-        await training.check()
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_all_ps_tasks_are_lost_at_once_with_the_one_process_that_serves_them(
-    size: int,
-) -> None:
-    """It is there again, empty, before anybody has looked."""
-    async with replicated(3) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        for name in ("ps-1", "ps-0", "ps-1"):  # then all are served in the process of ps 2
-            await cluster.kill(name)
-            training.schedule(4)
-            await coordinator.join()
-            await cluster.revive(name)
-            await coordinator.backed_up()
-        training.schedule(4)
-        await coordinator.join()
-        cluster.network.partition("chief-0", "ps-2")  # so that it misses all three alike
-        await cluster.kill("ps-2")
-        await cluster.revive("ps-2")
-        training.schedule(4)
-        await asyncio.sleep(2)
-        cluster.network.heal("chief-0", "ps-2")
-        await coordinator.join(timeout=60)
-        await training.check()
-
-
-async def step_later(v: Any, optimizer: Any, global_step: Any, column: int) -> str:
-    await event_of("go on").wait()
-    return await push_column(v, optimizer, global_step, column)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_a_ps_dies_that_has_closed_no_step_yet(lost: str, size: int) -> None:
-    """Ps 0 has asked the other one whether the push fits; its backup was asked nothing."""
-    async with replicated() as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        training.schedule(1)
-        args = (training.v, training.optimizer, training.global_step, 1)
-        training.results.append(coordinator.schedule(step_later, args=args))
-        await asyncio.sleep(0.1)  # of virtual time: the first one counts, and waits
-        await cluster.kill(lost)
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-        event_of("go on").set()
-        await coordinator.join(timeout=60)
-        assert await coordinator.fetch(training.results[1:]) == ["accepted"]
-        await training.check()
-        assert int(await training.global_step.read()) == 1
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -252,62 +161,4 @@ async def test_a_step_that_pulls_nothing_knows_no_step_in_a_new_session(size: in
         await coordinator.join(timeout=60)
         outcomes = await coordinator.fetch(training.results)
         assert {"stale", "accepted"} <= set(outcomes[4:])
-        await training.check()
-
-
-ABOUT_STEPS = (
-    "Contribute", "StagePush", "AskStep", "DescribeSet", "CloseStep", "RaiseStep", "LogEntries",
-    "AttachPs", "Promote", "BackUp", "ReportSchedule", "FinishSteps",
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("kind", ABOUT_STEPS)
-async def test_whichever_message_is_lost_each_push_counts_once(kind: str, size: int) -> None:
-    async with replicated(losses={kind: {"min_each": 2}}) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, 1)
-        for name in ("ps-0", "ps-1", "ps-0"):
-            training.schedule(6)
-            await coordinator.join(timeout=100)
-            await cluster.kill(name)
-            training.schedule(6)
-            await coordinator.join(timeout=100)
-            await cluster.revive(name)
-            await coordinator.backed_up()
-        await training.check()
-        assert isinstance(await anext(coordinator.events()), FailoverEvent)
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("step_ps", [0, 1])
-async def test_steps_go_on_after_a_double_death_and_a_checkpoint(
-    size: int, step_ps: int, tmp_path: Path
-) -> None:
-    async with replicated() as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size, step_ps)
-        events = coordinator.events()
-        training.schedule(4)
-        await coordinator.join()
-        await keep_images(coordinator, tmp_path)
-        await cluster.kill("ps-0")
-        training.schedule(4)
-        await coordinator.join()
-        assert isinstance(await anext(events), FailoverEvent)
-        kept = training.results[:4]
-        await cluster.kill("ps-1")
-        await cluster.revive("ps-0")
-        await cluster.revive("ps-1")
-        assert isinstance(event := await anext(events), RollbackEvent)
-        assert len(event.closures) == 4
-        await coordinator.backed_up()
-        training.results = kept  # the columns of those that are undone may be used again
-        for name in ("ps-1", "ps-0"):
-            training.schedule(4)
-            await coordinator.join(timeout=60)
-            await cluster.kill(name)
-            training.schedule(4)
-            await coordinator.join(timeout=60)
-            await cluster.revive(name)
-            await coordinator.backed_up()
         await training.check()

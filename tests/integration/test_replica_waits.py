@@ -255,33 +255,6 @@ async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> Non
         await asyncio.gather(pushing, return_exceptions=True)
 
 
-@pytest.mark.slow
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("turns", [0, 5, 20, 60])  # of the loop, that steps are under way
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("lost", [("ps-0", "ps-2"), ("ps-1", "ps-3")])
-async def test_two_processes_die_at_once_and_steps_go_on(
-    lost: tuple[str, str], size: int, turns: int
-) -> None:
-    """Neither had the backup of the other. Nobody waits for what has ended with them."""
-    async with replicated(4) as (cluster, coordinator):
-        training = ColumnsTraining(coordinator, size)
-        training.schedule(6)
-        await coordinator.join()
-        training.schedule(30)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await asyncio.gather(*map(cluster.kill, lost))
-        await coordinator.join()
-        await training.check()
-        await asyncio.gather(*map(cluster.revive, lost))
-        await coordinator.backed_up()
-        await cluster.kill("ps-3" if "ps-2" in lost else "ps-2")
-        training.schedule(10)
-        await coordinator.join()
-        await training.check()
-
-
 async def test_news_of_where_ps_tasks_are_may_come_late() -> None:
     """Sent before a fail-over, over a connection that was lost, and served after it."""
     async with replicated() as (cluster, coordinator):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, training
+from local_training import in_step, strategy_of, training
 from psync import IndexedSlices, optimizers
+from psync.api.gradient_arguments import checked_pairs
 from psync.errors import GradientError
 
 
@@ -21,12 +22,19 @@ def ones(*indices: int) -> IndexedSlices:
     return IndexedSlices(np.ones((len(indices), 2), np.float32), indices)
 
 
-async def test_rows_are_updated_and_duplicates_are_summed() -> None:
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [((9, 0, 9, 4), [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]), ((), [0] * 10)],
+    ids=["duplicates are summed", "no rows are a push like any other"],
+)
+async def test_rows_are_updated_and_the_push_counts(
+    rows: tuple[int, ...], expected: list[int]
+) -> None:
     async with training(partitioner=thirds) as (strategy, _):
         with strategy.scope():
             v = psync.Variable(np.zeros((10, 2), np.float32))
-        await optimizers.SGD(1.0).apply_gradients([(ones(9, 0, 9, 4), v)])
-        assert (await v.read())[:, 0].tolist() == [-1, 0, 0, 0, -1, 0, 0, 0, 0, -2]
+        assert (await optimizers.SGD(1.0).apply_gradients([(ones(*rows), v)])).step == 1
+        assert (await v.read())[:, 0].tolist() == expected
 
 
 async def test_rows_and_whole_gradients_are_one_push() -> None:
@@ -47,33 +55,15 @@ async def test_rows_and_whole_gradients_are_one_push() -> None:
         assert not moment[np.arange(10) != 3].any()
 
 
-async def test_a_shard_has_rows_of_its_own() -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-        await optimizers.SGD(1.0).apply_gradients([(ones(0), v.variables[1])])
-        assert (await v.read())[:, 0].tolist() == [0, 0, 0, 0, -1, 0, 0, 0, 0, 0]
-
-
-async def test_no_rows_at_all_are_a_push_like_any_other() -> None:
-    async with training(partitioner=thirds) as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32))
-        sgd = optimizers.SGD(1.0)
-        empty = IndexedSlices(np.empty((0, 2), np.float32), [])
-        assert (await sgd.apply_gradients([(empty, v)])).step == 1
-        assert not (await v.read()).any()
-
-
-async def test_whatever_has_indices_and_values_will_do() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((4, 2), np.float32))
-        tensorflows = SimpleNamespace(
-            values=np.ones((1, 2), np.float32), indices=np.array([2], np.int32), dense_shape=(4, 2)
-        )
-        await optimizers.SGD(1.0).apply_gradients([(tensorflows, v)])
-        assert (await v.read())[:, 0].tolist() == [0, 0, -1, 0]
+def test_whatever_has_indices_and_values_will_do() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros((4, 2), np.float32))
+    tensorflows = SimpleNamespace(
+        values=np.ones((1, 2), np.float32), indices=np.array([2], np.int32), dense_shape=(4, 2)
+    )
+    ((rows, _),) = checked_pairs([(tensorflows, v)], None)
+    assert isinstance(rows, IndexedSlices)
+    assert (rows.indices.tolist(), rows.values.tolist()) == ([2], [[1, 1]])
 
 
 @pytest.mark.parametrize(
@@ -91,23 +81,20 @@ async def test_whatever_has_indices_and_values_will_do() -> None:
         (IndexedSlices(np.full((1, 2), np.nan, np.float32), [0]), "2 of 2 elements are NaN"),
     ],
 )
-async def test_rows_that_do_not_fit_are_refused_before_the_push(
+def test_rows_that_do_not_fit_are_refused_before_the_push(
     gradient: IndexedSlices, expected: str
 ) -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
-        with pytest.raises(GradientError, match=f'gradient for "v": {expected}'):
-            await optimizers.SGD(1.0, forbid_nonfinite=True).apply_gradients([(gradient, v)])
-        assert not (await v.read()).any()
+    with strategy_of().scope():
+        v = psync.Variable(np.zeros((10, 2), np.float32), name="v")
+    with pytest.raises(GradientError, match=f'gradient for "v": {expected}'):
+        checked_pairs([(gradient, v)], "sgd")
 
 
-async def test_a_scalar_has_no_rows() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.float32(0), name="v")
-        with pytest.raises(GradientError, match='gradient for "v": a scalar has no rows'):
-            await optimizers.SGD(1.0).apply_gradients([(IndexedSlices([1.0], [0]), v)])
+def test_a_scalar_has_no_rows() -> None:
+    with strategy_of().scope():
+        v = psync.Variable(np.float32(0), name="v")
+    with pytest.raises(GradientError, match='gradient for "v": a scalar has no rows'):
+        checked_pairs([(IndexedSlices([1.0], [0]), v)], None)
 
 
 async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_have_it() -> None:
@@ -140,16 +127,6 @@ async def test_a_synchronous_step_takes_the_mean_of_each_row_over_those_that_hav
 def test_the_divisor_of_rows_is_one_that_there_is() -> None:
     with pytest.raises(psync.errors.ConfigurationError, match='sparse_divisor "per_index" or "tot'):
         psync.SyncReplicasOptimizer(optimizers.SGD(1.0), 2, sparse_divisor="rows")
-
-
-async def test_lamb_needs_the_gradient_of_all_rows() -> None:
-    async with training() as (strategy, _):
-        with strategy.scope():
-            v = psync.Variable(np.ones((10, 2), np.float32), name="v")
-        lamb = optimizers.Lamb(0.1)
-        with pytest.raises(GradientError, match="norm over the whole variable"):
-            await lamb.apply_gradients([(ones(1), v)])
-        assert (await v.read() == 1).all()
 
 
 @pytest.mark.parametrize("pull_ahead", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 import psync
 from memory_cluster import coordinating
-from psync import ReduceOp, VariableAggregation, VariableSynchronization
+from psync import VariableAggregation, VariableSynchronization
 from psync.errors import GradientError, ReplicaValueError
 
 
@@ -19,25 +18,6 @@ async def replica_id() -> int:
 
 
 # --- merge_call and regroup ------------------------------------------------------------------
-
-
-async def test_three_plus_replica_id_is_merged_to_the_sum_of_all():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        def merge_fn(distribution, three_plus_replica_id):
-            return sum(distribution.experimental_local_results(three_plus_replica_id))
-
-        async def fn(three):
-            context = psync.get_replica_context()
-            v = three + context.replica_id_in_sync_group
-            s = await context.merge_call(merge_fn, args=(v,))
-            return s + v
-
-        merged = await coordinator.strategy.run(fn, args=[3])
-        assert isinstance(merged, psync.PerReplica)
-        assert coordinator.strategy.experimental_local_results(merged) == (15, 16, 17)
-        assert await coordinator.strategy.reduce(ReduceOp.SUM, merged) == 48
-        assert list(await coordinator.strategy.experimental_run_v2(replica_id)) == [0, 1, 2]
 
 
 async def test_contexts_in_a_gang():
@@ -88,16 +68,6 @@ async def test_what_replicas_return_is_regrouped_item_by_item():
         assert list(found["list"][1]) == ["a", "b"]
         assert found["none"] is None
         assert list(found["all"]) == [7, 7]
-
-
-async def test_structures_that_do_not_match_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            return [0] * await replica_id()
-
-        with pytest.raises(ReplicaValueError, match="do not agree on a structure"):
-            await coordinator.strategy.run(fn)
 
 
 async def test_a_merge_function_may_be_a_coroutine_and_use_variables():
@@ -155,17 +125,6 @@ async def test_different_numbers_of_merge_calls_are_an_error_and_not_a_hang():
             await coordinator.strategy.run(fn)
 
 
-async def test_different_collectives_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            op = "SUM" if await replica_id() else "MEAN"
-            await psync.get_replica_context().all_reduce(op, 1.0)
-
-        with pytest.raises(RuntimeError, match="different collectives: "):
-            await coordinator.strategy.run(fn)
-
-
 # --- all_reduce, all_gather ------------------------------------------------------------------
 
 
@@ -184,21 +143,6 @@ async def test_all_reduce_sums_or_averages_nested_values():
         assert [value.tolist() for value in mean["b"][0]] == [[0, 1, 2]] * 3
 
 
-async def test_all_reduce_of_rows_divides_by_the_number_of_replicas():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            context = psync.get_replica_context()
-            row = context.replica_id_in_sync_group
-            rows = psync.IndexedSlices(np.ones((2, 2)), np.array([row, 2]), (4, 2))
-            mean = await context.all_reduce("MEAN", rows)
-            return mean.indices.tolist(), mean.values[:, 0].tolist()
-
-        indices, values = await coordinator.strategy.run(fn)
-        assert [list(index) for index in indices] == [[0, 0], [1, 1], [2, 2]]
-        assert [list(value) for value in values] == [[0.5, 0.5], [0.5, 0.5], [1, 1]]
-
-
 async def test_all_gather_concatenates_in_the_order_of_the_replicas():
     async with coordinating(num_workers=3) as (_, coordinator):
 
@@ -215,17 +159,6 @@ async def test_all_gather_concatenates_in_the_order_of_the_replicas():
 
         with pytest.raises(ReplicaValueError, match="rank 1"):
             await coordinator.strategy.run(ranks)
-
-
-async def test_collectives_may_overlap():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn():
-            context = psync.get_replica_context()
-            return tuple(await asyncio.gather(*(context.all_reduce("sum", i) for i in range(20))))
-
-        found = await coordinator.strategy.run(fn)
-        assert [list(value) for value in found] == [[3 * i] * 3 for i in range(20)]
 
 
 async def test_a_plain_replica_waits_through_psync():
@@ -273,18 +206,6 @@ async def test_assign_writes_once_what_the_aggregation_makes_of_all_values(aggre
         assert list(await strategy.run(fn, ("assign_sub",))) == [10.0] * 3
         assert list(await strategy.run(fn, ("assign",))) == [expected] * 3
         assert float(await v.read()) == expected
-
-
-async def test_assign_of_the_sum_of_replica_id_plus_one():
-    async with coordinating(num_workers=4) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(np.int64(0), name="v", aggregation=VariableAggregation.SUM)
-
-        async def fn():
-            await v.assign(1 + await replica_id())
-
-        await coordinator.strategy.run(fn)
-        assert await v.read() == 4 * 5 // 2
 
 
 async def test_assign_without_an_aggregation_is_an_error():
@@ -377,45 +298,6 @@ async def test_a_mean_of_rows_of_integers_is_an_error() -> None:
                 await coordinator.strategy.run(fn, args=(method,))
 
 
-async def test_one_replica_writes_without_an_aggregation():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(10.0, name="v")
-
-        async def fn():
-            await v.assign(1.0)
-            return psync.get_replica_context().num_replicas_in_sync
-
-        assert await coordinator.strategy.run(fn) == 1
-        assert await v.read() == 1
-
-
-async def test_a_variable_synchronized_on_read_has_a_copy_for_each_replica():
-    async with coordinating(num_workers=3) as (_, coordinator):
-        strategy = coordinator.strategy
-        with strategy.scope():
-            seen = psync.Variable(
-                0.0,
-                name="seen",
-                synchronization=VariableSynchronization.ON_READ,
-                aggregation=VariableAggregation.SUM,
-            )
-
-        async def total(distribution):
-            return float(await seen.read())
-
-        async def fn():
-            await seen.assign_add(1.0 + await replica_id())
-            own = float(await seen.read())
-            return own, await psync.get_replica_context().merge_call(total)
-
-        own, merged = await strategy.run(fn)
-        assert list(own) == [1, 2, 3]
-        assert list(merged) == [6, 6, 6]
-        with strategy.scope():
-            assert await seen.read() == 6
-
-
 async def test_gradients_are_summed_and_applied_once():
     async with coordinating(num_ps=2, num_workers=3) as (_, coordinator):
         strategy = coordinator.strategy
@@ -441,22 +323,6 @@ async def test_gradients_are_summed_and_applied_once():
         assert (await b.read()).tolist() == [0]
         assert (await table.read())[:, 0].tolist() == [-0.5, -0.5, -0.5, 0, -1.5]
         assert await step.read() == 1
-
-
-async def test_gradients_for_different_variables_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(0.0, name="v")
-            w = psync.Variable(0.0, name="w")
-        optimizer = psync.optimizers.SGD(0.5)
-
-        async def fn():
-            variables = (v, w) if await replica_id() else (w,)
-            await optimizer.apply_gradients([(np.float32(1), each) for each in variables])
-
-        with pytest.raises(GradientError, match='replica 0 has gradients for "w", replica 1 for'):
-            await coordinator.strategy.run(fn)
-        assert await w.read() == 0
 
 
 async def test_training_with_replicas_equals_one_process():

@@ -16,9 +16,13 @@ import psync
 from inside import in_update_context
 from memory_cluster import coordinating
 from psync import IndexedSlices, Mirrored, PerReplica, ReduceOp
-from psync.errors import ReplicaValueError, UsageError
-from psync.numerics.replica_values import reduce_distributed, regroup, select
-from psync.replicas.context import cross_replica
+from psync.errors import ReplicaValueError
+from psync.numerics.replica_values import (
+    gather_distributed,
+    reduce_distributed,
+    regroup,
+    select,
+)
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p0:1", "p1:1"], "worker": ["w0:1", "w1:1"]}
 ROWS_4 = np.array([[1.0], [2.0], [3.0], [4.0]], np.float32)
@@ -36,38 +40,14 @@ def make() -> tuple[psync.ParameterServerStrategy, Any]:
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, "sum", "Sum", "SUM"])
-async def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
-    strategy, v = make()
-    assert await strategy.reduce(op, PerReplica([1.0, 2.0])) == 3.0
-    assert (await strategy.extended.reduce_to(op, PerReplica([1.0, 2.0]), v)).value == 3.0
+def test_the_operation_is_an_enum_or_its_name_in_any_case(op: Any) -> None:
+    assert reduce_distributed(op, PerReplica([1.0, 2.0]), 2) == 3.0
 
 
 @pytest.mark.parametrize("op", [psync.VariableAggregation.SUM, "none", None, 0])
-async def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
-    strategy, v = make()
+def test_an_aggregation_of_variables_is_no_operation(op: Any) -> None:
     with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
-        await strategy.reduce(op, PerReplica([1.0, 2.0]))
-    with pytest.raises(ReplicaValueError, match="expected a reduction, SUM or MEAN"):
-        await strategy.extended.batch_reduce_to(op, [(PerReplica([1.0, 2.0]), v)])
-
-
-async def test_a_destination_is_a_variable_a_value_or_a_device_and_no_list() -> None:
-    strategy, v = make()
-    value = PerReplica([1.0, 2.0])
-    for destinations in (v, np.zeros(2), "/job:ps/replica:0/task:1/device:CPU:0"):
-        assert (await strategy.extended.reduce_to("sum", value, destinations)).value == 3.0
-    for missing in ([v], (v,), None):
-        with pytest.raises(ReplicaValueError, match="destination"):
-            await strategy.extended.reduce_to("sum", value, missing)
-        with pytest.raises(ReplicaValueError, match="destination"):
-            await strategy.extended.broadcast_to(3, missing)
-
-
-async def test_a_batch_of_reductions_is_answered_in_order() -> None:
-    strategy, v = make()
-    pairs = [(PerReplica([float(n), 1.0]), v) for n in range(4)]
-    results = await strategy.extended.batch_reduce_to(ReduceOp.MEAN, pairs)
-    assert [float(np.asarray(result)) for result in results] == [0.5, 1.0, 1.5, 2.0]
+        reduce_distributed(op, PerReplica([1.0, 2.0]), 2)
 
 
 @pytest.mark.parametrize(
@@ -86,29 +66,12 @@ def test_a_value_that_is_not_per_replica_is_what_all_have(
     assert reduce_distributed(op, value, replicas) == expected
 
 
-async def test_the_sum_of_a_value_that_is_not_per_replica_is_an_error() -> None:
-    strategy, v = make()
-    with cross_replica(strategy, num_replicas=2):
-        with pytest.raises(ValueError, match="SUM over 2 replicas"):
-            await strategy.reduce("sum", 5.0)
-        with pytest.raises(ValueError, match="SUM over 2 replicas"):
-            await strategy.extended.reduce_to("sum", np.ones(2), v)
-
-
-async def test_numbers_are_broadcast_as_they_are() -> None:
-    strategy, v = make()
-    assert await strategy.extended.broadcast_to(3, v) == 3
-    value = await strategy.extended.broadcast_to(np.ones(2), v)
-    assert (type(value), np.asarray(value).tolist()) == (Mirrored, [1.0, 1.0])
-
-
-async def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> None:
-    strategy, v = make()
+def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> None:
     first = IndexedSlices(np.array([[2.0], [4.0]]), [0, 3])
     second = IndexedSlices(np.array([[6.0]]), [3])
-    total = await strategy.reduce("sum", PerReplica([first, second]))
+    total = reduce_distributed("sum", PerReplica([first, second]), 2)
     assert (total.indices.tolist(), total.values.tolist()) == ([0, 3], [[2.0], [10.0]])
-    mean = (await strategy.extended.reduce_to("mean", PerReplica([first, second]), v)).value
+    mean = reduce_distributed("mean", PerReplica([first, second]), 2)
     assert (mean.indices.tolist(), mean.values.tolist()) == ([0, 3], [[1.0], [5.0]])
 
 
@@ -121,54 +84,33 @@ async def test_rows_that_one_of_two_replicas_has_are_halved_by_the_mean() -> Non
         ("sum", [0, 1], 40.0),
     ],
 )
-async def test_an_axis_is_reduced_within_each_replica_and_then_across(
+def test_an_axis_is_reduced_within_each_replica_and_then_across(
     op: str, axis: Any, expected: Any
 ) -> None:
-    strategy, _ = make()
-    result = await strategy.reduce(op, PerReplica([ROWS_4, ROWS_2]), axis=axis)
+    result = reduce_distributed(op, PerReplica([ROWS_4, ROWS_2]), 2, axis)
     assert np.asarray(result).tolist() == pytest.approx(expected)
 
 
-async def test_without_an_axis_it_is_across_replicas_only() -> None:
-    strategy, _ = make()
-    assert (await strategy.reduce("sum", PerReplica([ROWS_2, ROWS_2]), axis=None)).tolist() == [
-        [20.0],
-        [40.0],
-    ]
+def test_without_an_axis_it_is_across_replicas_only() -> None:
+    total = reduce_distributed("sum", PerReplica([ROWS_2, ROWS_2]), 2, axis=None)
+    assert total.tolist() == [[20.0], [40.0]]
 
 
 @pytest.mark.parametrize("axis", [2, -3, "0", 1.0, [0, None], [0, 0]])
-async def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
-    strategy, _ = make()
+def test_an_axis_is_a_whole_number_and_there(axis: Any) -> None:
     with pytest.raises(ReplicaValueError, match="axis"):
-        await strategy.reduce("sum", PerReplica([ROWS_4, ROWS_4]), axis=axis)
+        reduce_distributed("sum", PerReplica([ROWS_4, ROWS_4]), 2, axis)
 
 
-async def test_gather_puts_values_one_behind_the_other() -> None:
-    strategy, _ = make()
-    gathered = await strategy.gather(PerReplica([ROWS_4, ROWS_2]), axis=0)
+def test_gather_puts_values_one_behind_the_other() -> None:
+    gathered = gather_distributed(PerReplica([ROWS_4, ROWS_2]), 0)
     assert gathered.tolist() == [[1], [2], [3], [4], [10], [20]]
     for value, axis in (([ROWS_4, ROWS_2], 1), ([1.0, 2.0], 0), ([ROWS_4, ROWS_4], 2)):
         with pytest.raises(ReplicaValueError, match=r"gather|axis"):
-            await strategy.gather(PerReplica(value), axis=axis)
+            gather_distributed(PerReplica(value), axis)
     rows = IndexedSlices(np.ones((1, 1)), [0])
     with pytest.raises(ReplicaValueError, match="gather of IndexedSlices is not possible"):
-        await strategy.gather(PerReplica([rows, rows]), axis=0)
-
-
-async def test_in_a_replica_reductions_say_to_merge() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-        strategy = coordinator.strategy
-
-        async def replica() -> str:
-            extended = psync.get_strategy().extended
-            with pytest.raises(UsageError) as caught:
-                await extended.reduce_to("sum", 1.0, "/job:ps/task:0")
-            return str(caught.value)
-
-        for text in (await strategy.run(replica)).values:
-            assert "reduce_to in replica context" in text
-            assert "merge_call" in text
+        gather_distributed(PerReplica([rows, rows]), 0)
 
 
 async def test_what_replicas_returned_is_reduced_and_gathered() -> None:
@@ -236,21 +178,7 @@ async def test_an_update_from_replicas_happens_once() -> None:
         assert await v.read() == 3.0
 
 
-async def test_an_update_is_of_a_variable_with_one_value() -> None:
-    strategy, v = make()
-    extended = strategy.extended
-    assert await extended.update(v, lambda var, n: (var is v, n), args=(PerReplica([7]),)) == (
-        True,
-        7,
-    )
-    assert await extended.update(v, lambda var: 7, group=False) == (7,)
-    with pytest.raises(ValueError, match="update: expected a variable, got float"):
-        await extended.update(3.0, print)
-    with pytest.raises(ValueError, match="an argument has the values of 2 replicas"):
-        await extended.update(v, print, args=(PerReplica([1, 2]),))
-
-
-async def test_what_an_optimizer_keeps_once_is_where_the_smallest_name_is() -> None:
+def test_what_an_optimizer_keeps_once_is_where_the_smallest_name_is() -> None:
     strategy, v = make()
     with strategy.scope():
         a = psync.Variable(0.0, name="a")
@@ -260,7 +188,6 @@ async def test_what_an_optimizer_keeps_once_is_where_the_smallest_name_is() -> N
     with strategy.scope(), strategy.extended.colocate_vars_with(device):
         beta = psync.Variable(0.9, name="beta")
     assert beta.device == a.device
-    assert await strategy.extended.update_non_slot(device, lambda: "done") == "done"
 
 
 @pytest.mark.parametrize(

@@ -59,33 +59,6 @@ def test_synchronization_none_is_an_error_and_auto_is_on_write() -> None:
 # --- ON_WRITE ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("aggregation", "expected"), [(SUM, 3.0), (MEAN, 1.5), (FIRST, 1.0)])
-async def test_an_assign_in_replicas_writes_what_the_aggregation_makes_of_all(
-    aggregation: Any, expected: float
-) -> None:
-    """The sum of replica id + 1 is the sum over i of i + 1."""
-    async with coordinating(num_workers=2) as (_, coordinator):
-        v = variable(coordinator.strategy, 10.0, ON_WRITE, aggregation)
-
-        async def replica() -> None:
-            await v.assign(await replica_id() + 1.0)
-
-        await coordinator.strategy.run(replica)
-        assert await v.read() == expected
-
-
-async def test_an_assign_in_replicas_without_an_aggregation_is_an_error() -> None:
-    async with coordinating(num_workers=2) as (_, coordinator):
-        v = variable(coordinator.strategy, 10.0, ON_WRITE, NONE)
-
-        async def replica() -> None:
-            await v.assign(1.0)
-
-        with pytest.raises(ReplicaValueError, match="has no aggregation"):
-            await coordinator.strategy.run(replica)
-        assert await v.read() == 10.0
-
-
 @pytest.mark.parametrize("aggregation", VariableAggregation)
 async def test_one_replica_and_the_program_write_as_they_are_told(aggregation: Any) -> None:
     async with coordinating(num_workers=2) as (_, coordinator):
@@ -137,13 +110,6 @@ async def test_a_read_in_cross_replica_context_aggregates(
         assert list(await coordinator.strategy.run(replica)) == [expected] * 2
         with coordinator.strategy.scope():
             assert float(await v.read()) == expected
-
-
-async def test_a_read_in_cross_replica_context_without_an_aggregation_is_an_error() -> None:
-    async with coordinating(num_workers=1) as (_, coordinator):
-        v = variable(coordinator.strategy, 0.0, ON_READ, NONE)
-        with coordinator.strategy.scope(), pytest.raises(ValueError, match="no aggregation"):
-            await v.read()
 
 
 @pytest.mark.parametrize(

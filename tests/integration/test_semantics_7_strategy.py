@@ -125,24 +125,6 @@ def test_a_placement_of_the_users_own_decides_and_its_mistakes_name_the_variable
         psync.ParameterServerStrategy(resolver, placement="best")
 
 
-async def test_the_report_is_the_same_before_and_after_variables_exist() -> None:
-    async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, _):
-        with strategy.scope():
-            w = psync.Variable(np.zeros((3, 2), np.float32), name="w")
-            psync.Variable(0.0, name="b")
-        before = strategy.placement()
-        await w.read()
-        assert strategy.placement() == before
-        assert str(before).splitlines() == [
-            "variable   shard  shape   dtype    bytes  ps",
-            "w              0  (2, 2)  float32     16   0",
-            "w              1  (1, 2)  float32      8   1",
-            "b              0  ()      float32      4   0",
-            "all of it                             20   0",
-            "all of it                              8   1",
-        ]
-
-
 # --- into how many shards ----------------------------------------------------------------------
 
 
@@ -275,10 +257,3 @@ def test_a_shard_that_no_message_carries_says_which_partitioner_to_use() -> None
 
 
 # --- without the coordinator -------------------------------------------------------------------
-
-
-async def test_the_data_of_workers_is_not_read_on_the_coordinator() -> None:
-    async with training() as (_, coordinator):
-        batches = iter(coordinator.create_per_worker_dataset(lambda context: [1, 2]))
-        with pytest.raises(psync.UsageError, match="outside a step"):
-            next(batches)

@@ -5,7 +5,6 @@ Who cuts variables, and into what, stands in ``test_partitioners`` and ``test_de
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,21 +13,35 @@ import numpy as np
 import pytest
 
 import psync
-from local_training import in_step, training
+from local_training import in_step, strategy_of, training
 from memory_cluster import TWO_SHARDS, cluster_of
 from psync.errors import (
-    ConfigurationError,
     GradientError,
     IndexTypeError,
     IndexValueError,
     ParameterServerLost,
-    PartitionError,
     UsageError,
     VariableIndexError,
 )
+from psync.numerics.casting import fitting
+from psync.numerics.embedding import SparseIds
+from psync.numerics.indexing import row_numbers, select
 
 TEN = np.arange(20, dtype=np.float32).reshape(10, 2)  # on three ps tasks: 4, 3 and 3 rows
 THIRTY = np.arange(30, dtype=np.float32)  # 10, 10 and 10
+
+
+def declared(value: Any) -> Any:
+    """A sharded variable named "v" of a program without a cluster."""
+    with strategy_of(3, psync.FixedShardsPartitioner(3)).scope():
+        return psync.Variable(value, name="v")
+
+
+def indexed(value: np.ndarray, index: Any) -> Any:
+    """What an index gives of a variable with this value: of the rows that it asks for."""
+    selection = select(index, value.shape, "v")
+    rows = slice(None) if selection.rows is None else np.asarray(selection.rows, np.int64)
+    return selection.of(value[rows])
 
 
 @contextlib.asynccontextmanager
@@ -44,21 +57,12 @@ async def sharded(value: Any, num_shards: int = 3, num_ps: int = 3) -> AsyncIter
 # --- construction ------------------------------------------------------------------------------
 
 
-async def test_a_sharded_variable_is_described_as_a_whole() -> None:
-    async with sharded(TEN) as v:
-        assert isinstance(v, psync.ShardedVariable)
-        assert (v.name, v.shape, v.dtype, len(v)) == ("v", (10, 2), np.float32, 10)
-        assert [part.shape for part in v.variables] == [(4, 2), (3, 2), (3, 2)]
-        assert [part.name for part in v.variables] == ["v/part_0", "v/part_1", "v/part_2"]
-        for part, rows in zip(v.variables, (TEN[:4], TEN[4:7], TEN[7:]), strict=True):
-            np.testing.assert_array_equal(await part.read(), rows)
-
-
-async def test_shards_are_cut_div_wise() -> None:
-    for rows, shards, sizes in ((13, 5, [3, 3, 3, 2, 2]), (10, 4, [3, 3, 2, 2]), (5, 2, [3, 2])):
-        async with sharded(np.arange(rows, dtype=np.float32), shards, 2) as v:
-            assert [len(part) for part in v.variables] == sizes
-            assert (await v.read()).tolist() == list(range(rows))
+def test_a_sharded_variable_is_described_as_a_whole() -> None:
+    v = declared(TEN)
+    assert isinstance(v, psync.ShardedVariable)
+    assert (v.name, v.shape, v.dtype, len(v)) == ("v", (10, 2), np.float32, 10)
+    assert [part.shape for part in v.variables] == [(4, 2), (3, 2), (3, 2)]
+    assert [part.name for part in v.variables] == ["v/part_0", "v/part_1", "v/part_2"]
 
 
 # --- the whole value ---------------------------------------------------------------------------
@@ -74,36 +78,28 @@ async def test_whole_values_are_cut_along_axis_0_and_return_the_variable() -> No
         np.testing.assert_array_equal(await v.variables[1].read(), TEN[3:5] + 1)
 
 
-async def test_a_value_of_another_shape_or_kind_is_an_error() -> None:
-    async with sharded(TEN) as v:
-        with pytest.raises(GradientError, match=r"expected shape \(10, 2\), got \(9, 2\)"):
-            await v.assign(TEN[:9])
-        with pytest.raises(GradientError, match="expected dtype float32, got complex128"):
-            await v.assign(TEN.astype(complex))
-        np.testing.assert_array_equal(await v.read(), TEN)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (TEN[:9], r"expected shape \(10, 2\), got \(9, 2\)"),
+        (TEN.astype(complex), "expected dtype float32, got complex128"),
+    ],
+)
+def test_a_value_of_another_shape_or_kind_is_an_error(value: Any, text: str) -> None:
+    with pytest.raises(GradientError, match=text):
+        fitting(value, declared(TEN).spec, 'assign to "v"', casting="same_kind")
 
 
-async def test_operators_are_those_of_the_value_once_it_is_awaited() -> None:
-    async with sharded(TEN) as v:
-        np.testing.assert_array_equal((await v.read()) * 2 + 1, TEN * 2 + 1)
-        for use in (
-            lambda: v + 1, lambda: 1 + v, lambda: v * v, lambda: v @ TEN.T, lambda: TEN * v,
-            lambda: -v, lambda: v < 5, lambda: np.asarray(v), lambda: float(v), lambda: list(v),
-        ):  # fmt: skip
-            with pytest.raises(UsageError, match="await its value first"):
-                use()
-        assert {v: 1}[v] == 1  # == and hash are those of an object
-        assert v != TEN.tolist()
-
-
-async def test_without_a_lock_shards_change_one_after_the_other() -> None:
-    async with sharded(THIRTY) as v:
-        values = await asyncio.gather(
-            *(v.assign(np.full(30, number)) for number in range(5)), v.read()
-        )
-        assert values[-1].shape == (30,)  # whatever mixture it is
-        await v.assign(np.full(30, 9), atomic=True)
-        assert len(np.unique(await v.read(consistent=True))) == 1
+def test_operators_are_those_of_the_value_once_it_is_awaited() -> None:
+    v = declared(TEN)
+    for use in (
+        lambda: v + 1, lambda: 1 + v, lambda: v * v, lambda: v @ TEN.T, lambda: TEN * v,
+        lambda: -v, lambda: v < 5, lambda: np.asarray(v), lambda: float(v), lambda: list(v),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="await its value first"):
+            use()
+    assert {v: 1}[v] == 1  # == and hash are those of an object
+    assert v != TEN.tolist()
 
 
 @pytest.mark.virtual_time
@@ -143,102 +139,54 @@ async def test_a_lost_ps_is_an_error_and_what_was_written_stays() -> None:
     ],
     ids=repr,
 )  # fmt: skip
-async def test_an_index_is_numpys(index: Any) -> None:
-    async with sharded(TEN) as v:
-        got, expected = await v[index], TEN[index]
-        assert (type(got), got.shape, got.dtype) == (type(expected), expected.shape, expected.dtype)
-        np.testing.assert_array_equal(got, expected)
+def test_an_index_is_numpys(index: Any) -> None:
+    got, expected = indexed(TEN, index), TEN[index]
+    assert (type(got), got.shape, got.dtype) == (type(expected), expected.shape, expected.dtype)
+    np.testing.assert_array_equal(got, expected)
 
 
-async def test_where_tensorflow_is_off_the_rows_are_numpys() -> None:
-    async with sharded(np.arange(10)) as v:
-        assert (await v[-12::3]).tolist() == [0, 3, 6, 9]  # there 1, 4, 7
-        assert (await v[11::-3]).tolist() == [9, 6, 3, 0]  # there 8, 5, 2
-        assert await v[..., 0] == 0  # there an error
-        assert (await v[[True, False] * 5]).tolist() == [0, 2, 4, 6, 8]  # there a tuple
+def test_where_tensorflow_is_off_the_rows_are_numpys() -> None:
+    v = np.arange(10)
+    assert indexed(v, np.s_[-12::3]).tolist() == [0, 3, 6, 9]  # there 1, 4, 7
+    assert indexed(v, np.s_[11::-3]).tolist() == [9, 6, 3, 0]  # there 8, 5, 2
+    assert indexed(v, np.s_[..., 0]) == 0  # there an error
+    assert indexed(v, [True, False] * 5).tolist() == [0, 2, 4, 6, 8]  # there a tuple
 
 
-async def test_an_empty_result_keeps_the_trailing_axes() -> None:
-    async with sharded(TEN) as v:
-        assert (await v[5:5]).shape == (0, 2)
-        assert (await v[np.zeros(10, bool)]).shape == (0, 2)
+def test_an_empty_result_keeps_the_trailing_axes() -> None:
+    assert indexed(TEN, np.s_[5:5]).shape == (0, 2)
+    assert indexed(TEN, np.zeros(10, bool)).shape == (0, 2)
 
 
-async def test_indices_that_are_none_are_errors() -> None:
-    async with sharded(TEN) as v:
-        for index, kind, text in (
-            (10, IndexError, "out of bounds"),
-            (-11, IndexError, "out of bounds"),
-            ((0, 2), IndexError, "out of bounds"),
-            ((0, 0, 0), IndexError, "too many indices"),
-            (np.ones(3, bool), IndexError, "expected a mask of shape"),
-            (slice(None, None, 0), ValueError, "step of a slice cannot be 0"),
-            (v, TypeError, "not allowed"),
-            (slice(v, None), TypeError, "not allowed"),
-            (1.0, IndexTypeError, "expected integers"),
-        ):
-            with pytest.raises(kind, match=text):
-                await v[index]
-        with pytest.raises(UsageError, match="scatter_update"):
-            v[2:4] = 0
+def test_indices_that_are_none_are_errors() -> None:
+    v = declared(TEN)
+    for index, kind, text in (
+        (10, IndexError, "out of bounds"),
+        (-11, IndexError, "out of bounds"),
+        ((0, 2), IndexError, "out of bounds"),
+        ((0, 0, 0), IndexError, "too many indices"),
+        (np.ones(3, bool), IndexError, "expected a mask of shape"),
+        (slice(None, None, 0), ValueError, "step of a slice cannot be 0"),
+        (v, TypeError, "not allowed"),
+        (slice(v, None), TypeError, "not allowed"),
+        (1.0, IndexTypeError, "expected integers"),
+    ):
+        with pytest.raises(kind, match=text):
+            v[index]
+    with pytest.raises(UsageError, match="scatter_update"):
+        v[2:4] = 0
 
 
 # --- rows that are gathered and scattered ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("scatter_add", [0 + 1, 1, 2, 3, 4, 5 + 2, 6, 7, 8, 9 + 3]),
-        ("scatter_sub", [0 - 1, 1, 2, 3, 4, 5 - 2, 6, 7, 8, 9 - 3]),
-        ("scatter_mul", [0 * 1, 1, 2, 3, 4, 5 * 2, 6, 7, 8, 9 * 3]),
-        ("scatter_div", [0 / 1, 1, 2, 3, 4, 5 / 2, 6, 7, 8, 9 / 3]),
-        ("scatter_min", [0, 1, 2, 3, 4, 2, 6, 7, 8, 3]),
-        ("scatter_max", [1, 1, 2, 3, 4, 5, 6, 7, 8, 9]),
-        ("scatter_update", [1, 1, 2, 3, 4, 2, 6, 7, 8, 3]),
-        ("batch_scatter_update", [1, 1, 2, 3, 4, 2, 6, 7, 8, 3]),
-    ],
-)
-@pytest.mark.parametrize("num_shards", [1, 3])
-async def test_scattering(method: str, expected: list[float], num_shards: int) -> None:
-    async with sharded(np.arange(10, dtype=np.float32), num_shards) as v:
-        delta = psync.IndexedSlices(np.array([2, 1, 3], np.float32), [5, 0, 9], (10,))
-        assert await getattr(v, method)(delta) is v
-        assert (await v.read()).tolist() == expected
-
-
-async def test_duplicates_accumulate_and_the_last_assignment_wins() -> None:
-    async with sharded(np.ones(10, np.float32)) as v:
-        twice = ([4, 4, 4], [2, 3, 5])
-        await v.scatter_add(twice)
-        assert await v[4] == 11
-        await v.scatter_mul(twice)
-        assert await v[4] == 330
-        await v.scatter_update(twice)
-        assert await v[4] == 5
-        await v.scatter_max(twice)
-        await v.scatter_min(twice)
-        assert await v[4] == 2
-        assert (await v.read()).sum() == 9 + 2
-
-
-async def test_rows_are_read_in_the_order_of_the_request() -> None:
-    async with sharded(THIRTY) as v:
-        rows = await v.sparse_read([22, 0, 12, 10, 21])
-        assert rows.tolist() == [22, 0, 12, 10, 21]  # TensorFlow: 0, 12, 10, 22, 21
-
-
-async def test_indices_must_have_one_axis_and_be_in_range() -> None:
-    async with sharded(THIRTY) as v:
-        for wrong in ([[1]], 1):
-            with pytest.raises(IndexValueError, match=r"expected indices of shape \(n,\)"):
-                await v.sparse_read(wrong)
-            with pytest.raises(ValueError, match=r"expected indices of shape \(n,\)"):
-                await v.scatter_add((wrong, wrong))
-        for outside in (-1, 30):
-            with pytest.raises(VariableIndexError, match="out of bounds, expected 0 to 29"):
-                await v.scatter_add(([outside], [1.0]))
-        assert (await v.read()).tolist() == THIRTY.tolist()
+def test_indices_must_have_one_axis_and_be_in_range() -> None:
+    for wrong in ([[1]], 1):
+        with pytest.raises(IndexValueError, match=r"expected indices of shape \(n,\)"):
+            row_numbers(wrong, 30, "sparse_read", ndim=1)
+    for outside in (-1, 30):
+        with pytest.raises(VariableIndexError, match="out of bounds, expected 0 to 29"):
+            row_numbers([outside], 30, "scatter_add", ndim=1)
 
 
 async def test_rows_of_a_component_are_its_own() -> None:
@@ -252,31 +200,6 @@ async def test_rows_of_a_component_are_its_own() -> None:
 # --- embedding_lookup --------------------------------------------------------------------------
 
 
-async def test_a_lookup_finds_rows_by_the_sizes_that_shards_have() -> None:
-    async with sharded(np.arange(26, dtype=np.float32).reshape(13, 2), 5) as v:
-        ids = np.array([[12, 0, 3], [9, 9, 5]])
-        rows = await psync.embedding_lookup(v, ids)
-        assert rows.shape == (2, 3, 2)
-        np.testing.assert_array_equal(rows[..., 0], ids * 2)
-
-
-async def test_a_list_is_looked_up_div_wise_or_mod_wise_if_it_fits() -> None:
-    async with training(3) as (strategy, _):
-        with strategy.scope():
-            div = [psync.Variable([0.0, 1, 2]), psync.Variable([3.0, 4])]
-            mod = [psync.Variable([0.0, 2, 4]), psync.Variable([1.0, 3])]
-            odd = [psync.Variable([0.0]), psync.Variable([1.0, 2, 3, 4])]
-        ids = [4, 0, 3, 3, 1]
-        assert (await psync.embedding_lookup(div, ids)).tolist() == ids
-        assert (await psync.embedding_lookup(mod, ids, "mod")).tolist() == ids
-        with pytest.raises(PartitionError, match="numbers of rows may differ by one"):
-            await psync.embedding_lookup(odd, ids)  # TensorFlow: wrong rows
-        with pytest.raises(ConfigurationError, match="partition_strategy"):
-            await psync.embedding_lookup(div, ids, "round")
-        with pytest.raises(ValueError, match="partition_strategy"):
-            await psync.embedding_lookup(div, ids, "round")
-
-
 SP_IDS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [1, 3, 0, 1], (3, 4))
 SP_WEIGHTS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [2.0, 0.5, 1.0, 3.0], (3, 4))
 
@@ -284,7 +207,7 @@ SP_WEIGHTS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [2.0, 0.5, 1.0, 3.0], (3, 4))
 @pytest.mark.parametrize(
     ("combiner", "weights", "expected"),
     [
-        (None, SP_WEIGHTS, [(10 * 2 + 30 * 0.5) / 2.5, 0, 10]),
+        ("mean", SP_WEIGHTS, [(10 * 2 + 30 * 0.5) / 2.5, 0, 10]),
         ("mean", None, [20, 0, 10]),
         ("sum", SP_WEIGHTS, [10 * 2 + 30 * 0.5, 0, 30]),
         ("sum", None, [40, 0, 10]),
@@ -292,23 +215,11 @@ SP_WEIGHTS = ([[0, 0], [0, 1], [1, 0], [2, 3]], [2.0, 0.5, 1.0, 3.0], (3, 4))
         ("sqrtn", None, [40 / np.sqrt(2), 0, 10]),
     ],
 )
-async def test_sparse_lookups_combine_rows(
-    combiner: str | None, weights: Any, expected: list[float]
-) -> None:
-    async with sharded(np.arange(0, 100, 10, dtype=np.float32)) as v:
-        rows = await psync.embedding_lookup_sparse(v, SP_IDS, weights, combiner)
-        np.testing.assert_allclose(rows, expected, rtol=1e-6)
-
-
-async def test_safe_lookups_drop_what_is_invalid_and_fill_empty_rows() -> None:
-    async with sharded(np.arange(0, 100, 10, dtype=np.float32)) as v:
-        ids = ([[0, 0], [0, 1], [1, 0], [3, 0]], [5, -1, 2, 7], (4, 2))
-        weights = ([[0, 0], [0, 1], [1, 0], [3, 0]], [1.0, 1.0, 0.0, 2.0], (4, 2))
-        assert (await psync.safe_embedding_lookup_sparse(v, ids)).tolist() == [50, 20, 0, 70]
-        rows = await psync.safe_embedding_lookup_sparse(v, ids, weights)
-        assert rows.tolist() == [50, 0, 0, 70]
-        rows = await psync.safe_embedding_lookup_sparse(v, ids, weights, default_id=9)
-        assert rows.tolist() == [50, 90, 90, 70]
+def test_sparse_lookups_combine_rows(combiner: str, weights: Any, expected: list[float]) -> None:
+    given = SparseIds.of(SP_IDS, weights, "lookup")
+    table = np.arange(0, 100, 10, dtype=np.float32)
+    rows = given.combined(table, given.ids, combiner, "lookup")
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
 
 
 # --- cached reads ------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_a_strategy_cannot_be_set_in_a_scope_or_a_step():
 # --- collectives -----------------------------------------------------------------------------
 
 
-async def test_one_replica_merges_at_once_with_its_own_values():
+async def test_one_replica_merges_at_once_with_its_own_values_and_gets_what_is_raised():
     with step():
         context = get_replica_context()
         assert context is not None
@@ -191,22 +191,18 @@ async def test_one_replica_merges_at_once_with_its_own_values():
             return get_replica_context()
 
         assert await context.merge_call(merge_fn, args=(1,), kwargs={"b": 2}) == ((1,), 2)
+
+        def raises(strategy):
+            raise ValueError("no")
+
         assert await context.merge_call(later) is None
+        with pytest.raises(ValueError, match="no"):
+            await context.merge_call(raises)
         assert get_replica_context() is context
         assert await context.all_reduce("sum", {"x": 2.0}) == {"x": 2.0}
         assert await context.all_reduce(psync.ReduceOp.MEAN, 5) == 5
         gathered = await context.all_gather(np.ones((1, 2)), axis=0)
         assert gathered.shape == (1, 2)
-
-
-async def test_what_a_merge_function_raises_is_raised():
-    def merge_fn(strategy):
-        raise ValueError("no")
-
-    with step():
-        with pytest.raises(ValueError, match="no"):
-            await get_replica_context().merge_call(merge_fn)
-        assert get_replica_context() is not None
 
 
 async def test_a_member_asks_the_others():
@@ -275,13 +271,6 @@ async def test_run_in_a_step_is_local():
             return await strategy.run(fn, (1, 1))
 
         assert await get_replica_context().merge_call(merge_fn) == (2, 1)
-
-
-async def test_reduce_in_a_step_is_of_one_replica():
-    with step():
-        assert await get_strategy().reduce("SUM", 4.0) == 4.0
-        assert await get_strategy().reduce("MEAN", np.array([1.0, 3.0]), axis=0) == 2.0
-        assert get_strategy().num_replicas_in_sync == 1
 
 
 async def test_a_member_cannot_run_others_or_reduce_what_it_does_not_know():

@@ -34,16 +34,23 @@ def told(reply: Reply) -> Any:
     return unpack(payload.data, payload.buffers)
 
 
-async def test_all_get_what_the_function_makes_of_all_values():
-    replies = await merged(lambda strategy, values: (strategy, sum(values)), 1, 2, 3)
-    assert [told(reply) for reply in replies] == [("strategy", 6)] * 3
-    assert replies[0].segments is replies[2].segments, "it is pickled once"
-    assert [told(reply) for reply in await merged(lambda *_: None, 1, 2)] == [None, None]
-
-
-async def test_of_values_for_each_replica_each_gets_its_own():
-    replies = await merged(lambda _, values: {"own": PerReplica(values), "all": 0}, "a", "b")
-    assert [told(reply) for reply in replies] == [{"own": "a", "all": 0}, {"own": "b", "all": 0}]
+@pytest.mark.parametrize(
+    ("function", "expected", "pickled_once"),
+    [
+        (lambda strategy, values: (strategy, "".join(values)), [("strategy", "abc")] * 3, True),
+        (lambda *_: None, [None] * 3, True),
+        (
+            lambda _, values: {"own": PerReplica(values), "all": 0},
+            [{"own": own, "all": 0} for own in "abc"],
+            False,
+        ),
+    ],
+    ids=["one for all", "nothing", "for each its own"],
+)
+async def test_all_get_what_the_function_makes_of_all_values(function, expected, pickled_once):
+    replies = await merged(function, "a", "b", "c")
+    assert [told(reply) for reply in replies] == expected
+    assert (replies[0].segments is replies[2].segments) is pickled_once
 
 
 async def test_a_coroutine_function_runs_in_cross_replica_context():
@@ -72,16 +79,3 @@ async def test_an_error_is_told_to_all(function, error, text):
     for reply in await merged(function, 1, 2, limits=limits):
         with pytest.raises(error, match=text):
             told(reply)
-
-
-async def test_an_error_that_cannot_be_pickled_is_told_in_words():
-    class Local(Exception):
-        def __reduce__(self):
-            raise TypeError
-
-    async def function(strategy, values):
-        raise Local("in words")
-
-    (reply,) = await merged(function, 1)
-    assert reply.segments == ()
-    assert reply.message.error[1] == "in words"

@@ -37,19 +37,16 @@ async def test_one_payload_is_for_all_replicas_and_several_are_for_one_each() ->
         run_of(one, two).arguments_for(3)
 
 
-async def test_the_caller_is_told_once() -> None:
+@pytest.mark.parametrize(
+    "told", [[None, ValueError("too late")], [ValueError("wrong"), None]], ids=["end", "error"]
+)
+async def test_the_caller_is_told_once_and_an_error_that_nobody_sees_is_no_warning(
+    told: list[Exception | None],
+) -> None:
     run = run_of(payload(1))
-    run.tell(None)
-    run.tell(ValueError("too late"))
-    assert run.ended.result() is None
-
-
-async def test_an_error_that_nobody_sees_is_no_warning() -> None:
-    run = run_of(payload(1))
-    run.tell(ValueError("wrong"))
-    run.tell(None)
+    for each in told:
+        run.tell(each)
     other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     other.cancel()
     fail(other, ValueError("nobody waits"))
-    with pytest.raises(ValueError, match="wrong"):
-        run.ended.result()
+    assert run.ended.exception() is told[0]

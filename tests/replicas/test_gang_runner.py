@@ -70,56 +70,29 @@ async def test_a_gang_comes_after_what_was_scheduled_before_it_and_before_the_re
         assert coordinator.done()
 
 
-async def test_gangs_run_one_after_the_other():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn(name):
-            trail().append(name)
-            await reduced()
-            trail().append(name)
-            return await reduced()
-
-        runs = [coordinator.strategy.run(fn, (name,)) for name in "abc"]
-        found = await asyncio.gather(*runs)
-        assert [list(value) for value in found] == [[3, 3, 3]] * 3
-        assert "".join(trail()) == "a" * 6 + "b" * 6 + "c" * 6
-        statistics = coordinator.statistics()["closures"]
-        assert (statistics.finished, statistics.waiting, statistics.in_flight) == (9, 0, 0)
-
-
 @pytest.mark.virtual_time
-async def test_a_worker_that_comes_takes_part_in_the_next_gang():
+@pytest.mark.parametrize(("away", "others"), [(0, [1, 2]), (2, [0, 1])])
+async def test_replicas_are_counted_over_the_workers_that_are_there_when_the_gang_begins(
+    away, others
+):
     async with coordinating(num_workers=3, min_workers=2) as (cluster, coordinator):
-        await cluster.stop("worker-2")
+        await cluster.stop(f"worker-{away}")
         await asyncio.sleep(1)
 
         async def fn():
             await note("begun")
             await event_of("go on").wait()
-            return await reduced(), psync.get_worker_index()
+            return await replica_id(), await reduced(), psync.get_worker_index()
 
         run = asyncio.create_task(coordinator.strategy.run(fn))
         await event_of("begun").wait()
-        await cluster.start("worker-2")
+        await cluster.start(f"worker-{away}")
         await asyncio.sleep(10)
         event_of("go on").set()
-        counts, workers = await run
-        assert (list(counts), list(workers)) == ([2, 2], [0, 1])
-        counts, workers = await coordinator.strategy.run(fn)
-        assert (list(counts), list(workers)) == ([3, 3, 3], [0, 1, 2])
-
-
-@pytest.mark.virtual_time
-async def test_replicas_are_counted_over_the_living_workers():
-    async with coordinating(num_workers=3) as (cluster, coordinator):
-        await cluster.stop("worker-0")
-        await asyncio.sleep(1)
-
-        async def fn():
-            return await replica_id(), psync.get_worker_index(), await reduced()
-
-        ids, workers, counts = await coordinator.strategy.run(fn)
-        assert [list(ids), list(workers), list(counts)] == [[0, 1], [1, 2], [2, 2]]
+        ids, counts, workers = await run
+        assert [list(ids), list(counts), list(workers)] == [[0, 1], [2, 2], others]
+        ids, counts, workers = await coordinator.strategy.run(fn)
+        assert [list(ids), list(counts), list(workers)] == [[0, 1, 2], [3, 3, 3], [0, 1, 2]]
 
 
 @pytest.mark.virtual_time
@@ -157,25 +130,6 @@ async def test_who_is_not_there_yet_is_named(caplog):
 
 
 # --- arguments -------------------------------------------------------------------------------
-
-
-async def test_each_replica_gets_its_own_part_of_the_arguments():
-    async with coordinating(num_workers=3) as (_, coordinator):
-
-        async def fn(own, everyones, *, nested):
-            return own * everyones + nested["x"][0]
-
-        own = psync.PerReplica((1, 2, 3))
-        nested = {"x": [psync.PerReplica((0.1, 0.2, 0.3))]}
-        found = await coordinator.strategy.run(fn, [own, 10], {"nested": nested})
-        assert list(found) == [10.1, 20.2, 30.3]
-
-
-async def test_arguments_for_another_number_of_replicas_are_an_error():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with pytest.raises(ReplicaValueError, match="arguments for 3 replicas, but 2 workers"):
-            await coordinator.strategy.run(reduced, (psync.PerReplica((1, 2, 3)),))
-        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
 
 
 async def test_arguments_are_captured_when_run_begins():
@@ -256,17 +210,6 @@ async def test_what_cannot_be_sent_is_named_before_anything_runs():
             await coordinator.strategy.run(gets_too_many)
 
 
-async def test_variables_are_created_before_a_gang_begins():
-    async with coordinating(num_workers=2) as (_, coordinator):
-        with coordinator.strategy.scope():
-            v = psync.Variable(3.0, name="v")
-
-        async def fn():
-            return float(await v.read())
-
-        assert list(await coordinator.strategy.run(fn)) == [3, 3]
-
-
 async def test_a_variable_that_cannot_be_created_ends_the_run():
     async with coordinating(num_workers=2) as (_, coordinator):
 
@@ -310,37 +253,6 @@ async def test_what_a_replica_raises_is_raised_and_the_others_learn_who_it_was()
         assert coordinator.done()
         await coordinator.join()
         assert list(await coordinator.strategy.run(reduced)) == [3, 3, 3]
-
-
-async def test_who_waits_is_told_who_failed():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id() == 1:
-                await event_of("waits").wait()
-                raise Custom("boom")
-            asyncio.get_running_loop().call_soon(event_of("waits").set)
-            try:
-                await reduced()
-            except ClosureCancelled as exc:
-                memory_cluster.shared["told"] = str(exc)
-
-        with pytest.raises(Custom, match="boom"):
-            await coordinator.strategy.run(fn)
-        if "told" in memory_cluster.shared:  # else it had not come there yet, and was stopped
-            assert memory_cluster.shared["told"].startswith("replica 1 on /job:worker/task:1")
-
-
-async def test_a_replica_that_does_not_wait_is_stopped():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id() == 1:
-                raise Custom("boom")
-            await event_of("never").wait()
-
-        with pytest.raises(Custom, match="boom"):
-            await coordinator.strategy.run(fn)
 
 
 async def test_the_end_of_a_workers_data_is_raised_by_run_and_not_by_join():
@@ -407,20 +319,6 @@ async def test_a_worker_that_dies_while_the_others_merge_ends_the_merge():
         with pytest.raises(WorkerLost, match="task:0"):
             await run
         assert event_of("stopped").is_set()
-
-
-async def test_a_replica_that_gives_up_a_collective_ends_the_gang():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def fn():
-            if await replica_id():
-                await event_of("never").wait()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await reduced()
-
-        with pytest.raises(ClosureCancelled, match=r"replica 0 .* gave up all_reduce SUM"):
-            await coordinator.strategy.run(fn)
 
 
 async def test_merge_functions_that_overlap_do_not_see_each_other():
@@ -560,15 +458,24 @@ async def test_cancelling_run_before_its_turn_leaves_no_trace():
         await coordinator.join()
 
 
-async def test_closing_ends_runs():
+@pytest.mark.parametrize("where", ["in a collective", "in a merge function"])
+async def test_closing_ends_runs(where):
     async with coordinating(num_workers=2) as (_, coordinator):
 
-        async def fn():
+        async def merge_fn(strategy):
+            await note("runs")
+            await event_of("never").wait()
+
+        async def in_a_merge_function():
+            await psync.get_replica_context().merge_call(merge_fn)
+
+        async def in_a_collective():
             if await replica_id():
                 await note("runs")
                 await event_of("never").wait()
             await reduced()
 
+        fn = in_a_collective if where == "in a collective" else in_a_merge_function
         runs = [asyncio.create_task(coordinator.strategy.run(fn)) for _ in range(2)]
         await event_of("runs").wait()
         strategy, gangs = coordinator.strategy, coordinator.strategy.gangs
@@ -582,24 +489,8 @@ async def test_closing_ends_runs():
             await gangs.run(strategy, fn, (), {})
 
 
-async def test_closing_ends_all_runs_that_wait_for_their_turn():
-    async with coordinating(num_workers=2) as (_, coordinator):
-
-        async def step():
-            await note("runs")
-            await event_of("never").wait()
-
-        coordinator.schedule(step)
-        await event_of("runs").wait()
-        runs = [asyncio.create_task(coordinator.strategy.run(reduced)) for _ in range(300)]
-        await asyncio.sleep(0)
-        await coordinator.close()
-        for run in runs:
-            with pytest.raises(ClosedError, match="the coordinator was closed"):
-                await run
-
-
-async def test_an_error_cancels_all_runs_that_wait_for_their_turn():
+@pytest.mark.parametrize("closes", [True, False], ids=["closing", "an error"])
+async def test_all_runs_that_wait_for_their_turn_end_with_what_ends_the_program(closes):
     async with coordinating(num_workers=2) as (_, coordinator):
 
         async def step():
@@ -611,30 +502,17 @@ async def test_an_error_cancels_all_runs_that_wait_for_their_turn():
         await event_of("runs").wait()
         runs = [asyncio.create_task(coordinator.strategy.run(reduced)) for _ in range(300)]
         await asyncio.sleep(0)
+        if closes:
+            await coordinator.close()
         event_of("go on").set()
+        end, text = (ClosedError, "was closed") if closes else (ClosureCancelled, "was cancelled")
         for run in runs:
-            with pytest.raises(ClosureCancelled, match="run was cancelled"):
+            with pytest.raises(end, match=text):
                 await run
-        with pytest.raises(ValueError, match="no good"):
-            await coordinator.join()
-        assert list(await coordinator.strategy.run(reduced)) == [2, 2]
-
-
-async def test_closing_stops_merge_functions():
-    async with coordinating(num_workers=1) as (_, coordinator):
-
-        async def merge_fn(strategy):
-            await note("merging")
-            await event_of("never").wait()
-
-        async def fn():
-            await psync.get_replica_context().merge_call(merge_fn)
-
-        run = asyncio.create_task(coordinator.strategy.run(fn))
-        await event_of("merging").wait()
-        await coordinator.close()
-        with pytest.raises(ClosedError):
-            await run
+        if not closes:
+            with pytest.raises(ValueError, match="no good"):
+                await coordinator.join()
+            assert list(await coordinator.strategy.run(reduced)) == [2, 2]
 
 
 @pytest.mark.virtual_time

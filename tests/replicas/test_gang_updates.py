@@ -12,6 +12,8 @@ from psync.errors import GradientError, ReplicaValueError, UnsupportedError
 from psync.numerics.indexed_slices import IndexedSlices
 from psync.replicas import gang_updates
 
+ROWS = IndexedSlices(np.ones((1, 2), np.float32), [0])
+
 
 class Target:
     """Notes what is written to it."""
@@ -63,11 +65,6 @@ async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
     assert others.what == 'assign_add to "v"'
 
 
-async def test_without_an_aggregation_nobody_is_asked():
-    with pytest.raises(ReplicaValueError, match='assign to "v" in one of 3 replicas'):
-        await gang_updates.assign(Others(), Target("v", "NONE"), "assign", 1.0)
-
-
 @pytest.mark.parametrize(
     ("aggregation", "rows", "values"),
     [
@@ -108,17 +105,25 @@ async def test_gradients_are_summed_variable_by_variable():
     assert others.what == 'apply_gradients of "SGD"'
 
 
-async def test_replicas_with_gradients_for_other_variables_are_named():
-    v, w = Target("v"), Target("w")
-    calls = [(Optimizer(), [(1.0, v)], None), (Optimizer(), [(1.0, v), (1.0, w)], None)]
-    with pytest.raises(
-        GradientError, match='replica 0 has gradients for "v", replica 1 for "v", "w"'
-    ):
-        await gang_updates._push(None, calls)
-
-
-async def test_gradients_that_do_not_fit_each_other_are_named():
-    v, rows = Target("v"), IndexedSlices(np.ones((1, 2), np.float32), [0])
-    calls = [(Optimizer(), [(np.ones((3, 2)), v)], None), (Optimizer(), [(rows, v)], None)]
-    with pytest.raises(GradientError, match='gradients for "v": reduce: IndexedSlices on some'):
+@pytest.mark.parametrize(
+    ("pairs", "error"),
+    [
+        (
+            ([(1.0, "v")], [(1.0, "v"), (1.0, "w")]),
+            'replica 0 has gradients for "v", replica 1 for "v", "w"',
+        ),
+        (
+            ([(np.ones((3, 2)), "v")], [(ROWS, "v")]),
+            'gradients for "v": reduce: IndexedSlices on some',
+        ),
+    ],
+    ids=["other variables", "rows and whole"],
+)
+async def test_replicas_whose_gradients_do_not_fit_each_other_are_named(pairs, error):
+    targets = {name: Target(name) for name in "vw"}
+    calls = [
+        (Optimizer(), [(gradient, targets[name]) for gradient, name in each], None)
+        for each in pairs
+    ]
+    with pytest.raises(GradientError, match=error):
         await gang_updates._push(None, calls)

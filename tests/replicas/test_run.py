@@ -6,9 +6,8 @@ import pytest
 
 import psync
 from local_training import strategy_of
-from memory_cluster import coordinating
 from psync.client.context import enter_dataset
-from psync.errors import CaptureError, ClosedError, UsageError
+from psync.errors import CaptureError, UsageError
 from psync.replicas.run import LocalRunWarning
 
 
@@ -29,14 +28,6 @@ async def test_in_a_training_session_the_program_is_the_replica():
     strategy = strategy_of()
     strategy.runtime = object()  # that of a session; nothing is asked of it here
     assert await strategy.run(ids, [5]) == (0, 1, 5)
-
-
-async def test_after_the_coordinator_was_closed_it_is_an_error():
-    async with coordinating(num_workers=1) as (_, coordinator):
-        assert await coordinator.strategy.run(ids, (5,)) == (0, 1, 5)
-        await coordinator.close()
-        with pytest.raises(ClosedError, match=r"strategy\.run: the coordinator"):
-            await coordinator.strategy.run(ids, (5,))
 
 
 async def test_what_is_no_call_is_refused():
