@@ -6,7 +6,7 @@ timeline, judge what comes in, and answer. This file says when these are replace
     message      event       then serve
     AttachPs     ATTACH      nothing yet, for a newer coordinator; what was there is kept aside, if
                              that wants to go on with it
-    TakeImage    ROLL_BACK   a snapshot, on a new timeline
+    RestoreSnapshot    ROLL_BACK   a snapshot, on a new timeline
     BackUp, ...  DEPOSE      nothing: another process has answered as this ps's backup
     BeginBackup  COPY        a snapshot of another process's ps, then what the log of that one says
     Promote      PROMOTE     that, from now on to everybody
@@ -31,12 +31,12 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.net.transport import Listener
 from psync.numerics.blocks import BlockPool
-from psync.ps.backup_host import ReplicaHost
+from psync.ps.backup_host import BackupHost
 from psync.ps.backup_sender import Served
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life, LifeEvent
 from psync.ps.report import describe_ps
-from psync.ps.snapshots import Contents, ImageService
+from psync.ps.snapshots import Contents, Snapshots
 from psync.ps.succession import (
     AdoptionService,
     CoordinatorGrants,
@@ -46,13 +46,13 @@ from psync.ps.succession import (
     check_newest,
 )
 from psync.store.locate_ps import Primary
-from psync.store.snapshot import Thawed
+from psync.store.snapshot import Loaded
 from psync.sync.groups import CLOSER
 from psync.sync.ps_services import PsProcess, PsServices
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Done, Hello, Refused, Shutdown, Statistics
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import TakeImage
+from psync.wire.recovery_messages import RestoreSnapshot
 from psync.wire.session_messages import ON_EACH_PS, ON_PS_0
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class PsTask:
         nothing = self._nothing(0)
         self.services = parts.of(PsServices)(self._process, self.life, None, 0, nothing)
         floor, services = (lambda: self.floor), (lambda: self.services)
-        self._host = ReplicaHost(task, pool, self._make_backup, floor, parts)
+        self._host = BackupHost(task, pool, self._make_backup, floor, parts)
         self._sessions: SessionService | None = None  # until a training session asks
         self._adoption = AdoptionService(task, work, check, lambda: self.services.store)
-        self._images = ImageService(task, work, pool, check, services, floor, self.take, parts)
+        self._snapshots = Snapshots(task, work, pool, check, services, floor, self.take, parts)
         # Every chief knows the process's own address: it is asked there what it serves, and that
         # of ps 0 grants incarnations, wherever ps 0 is served.
         served = ServedService(task, self._host, lambda: self.newest, self.primary, self.end_below)
@@ -114,7 +114,7 @@ class PsTask:
             AskStatistics: Handler(lambda *_: Reply(Statistics(self.statistics()))),
             Shutdown: Handler(self._shutdown),
             **self._adoption.handlers(),
-            **self._images.handlers(),
+            **self._snapshots.handlers(),
             **self._host.handlers(),
             **dict.fromkeys(ON_EACH_PS + (() if index else ON_PS_0), Handler(self._of_session)),
             **({} if is_hosted else served.handlers()),
@@ -162,7 +162,7 @@ class PsTask:
             **self.services.statistics(),
             "network": self._endpoint.statistics(),
             "session": {} if self._sessions is None else self._sessions.statistics(),
-            "image": {**self._images.statistics(), "timeline": self.services.timeline},
+            "snapshot": {**self._snapshots.statistics(), "timeline": self.services.timeline},
         }
 
     def _replace(
@@ -242,7 +242,7 @@ class PsTask:
                 before.moved(attach.ps_addresses, before.attach.moves)
         before.ledger.raise_floor(attach.coordinator)  # also for what waits for its turn
         self.life = self.life.after(LifeEvent.ATTACH, self.task)
-        self._images.forget()
+        self._snapshots.forget()
         # Where variables are kept, a step that is decided is applied.
         patience_s = attach.ps_timeout_s if attach.keep else None
         self._replace(attach, 0, self._nothing(attach.coordinator), patience_s)
@@ -266,12 +266,12 @@ class PsTask:
 
     # Rollback.
 
-    def take(self, thawed: Thawed, message: TakeImage) -> None:
-        """Serve what a snapshot holds from now on; see ``snapshots.ImageService``."""
+    def take(self, loaded: Loaded, message: RestoreSnapshot) -> None:
+        """Serve what a snapshot holds from now on; see ``snapshots.Snapshots``."""
         before = self.services
         assert before.attach is not None, "only the coordinator that is served asks"
-        logger.info("%s: goes back to an image, timeline %d", self.task, message.timeline)
-        contents = before.restored(thawed)
+        logger.info("%s: rolls back to a snapshot, timeline %d", self.task, message.timeline)
+        contents = before.restored(loaded)
         self.life = self.life.after(LifeEvent.ROLL_BACK, self.task)
         self._adoption.lost()  # until the program says that all have it
         self._replace(before.attach, message.timeline, contents, None)
@@ -326,9 +326,9 @@ class PsTask:
         self.chief.watch(made._endpoint)
         return made
 
-    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
         """Hold what a snapshot of another one holds."""
-        contents = self.services.restored(thawed)
+        contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
         self._adoption.copied(life)
         self._replace(attach, timeline, contents, None)

@@ -1,4 +1,4 @@
-"""Which array of an image is which slice of which tensor, and what the rest is called."""
+"""Which array of a snapshot is which slice of which tensor, and what the rest is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psync.schedules import Constant
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
 from psync.store.snapshot import freeze
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 
 
@@ -25,7 +25,7 @@ SPECS = [
 ]
 
 
-def images(pushes: int = 1) -> list[ImageState]:
+def snapshots(pushes: int = 1) -> list[SnapshotState]:
     """Two ps tasks with three variables; both shards of w have been pushed so often."""
     made = []
     for ps, specs in enumerate(SPECS):
@@ -49,7 +49,7 @@ M = [Wanted("adam/m/w", 0, 3, (0, 0), 7, "m"), Wanted("adam/m/w", 3, 2, (0, 1), 
 
 def test_what_is_wanted_has_its_name_and_the_rest_is_called_by_its_variable() -> None:
     never_pushed = Wanted("adam/m/b", 0, 2, (1, 0), 7, "m")
-    layout = Layout(images(), [*W, *M, never_pushed])
+    layout = Layout(snapshots(), [*W, *M, never_pushed])
     names = [[name for _, name in arrays] for arrays in layout.arrays]
     assert names == [
         ["model/w@0", "adam/m/w@0", "~/w/7-v@0", "~/b/value/value@0"],
@@ -59,8 +59,8 @@ def test_what_is_wanted_has_its_name_and_the_rest_is_called_by_its_variable() ->
     assert layout.find(never_pushed.key, 7, "m") is None
 
 
-def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_image() -> None:
-    layout = Layout(images(), [Wanted("zero", 0, 4, (2, 0))])
+def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_snapshot() -> None:
+    layout = Layout(snapshots(), [Wanted("zero", 0, 4, (2, 0))])
     *others, last = layout.arrays[0]
     assert last[1] == "zero@0"
     written = [(8 * i, 8, i) for i in range(len(others) + 1)]
@@ -68,8 +68,8 @@ def test_a_constant_array_is_written_only_if_it_is_wanted_and_no_part_of_the_ima
     assert [place.item for place in layout.places(0, written)] == [item for item, _ in others]
 
 
-def test_where_arrays_lie_is_told_of_tensors_and_of_the_image() -> None:
-    layout = Layout(images(), W)
+def test_where_arrays_lie_is_told_of_tensors_and_of_the_snapshot() -> None:
+    layout = Layout(snapshots(), W)
     written = [(80, 16, 1), (96, 16, 2), (112, 16, 3)]
     assert layout.slices(1, "ps-1", written) == [("model/w", Slice(3, 2, "ps-1", 80, 16, 1))]
     assert layout.places(1, written) == [
@@ -81,7 +81,7 @@ def test_where_arrays_lie_is_told_of_tensors_and_of_the_image() -> None:
 
 def test_an_array_may_be_part_of_two_tensors() -> None:
     part = Wanted("part", 0, 2, (0, 1))  # a shard that is saved as a variable of its own, too
-    layout = Layout(images(), [*W, part])
+    layout = Layout(snapshots(), [*W, part])
     assert layout.arrays[1][0] == (0, "model/w@3")
     assert layout.slices(1, "f", [(8, 16, 5), (24, 16, 6), (40, 16, 7)]) == [
         ("model/w", Slice(3, 2, "f", 8, 16, 5)),
@@ -90,12 +90,12 @@ def test_an_array_may_be_part_of_two_tensors() -> None:
 
 
 def test_the_step_is_the_highest_of_all_ps_tasks() -> None:
-    assert step_of(images(pushes=4), 7) == 5
-    assert step_of(images(), 8) == 0
+    assert step_of(snapshots(pushes=4), 7) == 5
+    assert step_of(snapshots(), 8) == 0
 
 
 def test_a_learning_rate_is_told_if_it_is_not_the_first_one() -> None:
-    made = images()
+    made = snapshots()
     assert changed_rate(made, 7) is None
     assert changed_rate(made, 8) is None
     store = ShardStore("/job:ps/task:0")

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psync.checkpoints.manifest import (
-    Image,
     Manifest,
     Place,
     Slice,
+    Snapshot,
     Tensor,
     check_state,
     commit_line,
@@ -40,11 +40,11 @@ def tensor(*cuts: int, name: str = "w", shape: tuple[int, ...] = (10, 2)) -> Ten
 
 def manifest(*tensors: Tensor) -> Manifest:
     files = {f"data-{i}": 1000 for i in range(9)}
-    images = (
-        Image("data-7", 5, "data-0", (Place(0, 8, 40, 9), Place(1, 48, 0, 0))),
-        Image("data-8", 6, "data-1", ()),
+    snapshots = (
+        Snapshot("data-7", 5, "data-0", (Place(0, 8, 40, 9), Place(1, 48, 0, 0))),
+        Snapshot("data-8", 6, "data-1", ()),
     )
-    return Manifest(3, {t.name: t for t in tensors}, {"epoch": [1, {"a": None}]}, files, images)
+    return Manifest(3, {t.name: t for t in tensors}, {"epoch": [1, {"a": None}]}, files, snapshots)
 
 
 def read(data: bytes) -> Manifest:
@@ -126,8 +126,8 @@ def changed(path: list[Any], value: Any) -> bytes:
         (["tensors", 0, "slices", 0, 3], 5000, "not that large, or is not listed"),
         (["tensors", 0, "shape"], [11, 2], "expected 11 rows, got 10"),
         (["images"], {}, "images: expected a list"),
-        (["images", 0], 3, "an image: expected an object, got 3"),
-        (["images", 0, "data"], "data-77", "file of an image: expected one that is listed"),
+        (["images", 0], 3, "a snapshot: expected an object, got 3"),
+        (["images", 0, "data"], "data-77", "file of a snapshot: expected one that is listed"),
         (["images", 0, "state"], "a/b", "name of a file: expected letters"),
         (["images", 0, "crc32"], None, "checksum of 'data-7': expected a whole number"),
         (["images", 0, "places"], 3, "places in 'data-0': expected a list"),
@@ -147,10 +147,10 @@ def test_what_is_not_as_it_must_be_is_named(path: list[Any], value: Any, text: s
     assert str(caught.value).startswith("ckpt-3")
 
 
-def test_one_of_an_older_psync_has_no_images() -> None:
+def test_one_of_an_older_psync_has_no_snapshots() -> None:
     content = json.loads(manifest(tensor()).to_bytes())
     del content["images"]
-    assert read(json.dumps(content).encode()).images == ()
+    assert read(json.dumps(content).encode()).snapshots == ()
 
 
 def test_a_newer_version_is_not_called_damaged() -> None:

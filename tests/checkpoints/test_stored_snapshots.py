@@ -11,14 +11,14 @@ import pytest
 
 from psync.checkpoints.files import remove
 from psync.checkpoints.layout import Layout
-from psync.checkpoints.stored_snapshots import SavedImages, stored_images
+from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots
 from psync.checkpoints.writer import Writer
 from psync.errors import CheckpointCorrupt, CheckpointNotFound
 from psync.ps.snapshot_files import read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, freeze, thaw
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot import Frozen, freeze, load_snapshot
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 
 SPECS = [ShardSpec("w", 0, ps, 3 * ps, (3, 2), "float32", ps) for ps in range(2)]
@@ -43,32 +43,34 @@ def save(directory: Path, number: int = 1, value: float = 1.0, drop: int = 0) ->
         size, written = write_items(writer.temporary / name, each, layout.arrays[ps])
         writer.add_file(name, size, [])
         places = layout.places(ps, written)[drop:]
-        writer.add_image(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
+        writer.add_snapshot(ps, f"ps-{ps}.json", each.state.to_bytes(), name, places)
     return writer.commit()
 
 
 def value_of(path: Path) -> float:
     """What the second ps held of w."""
-    image = stored_images(path)[1]
-    state = ImageState.from_bytes(image.state, "here")
-    made = thaw(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
-    places = [(place.item, (place.start, place.nbytes, place.crc32)) for place in image.places]
-    read_items(image.file, made, places)
+    snapshot = stored_snapshots(path)[1]
+    state = SnapshotState.from_bytes(snapshot.state, "here")
+    made = load_snapshot(state, ShardStore("/job:ps/task:1"), Ledger(), bytes.hex)
+    places = [(place.item, (place.start, place.nbytes, place.crc32)) for place in snapshot.places]
+    read_items(snapshot.file, made, places)
     return float(np.frombuffer(made.store.read(SPECS[1].key)[0], np.float32)[0])
 
 
 def test_a_ps_can_be_made_of_what_is_there(tmp_path: Path) -> None:
     path = save(tmp_path, value=4.0)
-    images = stored_images(path)
-    assert [image.file for image in images] == [path / f"ps-{ps}.safetensors" for ps in range(2)]
-    assert [len(image.places) for image in images] == [1, 1]  # zeros need none
+    snapshots = stored_snapshots(path)
+    assert [snapshot.file for snapshot in snapshots] == [
+        path / f"ps-{ps}.safetensors" for ps in range(2)
+    ]
+    assert [len(snapshot.places) for snapshot in snapshots] == [1, 1]  # zeros need none
     assert value_of(path) == 5.0
 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert stored_images(Path("ckpt-00000001"))[0].file.is_absolute()
+    assert stored_snapshots(Path("ckpt-00000001"))[0].file.is_absolute()
 
 
 class TestDamage:
@@ -78,57 +80,57 @@ class TestDamage:
         data[-3] ^= 1
         (path / "ps-1.json").write_bytes(data)
         with pytest.raises(CheckpointCorrupt, match=r"ps-1\.json: expected checksum"):
-            stored_images(path)
+            stored_snapshots(path)
 
     def test_a_missing_file_is_found(self, tmp_path: Path) -> None:
         path = save(tmp_path)
         (path / "ps-0.safetensors").unlink()
         with pytest.raises(CheckpointCorrupt, match=r"ps-0\.safetensors: .* it is not there"):
-            stored_images(path)
+            stored_snapshots(path)
 
     def test_an_array_that_lies_nowhere_is_found(self, tmp_path: Path) -> None:
         path = save(tmp_path, drop=1)
         with pytest.raises(CheckpointCorrupt, match=r"item 0 is not once, and whole, in ps-0"):
-            stored_images(path)
+            stored_snapshots(path)
 
-    def test_no_checkpoint_and_one_without_images_are_told_apart(self, tmp_path: Path) -> None:
+    def test_no_checkpoint_and_one_without_snapshots_are_told_apart(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFound, match="no checkpoint here"):
-            stored_images(tmp_path / "ckpt-1")
+            stored_snapshots(tmp_path / "ckpt-1")
         path = Writer(tmp_path, "ckpt-2", 2).commit()
         with pytest.raises(CheckpointNotFound, match="does not say what each ps held"):
-            stored_images(path)
+            stored_snapshots(path)
 
 
-class TestSavedImages:
+class TestSavedSnapshots:
     def test_the_newest_is_handed_out(self, tmp_path: Path) -> None:
-        images = SavedImages("origin")
-        assert images() is None
+        snapshots = SavedSnapshots("origin")
+        assert snapshots() is None
         for number in (1, 2):
-            images.add(save(tmp_path, number))
-        found = images()
+            snapshots.add(save(tmp_path, number))
+        found = snapshots()
         assert found is not None
-        assert found[0].file.parent == images.handed == tmp_path / "ckpt-00000002"
-        assert images.asked == 1
+        assert found[0].file.parent == snapshots.handed == tmp_path / "ckpt-00000002"
+        assert snapshots.asked == 1
 
     def test_what_was_saved_last_is_the_newest_whatever_its_number(self, tmp_path: Path) -> None:
-        images = SavedImages("origin")
+        snapshots = SavedSnapshots("origin")
         for number in (7, 3):
-            images.add(save(tmp_path, number))
-        images()
-        assert images.handed == tmp_path / "ckpt-00000003"
+            snapshots.add(save(tmp_path, number))
+        snapshots()
+        assert snapshots.handed == tmp_path / "ckpt-00000003"
 
     def test_one_that_is_gone_or_damaged_is_passed_over(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        images = SavedImages("origin")
+        snapshots = SavedSnapshots("origin")
         paths = [save(tmp_path, number) for number in range(4)]
         for path in paths:
-            images.add(path)
+            snapshots.add(path)
         remove(paths[3])
         (paths[2] / "ps-0.json").unlink()
         with caplog.at_level(logging.WARNING):
-            images()
-        assert images.handed == paths[1]
+            snapshots()
+        assert snapshots.handed == paths[1]
         assert "ckpt-00000002 cannot be gone back to" in caplog.text
         shutil.rmtree(tmp_path)
-        assert images() is None
+        assert snapshots() is None

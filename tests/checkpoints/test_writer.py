@@ -10,7 +10,7 @@ import pytest
 
 from psync.checkpoints.disk import Disk, current_disk
 from psync.checkpoints.files import DataFile, Planned, Reader, checkpoints_in
-from psync.checkpoints.manifest import Image, Place
+from psync.checkpoints.manifest import Place, Snapshot
 from psync.checkpoints.writer import Writer, streamed_by_environ
 from psync.errors import CheckpointError, ConfigurationError
 from psync.testing.sabotage import FailpointError, Failpoints, SabotagedParts
@@ -19,7 +19,7 @@ W = np.arange(6, dtype=np.float32)
 
 
 def written_by_another(writer: Writer, name: str) -> DataFile:
-    """A file that a ps has written: what a tensor needs, and what only the image needs."""
+    """A file that a ps has written: what a tensor needs, and what only the snapshot needs."""
     planned = [Planned("w", (6,), "float32", 0), Planned("~/m", (6,), "float32", 0)]
     data_file = DataFile(writer.temporary / name, planned)
     data_file.write(W)
@@ -33,24 +33,24 @@ def test_files_of_others_are_part_of_it(tmp_path: Path) -> None:
     writer.add_file("ps-0.safetensors", data_file.close(), data_file.slices[:1])
     places = [Place(i, piece.start, piece.nbytes, piece.crc32) for i, (_, piece) in
               enumerate(data_file.slices)]  # fmt: skip
-    writer.add_image(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
+    writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0.safetensors", places)
     reader = Reader(writer.commit())
     np.testing.assert_array_equal(reader.read(reader.manifest.tensors["w"], 0, 6), W)
-    assert reader.manifest.images == (
-        Image("ps-0.json", 0xA3A6BF43, "ps-0.safetensors", tuple(places)),
+    assert reader.manifest.snapshots == (
+        Snapshot("ps-0.json", 0xA3A6BF43, "ps-0.safetensors", tuple(places)),
     )
     assert set(reader.manifest.files) == {"ps-0.safetensors", "ps-0.json"}
     assert list(reader.manifest.tensors) == ["w"]
 
 
-def test_images_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
+def test_snapshots_are_in_the_order_of_ps_tasks_whoever_was_first(tmp_path: Path) -> None:
     writer = Writer(tmp_path, "ckpt-1", 1)
     for ps in (1, 0):
         data_file = written_by_another(writer, f"ps-{ps}")
         writer.add_file(f"ps-{ps}", data_file.close(), [])
-        writer.add_image(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
-    images = Reader(writer.commit()).manifest.images
-    assert [image.data for image in images] == ["ps-0", "ps-1"]
+        writer.add_snapshot(ps, f"ps-{ps}.json", b"{}", f"ps-{ps}", [])
+    snapshots = Reader(writer.commit()).manifest.snapshots
+    assert [snapshot.data for snapshot in snapshots] == ["ps-0", "ps-1"]
 
 
 def test_a_file_that_is_not_here_as_its_writer_says_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ async def test_what_is_held_is_of_the_instant_of_the_cut_and_is_let_go_afterward
             noted: list[int] = []
             async with cuts_of(coordinator).take(lambda: noted.append(1)) as cut:
                 assert noted == [1]
-                assert cut.images[0].shards[0].variable == "v"
-                assert len(cut.images) == 2
+                assert cut.snapshots[0].shards[0].variable == "v"
+                assert len(cut.snapshots) == 2
                 await v.assign_add(np.ones(4, np.int64))
                 assert (await cut.read(1, 0)).tolist() == [1, 1]
                 assert (await v.read()).tolist() == [2] * 4
@@ -190,7 +190,7 @@ async def test_who_holds_a_cut_up_is_named(monkeypatch: pytest.MonkeyPatch) -> N
             await v.assign_add(np.ones(4, np.int64))  # nobody is held up any more
 
 
-async def test_an_image_is_written_by_its_ps(tmp_path: Path) -> None:
+async def test_an_snapshot_is_written_by_its_ps(tmp_path: Path) -> None:
     async with cluster_of(2, 1) as cluster:
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
             with coordinator.strategy.scope():

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import psync
-from image_store import keep_images
 from local_training import strategy_of
 from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ConfigurationError, ParameterServerLost
 from replica_training import add, check, declared, run
+from snapshot_store import keep_snapshots
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
@@ -81,7 +81,7 @@ async def test_without_a_backup_all_go_back_to_a_checkpoint(tmp_path: Path) -> N
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 3, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         await cluster.kill("ps-0")
         await run(coordinator, 2, *variables)
         await cluster.kill("ps-1")

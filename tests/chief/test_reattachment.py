@@ -14,7 +14,6 @@ import pytest
 import memory_cluster
 import psync
 from chief_lives import another_process, life_of
-from image_store import keep_images
 from inside import chief_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, event_of, note, shared
 from ps_cluster import heard, hold
@@ -23,6 +22,7 @@ from psync.net.peer import Handler
 from psync.net.process_state import fresh_process
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import AdoptShards
+from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
 
@@ -362,7 +362,7 @@ async def test_ps_tasks_that_went_back_to_a_cut_are_attached_to(tmp_path: Path) 
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             await count_up(coordinator, counters[1], 3)
             await cluster.stop("ps-1")
             await cluster.start("ps-1")
@@ -383,7 +383,7 @@ async def test_ps_tasks_that_went_back_and_no_program_was_told_are_not_attached_
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             await count_up(coordinator, counters[1], 3)
             told = asyncio.Event()
 
@@ -433,7 +433,7 @@ async def test_a_cut_of_the_earlier_program_does_not_take_the_next_ones_closures
             with strategy.scope():
                 counters = [psync.Variable(0, name=f"counter{index}") for index in range(2)]
             await count_up(coordinator, counters[1], 5)
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             source = chief_of(coordinator).recovery.from_checkpoint.source
         async with life(cluster) as (strategy, coordinator):
             with strategy.scope():

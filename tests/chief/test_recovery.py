@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import psync
-from image_store import keep_images
 from inside import chief_of, clocks_of, handlers_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of, replicated, shared
 from ps_cluster import hold
@@ -25,6 +24,7 @@ from psync.wire.codec import Message
 from psync.wire.ps_messages import FinalBelow
 from psync.wire.sync_messages import ReportSchedule
 from replica_training import declared, run
+from snapshot_store import keep_snapshots
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ async def test_a_gang_ends_with_a_ps_though_it_is_recovered(tmp_path: Path) -> N
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 1, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
 
         async def replica() -> None:
             event_of("started").set()
@@ -191,7 +191,7 @@ async def test_ps_0_is_told_again_who_takes_part_in_steps(lost: str, tmp_path: P
             await coordinator.join(timeout=60)
 
         await train()
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         await cluster.stop(lost)
         await cluster.start(lost)
         assert isinstance(await anext(coordinator.events()), RollbackEvent)
@@ -247,7 +247,7 @@ async def test_a_step_that_hears_first_of_a_lost_ps_runs_again_once_it_is_recove
     async with coordinating(2, 1) as (_, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 1, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         value = coordinator.schedule(told_by_ps_0)
         event = await anext(coordinator.events())
         assert isinstance(event, RollbackEvent)
@@ -273,7 +273,7 @@ async def test_what_is_lost_while_it_is_closed_is_noted_and_nothing_is_recovered
 ) -> None:
     async with coordinating(2, 1) as (_, coordinator):
         await run(coordinator, 1, *declared(coordinator))
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         recovery = chief_of(coordinator).recovery
     error = ParameterServerLost("/job:ps/task:1", "went as well")
     assert not recovery.will_recover(error)
@@ -382,7 +382,7 @@ async def test_that_some_ps_was_lost_is_the_error_of_who_says_so_and_no_loss(
     """As of a replica, whose gang has ended since a ps was lost."""
     async with replicated(2, 1) as (_, coordinator):
         declared(coordinator)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
 
         async def step() -> None:
             raise ParameterServerLost("/job:ps", "was lost while replicas ran")

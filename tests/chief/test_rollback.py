@@ -1,4 +1,4 @@
-"""A ps that is lost comes back: all go back to an image, and training goes on."""
+"""A ps that is lost comes back: all go back to a snapshot, and training goes on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import psync
-from image_store import keep_images
 from inside import chief_of
 from memory_cluster import cluster_of, coordinating, event_of
 from psync.chief.consistent_cut import Cut
 from psync.errors import ParameterServerLost
+from snapshot_store import keep_snapshots
 
 
 def declared(coordinator: psync.ClusterCoordinator) -> tuple[Any, Any]:
@@ -46,11 +46,11 @@ async def lose(cluster: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["ps-0", "ps-1"])
-async def test_all_go_back_to_the_image_and_training_goes_on(lost: str, tmp_path: Path) -> None:
+async def test_all_go_back_to_the_snapshot_and_training_goes_on(lost: str, tmp_path: Path) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 5, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         undone = await run(coordinator, 3, *variables)
         await lose(cluster, lost)
         event = await anext(coordinator.events())
@@ -63,13 +63,13 @@ async def test_all_go_back_to_the_image_and_training_goes_on(lost: str, tmp_path
         assert np.array_equal(await variables[0].read(), np.full((2, 3), 9))
 
 
-async def test_a_closure_in_flight_runs_again_and_what_the_image_has_of_it_is_not_doubled(
+async def test_a_closure_in_flight_runs_again_and_what_the_snapshot_has_of_it_is_not_doubled(
     tmp_path: Path,
 ) -> None:
     async def step(wide: Any, small: Any) -> None:
         import memory_cluster
 
-        await wide.assign_add(np.ones((2, 3), np.float32))  # in the image
+        await wide.assign_add(np.ones((2, 3), np.float32))  # in the snapshot
         await memory_cluster.note("first")
         await memory_cluster.event_of("go on").wait()
         await small.assign_add(1)
@@ -78,7 +78,7 @@ async def test_a_closure_in_flight_runs_again_and_what_the_image_has_of_it_is_no
         variables = declared(coordinator)
         value = coordinator.schedule(step, args=variables)
         await event_of("first").wait()
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         await lose(cluster, "ps-1")
         event = await anext(coordinator.events())
         event_of("go on").set()
@@ -105,7 +105,7 @@ async def test_a_call_of_the_program_under_way_is_of_the_timeline_that_goes_on(
         async with psync.ClusterCoordinator(strategy) as coordinator:
             wide, _ = declared(coordinator)
             await wide.assign(np.ones((2, 3), np.float32))
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             await wide.assign(np.full((2, 3), 5, np.float32))
             await cluster.stop("ps-1")
             calling = asyncio.ensure_future(call(wide))
@@ -129,7 +129,7 @@ async def test_slots_and_steps_of_optimizers_go_back_too(tmp_path: Path) -> None
                 coordinator.schedule(push, args=(v, optimizer))
             await coordinator.join()
             if lose_it:
-                await keep_images(coordinator, tmp_path)
+                await keep_snapshots(coordinator, tmp_path)
                 coordinator.schedule(push, args=(v, optimizer))
                 await coordinator.join()
                 await lose(cluster, "ps-0")
@@ -173,13 +173,13 @@ async def test_a_save_that_a_lost_ps_interrupts_is_begun_anew(
         assert int(await variables[1].read()) == 2
 
 
-async def test_variables_that_the_image_does_not_have_cannot_be_brought_back(
+async def test_variables_that_the_snapshot_does_not_have_cannot_be_brought_back(
     tmp_path: Path,
 ) -> None:
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 1, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         with coordinator.strategy.scope():
             late = psync.Variable(np.zeros(3), name="late")
         await late.read()
@@ -192,18 +192,18 @@ async def test_a_ps_that_dies_while_it_is_recovered_is_recovered(tmp_path: Path)
     async with coordinating(2, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 2, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         for name in ("ps-1", "ps-0", "ps-1"):
             await lose(cluster, name)
         await run(coordinator, 3, *variables)
         assert int(await variables[1].read()) == 5
 
 
-async def test_what_ends_while_the_first_image_is_written_is_undone_too(tmp_path: Path) -> None:
+async def test_what_ends_while_the_first_snapshot_is_written_is_undone_too(tmp_path: Path) -> None:
     async with coordinating(1, 2) as (cluster, coordinator):
         variables = declared(coordinator)
         recovery = chief_of(coordinator).recovery.from_checkpoint
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         source, recovery.source = recovery.source, None  # it is not complete yet
         undone = await run(coordinator, 3, *variables)
         recovery.source = source
@@ -219,7 +219,7 @@ async def test_a_take_of_the_program_under_way_waits_on_where_its_ps_goes_back_a
         with coordinator.strategy.scope():
             held = psync.ConditionalAccumulator(np.float64, (2,), name="held")
         await held.apply_grad(np.zeros(2))
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         other = f"ps-{1 - held.place.ps}"
         taking = asyncio.ensure_future(held.take_grad(2))
         await asyncio.sleep(1)

@@ -1,4 +1,4 @@
-"""What else goes on while ps tasks go back to an image, at the moments that are worst."""
+"""What else goes on while ps tasks go back to a snapshot, at the moments that are worst."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import psync
-from image_store import keep_images
 from inside import chief_of, handlers_of, ledger_of
 from memory_cluster import MemoryCluster, cluster_of, coordinating, event_of
 from ps_cluster import hold, until
@@ -21,7 +20,8 @@ from psync.ps_task import PsTask
 from psync.training import checkpoint
 from psync.wire.codec import Message
 from psync.wire.ps_messages import CreateShards
-from psync.wire.recovery_messages import TakeImage
+from psync.wire.recovery_messages import RestoreSnapshot
+from snapshot_store import keep_snapshots
 
 TWO_SHARDS = psync.FixedShardsPartitioner(2)
 
@@ -57,7 +57,7 @@ async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: P
     async with coordinating(2, 1) as (cluster, coordinator):
         v = counter(coordinator)
         await v.assign_add(1)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         link = chief_of(coordinator).links.ps.links[0]
 
         async def another() -> None:
@@ -65,7 +65,7 @@ async def test_a_ps_that_dies_once_it_has_gone_back_is_recovered_too(tmp_path: P
             await until(lambda: link.lost is not None)
 
         await lose(cluster, "ps-1")
-        before(cluster, "ps-1", TakeImage, another)
+        before(cluster, "ps-1", RestoreSnapshot, another)
         event = await anext(coordinator.events())
         assert set(event.lost) == {"/job:ps/task:0", "/job:ps/task:1"}
         await v.assign_add(1)
@@ -77,7 +77,7 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
     async with coordinating(2, 1) as (cluster, coordinator):
         v = counter(coordinator)
         await v.assign_add(1)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         ps = cluster.tasks["ps-0"]
         assert isinstance(ps, PsTask)
         let_go = hold(ps, v.spec)
@@ -85,13 +85,13 @@ async def test_an_update_answered_while_ps_tasks_go_back_is_made_again(tmp_path:
         await until(lambda: ledger_of(ps).statistics().fresh == 2)
 
         async def answer() -> None:
-            await until(lambda: ps.statistics()["image"]["timeline"] == 1)
+            await until(lambda: ps.statistics()["snapshot"]["timeline"] == 1)
             let_go()
             for _ in range(100):
                 await asyncio.sleep(0)
 
         await lose(cluster, "ps-1")
-        before(cluster, "ps-1", TakeImage, answer)
+        before(cluster, "ps-1", RestoreSnapshot, answer)
         await adding
         assert int(await v.read()) == 2
 
@@ -103,7 +103,7 @@ async def test_who_closes_during_a_recovery_does_not_wait_for_it(tmp_path: Path)
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
             v = counter(coordinator, (2,))
             await v.assign_add([1, 1])
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             await cluster.stop("ps-1")
             adding = asyncio.ensure_future(v.assign_add([1, 1]))
             await asyncio.sleep(5)
@@ -119,7 +119,7 @@ async def test_variables_that_are_being_created_are_created(tmp_path: Path) -> N
         async with psync.ClusterCoordinator(cluster.strategy(TWO_SHARDS)) as coordinator:
             v = counter(coordinator, (2,))
             await v.assign_add([1, 1])
-            await keep_images(coordinator, tmp_path)
+            await keep_snapshots(coordinator, tmp_path)
             with coordinator.strategy.scope():
                 late = psync.Variable(np.ones(2), name="late")
             before(cluster, "ps-1", CreateShards, lambda: asyncio.sleep(3600))
@@ -177,12 +177,12 @@ async def test_a_closure_whose_stale_gradient_was_dropped_is_not_undone_for_that
             result = await optimizer.apply_gradients([(np.float32(1), w)], global_step)
             return str(result.outcome.value)
 
-        await keep_images(coordinator, tmp_path)  # from here on it is noted what has ended
+        await keep_snapshots(coordinator, tmp_path)  # from here on it is noted what has ended
         late = coordinator.schedule(step, args=(True,))
         await event_of("read").wait()
         assert await coordinator.schedule(step, args=(False,)) == "accepted"
         event_of("go on").set()
         assert await late == "stale"
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         await lose(cluster, "ps-0")
         assert (await anext(coordinator.events())).closures == ()

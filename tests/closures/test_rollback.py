@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from psync.closures.rollback import PART_BITS, CutCalls, EndedClosures
 from psync.store.ledger_snapshot import LedgerState
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 
 
-def image(*calls: tuple[int, int], final_below: int = 0) -> ImageState:
+def snapshot(*calls: tuple[int, int], final_below: int = 0) -> SnapshotState:
     """Of a ps whose ledger has these (closure, call)."""
     listed = tuple((closure, call << PART_BITS, 1, ("w",)) for closure, call in calls)
-    return ImageState((), (), {}, {}, {}, LedgerState((), listed, final_below))
+    return SnapshotState((), (), {}, {}, {}, LedgerState((), listed, final_below))
 
 
 def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
-    cut = CutCalls([image((5, 0)), image((5, 1), (6, 0))])
+    cut = CutCalls([snapshot((5, 0)), snapshot((5, 1), (6, 0))])
     assert cut.has_all(5, 2)
     assert not cut.has_all(5, 3)
     assert cut.has_all(6, 1)
@@ -22,40 +22,40 @@ def test_a_closure_is_in_a_cut_if_any_ps_has_each_of_its_calls() -> None:
 
 
 def test_a_closure_that_waits_for_its_step_is_not_in_it_though_it_is_final() -> None:
-    waits = ImageState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))
+    waits = SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5,))
     assert not CutCalls([waits]).has_all(5, 1)
     assert CutCalls([waits]).has_all(6, 1)
 
 
 def test_messages_of_one_call_count_once() -> None:
-    both = image((5, 0))
-    part = ImageState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))
+    both = snapshot((5, 0))
+    part = SnapshotState((), (), {}, {}, {}, LedgerState((), ((5, 1, 1, ("w",)),), 0))
     assert not CutCalls([both, part]).has_all(5, 2)
 
 
-def part(ps: int) -> ImageState:
+def part(ps: int) -> SnapshotState:
     """Of a ps that has its part of a call that has two."""
     ordinal = 1 << PART_BITS | ps
     state = LedgerState((), ((5, ordinal, 1, ("w",)),), parts=((5, ordinal, 2),))
-    return ImageState((), (), {}, {}, {}, state)
+    return SnapshotState((), (), {}, {}, {}, state)
 
 
 def test_a_call_of_which_a_part_is_missing_is_not_in_it() -> None:
-    whole, single = CutCalls([part(0), part(1), image()]), image((5, 0))
+    whole, single = CutCalls([part(0), part(1), snapshot()]), snapshot((5, 0))
     assert whole.has_all(5, 1)
     assert CutCalls([part(1), part(0), single]).has_all(5, 2)
     assert not CutCalls([part(0), single]).has_all(5, 2)
 
 
 def test_a_synchronous_push_is_a_call_too() -> None:
-    steps = ImageState((), (), {}, {}, {}, LedgerState((), (), 0), counted=((1, 5, 1, b"d"),))
-    cut = CutCalls([steps, image((5, 0))])
+    steps = SnapshotState((), (), {}, {}, {}, LedgerState((), (), 0), counted=((1, 5, 1, b"d"),))
+    cut = CutCalls([steps, snapshot((5, 0))])
     assert cut.has_all(5, 2)
     assert not cut.has_all(5, 3)
 
 
 def test_what_was_final_is_in_it_though_its_calls_are_forgotten() -> None:
-    cut = CutCalls([image(final_below=3), image(final_below=6)])
+    cut = CutCalls([snapshot(final_below=3), snapshot(final_below=6)])
     assert cut.has_all(5, 9)
     assert not cut.has_all(6, 1)
 
@@ -64,7 +64,7 @@ def test_those_that_are_not_wholly_in_the_cut_are_undone_once() -> None:
     ended = EndedClosures()
     for closure, calls in ((9, 1), (4, 2), (3, 1)):
         ended.ended(closure, calls)
-    cut = CutCalls([image((3, 0), (4, 0))])
+    cut = CutCalls([snapshot((3, 0), (4, 0))])
     assert len(ended) == 3
     assert ended.undone(cut) == (4, 9)
     assert ended.undone(cut) == ()
@@ -74,15 +74,15 @@ def test_what_a_checkpoint_has_is_forgotten() -> None:
     ended = EndedClosures()
     ended.ended(3, 1)
     ended.ended(4, 1)
-    ended.saved(CutCalls([image((3, 0))]), lambda _: False)
-    assert ended.undone(CutCalls([image()])) == (4,)
+    ended.saved(CutCalls([snapshot((3, 0))]), lambda _: False)
+    assert ended.undone(CutCalls([snapshot()])) == (4,)
 
 
 def test_one_that_ended_before_the_first_cut_and_waits_for_its_step_there_is_undone() -> None:
     ended = EndedClosures()
-    cut = CutCalls([ImageState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5, 7))])
+    cut = CutCalls([SnapshotState((), (), {}, {}, {}, LedgerState((), (), 9), pending=(5, 7))])
     ended.saved(cut, lambda closure: closure == 7)
     assert ended.undone(cut) == (5,)
     ended.saved(cut, lambda closure: closure == 7)
-    ended.saved(CutCalls([image((5, 0))]), lambda closure: closure == 7)
+    ended.saved(CutCalls([snapshot((5, 0))]), lambda closure: closure == 7)
     assert ended.undone(cut) == ()

@@ -51,8 +51,8 @@ def test_there_is_a_target_for_all_that_comes_from_outside() -> None:
         "frames",
         "handshakes",
         "headers",
-        "images",
         "manifests",
+        "snapshots",
         "tasks",
     ]
 

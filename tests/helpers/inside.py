@@ -19,7 +19,7 @@ from psync.net.peer import Handler, Peer
 from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
-from psync.ps.backup_host import ReplicaHost
+from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
 from psync.ps.life import Life
 from psync.ps.locks import PsLocks
@@ -142,7 +142,7 @@ def clocks_of(ps: Any) -> ClockService:
     return ps.services.clocks
 
 
-def host_of(ps: Any) -> ReplicaHost:
+def host_of(ps: Any) -> BackupHost:
     """The backups of other ps tasks in its process."""
     return ps._host
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from image_store import keep_images
 from inside import depose
 from memory_cluster import replicated
 from psync.chief.events import FailoverEvent, RollbackEvent
 from psync.errors import ParameterServerLost
 from psync.testing.sabotage.message_loss import FORMS
 from replica_training import check, declared, run
+from snapshot_store import keep_snapshots
 
 pytestmark = pytest.mark.virtual_time
 
@@ -46,7 +46,7 @@ async def test_one_that_serves_though_the_coordinator_never_heard_of_it_is_repla
     async with replicated(losses={"Promote": {"reply": 1}}) as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 3, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         await cluster.kill("ps-0")
         await cluster.revive("ps-0")
         assert isinstance(await anext(coordinator.events()), RollbackEvent)
@@ -87,7 +87,7 @@ async def test_one_that_says_itself_that_it_was_replaced_is_lost(tmp_path: Path)
     async with replicated() as (cluster, coordinator):
         variables = declared(coordinator)
         await run(coordinator, 3, *variables)
-        await keep_images(coordinator, tmp_path)
+        await keep_snapshots(coordinator, tmp_path)
         depose(cluster.ps("ps-0"))
         event = await anext(coordinator.events())
         assert isinstance(event, RollbackEvent)

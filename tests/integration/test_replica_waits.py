@@ -231,8 +231,8 @@ async def attached(cluster: MemoryCluster, held: Held) -> None:
     held.go_on.set()
 
 
-async def test_a_push_that_counts_before_its_image_is_taken_counts_once() -> None:
-    """It is in what the image is completed with, and in the log."""
+async def test_a_push_that_counts_before_its_snapshot_is_taken_counts_once() -> None:
+    """It is in what the snapshot is completed with, and in the log."""
     async with SyncCluster(2) as cluster:
         cluster.places = iter([0, 0])
         v = await cluster.create("v", np.zeros(2, np.float32))

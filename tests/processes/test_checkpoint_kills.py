@@ -15,7 +15,7 @@ import pytest
 
 import psync
 from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_images
+from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.errors import CheckpointError
 from real_training import coordinated, run
 from tasks_by_hand import plain_environ, script
@@ -54,7 +54,7 @@ class Program:
         assert values["b"] == total
         assert (values["momentum"]["momentum"]["w"] == count).all()
         assert values["momentum"]["step"] >= count  # pushes may overtake each other on the way
-        assert len(stored_images(path)) > 0
+        assert len(stored_snapshots(path)) > 0
         return int(count)
 
 

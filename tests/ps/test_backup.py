@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from backups import W, alone, back_up, create, promote, take_over
-from image_tools import freeze, prepare, take, write
 from inside import is_deposed
 from ps_by_hand import A, PsByHand
 from ps_cluster import CHIEF, CONFIG, PsCluster, assign, pull, push, until
@@ -17,6 +16,7 @@ from psync.client.shard_locks import assign_at_once
 from psync.errors import ParameterServerLost, UsageError
 from psync.wire.ps_messages import Push
 from psync.wire.recovery_messages import BackUp
+from snapshot_tools import freeze, prepare, take, write
 
 
 def test_before_the_first_order_there_is_nothing_to_wait_for() -> None:

@@ -1,4 +1,4 @@
-"""Images that a real ps holds for a cut: frozen, read, written, dropped."""
+"""Snapshots that a real ps holds for a cut: frozen, read, written, dropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from image_tools import call, freeze, read, read_all, write
 from inside import endpoint_of, store_of, work_of
 from ps_cluster import PsCluster, assign, hold, pull, push, until
 from psync.errors import (
@@ -20,13 +19,14 @@ from psync.errors import (
 )
 from psync.numerics.moment_rules import Adam
 from psync.specs import VariableSpec
-from psync.store.snapshot import ImageState
+from psync.store.snapshot import SnapshotState
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
     DropFrozen,
     Freeze,
     WriteFrozen,
 )
+from snapshot_tools import call, freeze, read, read_all, write
 
 MiB = 1 << 20
 LARGE = 3 * MiB // 4  # elements of float32: three blocks
@@ -49,8 +49,8 @@ async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
 
 
 def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
-    image: dict[str, Any] = cluster.ps[ps].statistics()["image"]
-    return image
+    snapshot: dict[str, Any] = cluster.ps[ps].statistics()["snapshot"]
+    return snapshot
 
 
 @pytest.mark.asyncio
@@ -77,7 +77,7 @@ class TestFreeze:
             assert np.frombuffer(got, np.float32).tolist() == [MiB // 4 - 1, MiB // 4, MiB // 4 + 1]
             with pytest.raises(CheckpointError, match="no bytes"):
                 await read(cluster, 0, 0, 4 * MiB)
-            with pytest.raises(CheckpointError, match="item 7 of an image"):
+            with pytest.raises(CheckpointError, match="item 7 of a snapshot"):
                 await read(cluster, 7, 0, 1)
             with pytest.raises(RemoteProtocolError, match="at most 16777216 bytes"):
                 await read(cluster, 0, 0, 17 * MiB)
@@ -98,7 +98,7 @@ class TestFreeze:
             first = await freeze(cluster)
             await assign(cluster.chief, v, np.ones(3, np.float32))
             repeated = await call(cluster.chief, Freeze(1))
-            assert ImageState.from_bytes(bytes(repeated.segments[0]), "frozen") == first[0]
+            assert SnapshotState.from_bytes(bytes(repeated.segments[0]), "frozen") == first[0]
             assert await read(cluster, 0, 0, 12) == bytes(12)
             await freeze(cluster, 2)
             assert await read(cluster, 0, 0, 12, cut=2) != bytes(12)
@@ -176,7 +176,7 @@ class TestWriting:
         async with PsCluster() as cluster:
             await cluster.create("v", np.ones(LARGE, np.float32))
             state, _ = await freeze(cluster)
-            reading = cluster.ps[0]._images._frozen._cut.frozen.letting_go(0)
+            reading = cluster.ps[0]._snapshots._frozen._cut.frozen.letting_go(0)
             next(reading)
             await call(cluster.chief, DropFrozen(1))
             with pytest.raises(CheckpointError, match="not held any more"):

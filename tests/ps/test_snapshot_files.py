@@ -11,7 +11,7 @@ from psync.numerics.blocks import BLOCK_BYTES
 from psync.ps.snapshot_files import Place, has_text, read_items, write_items
 from psync.specs import ShardSpec
 from psync.store.ledger import Ledger
-from psync.store.snapshot import Frozen, Thawed, freeze, thaw
+from psync.store.snapshot import Frozen, Loaded, freeze, load_snapshot
 from psync.store.store import ShardStore
 
 W = ShardSpec("w", 0, 0, 0, (3, 4), "float32", 0)
@@ -33,8 +33,8 @@ def frozen() -> Frozen:
     return freeze(store, Ledger(), pack)
 
 
-def thawed(frozen: Frozen) -> Thawed:
-    return thaw(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
+def loaded(frozen: Frozen) -> Loaded:
+    return load_snapshot(frozen.state, ShardStore("/job:ps/task:0"), Ledger(), lambda data: data)
 
 
 def contents(frozen: Frozen) -> list[bytes]:
@@ -50,7 +50,7 @@ def written(path: Path, frozen: Frozen) -> list[tuple[int, Place]]:
 def test_what_was_written_is_read_back_bit_for_bit(frozen: Frozen, tmp_path: Path) -> None:
     expected = contents(frozen)
     places = written(tmp_path / "a", frozen)
-    made = thawed(frozen)
+    made = loaded(frozen)
     read_items(tmp_path / "a", made, places)
     assert made.wanted() == []
     assert contents(freeze(made.store, Ledger(), pack)) == expected
@@ -85,32 +85,32 @@ def test_a_damaged_byte_is_found_and_its_item_named(
         file.write(bytes([byte[0] ^ 1]))
     name = f"the value of shard 0 of variable {places[at][0]}"
     with pytest.raises(CheckpointCorrupt, match=f"a: {name}: expected checksum"):
-        read_items(tmp_path / "a", thawed(frozen), places)
+        read_items(tmp_path / "a", loaded(frozen), places)
 
 
 def test_a_file_that_is_too_short_is_found(frozen: Frozen, tmp_path: Path) -> None:
     places = written(tmp_path / "a", frozen)
     os.truncate(tmp_path / "a", (tmp_path / "a").stat().st_size - 1)
     with pytest.raises(CheckpointCorrupt, match="variable 0: expected checksum"):
-        read_items(tmp_path / "a", thawed(frozen), places)
+        read_items(tmp_path / "a", loaded(frozen), places)
 
 
 def test_an_item_of_another_size_or_none_at_all(frozen: Frozen, tmp_path: Path) -> None:
     (v, (start, nbytes, crc)), w = written(tmp_path / "a", frozen)
     with pytest.raises(CheckpointCorrupt, match=f"variable 1: expected {nbytes} bytes, got 8"):
-        read_items(tmp_path / "a", thawed(frozen), [(v, (start, 8, crc))])
+        read_items(tmp_path / "a", loaded(frozen), [(v, (start, 8, crc))])
     with pytest.raises(CheckpointCorrupt, match="the value of shard 0 of variable 1 is not in"):
-        read_items(tmp_path / "a", thawed(frozen), [w])
+        read_items(tmp_path / "a", loaded(frozen), [w])
 
 
 def test_a_file_that_is_not_there(frozen: Frozen, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"reading .*: No such file"):
-        read_items(tmp_path / "a", thawed(frozen), [])
+        read_items(tmp_path / "a", loaded(frozen), [])
 
 
 def test_constant_items_are_passed_over(frozen: Frozen, tmp_path: Path) -> None:
     places = written(tmp_path / "a", frozen)
-    read_items(tmp_path / "a", thawed(frozen), [*places, (2, (0, 4_000_000_000, 0))])
+    read_items(tmp_path / "a", loaded(frozen), [*places, (2, (0, 4_000_000_000, 0))])
 
 
 def test_a_file_that_is_there_is_left_alone(frozen: Frozen, tmp_path: Path) -> None:

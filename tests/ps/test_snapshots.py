@@ -1,4 +1,4 @@
-"""Images on a real ps, asked for by a real coordinator's links."""
+"""Snapshots on a real ps, asked for by a real coordinator's links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from image_tools import call, fill, freeze, prepare, read_all, take, write
 from inside import accumulators_of, sync_of, work_of
 from ps_cluster import CHIEF, RATE, WORKER, PsCluster, assign, hold, pull, push, until
 from psync.errors import (
@@ -30,7 +29,7 @@ from psync.ps.snapshots import (
 from psync.schedules import Constant
 from psync.specs import VariableSpec
 from psync.store.ledger_snapshot import LedgerState, SenderState
-from psync.store.snapshot import ImageState
+from psync.store.snapshot import SnapshotState
 from psync.wire.accumulator_messages import (
     AccumulatorState,
     AskAccumulator,
@@ -50,16 +49,17 @@ from psync.wire.recovery_messages import (
     Admit,
     AskShared,
     DropFrozen,
-    FillImage,
+    FillSnapshot,
     Freeze,
     Gate,
     OpenGate,
-    PrepareImage,
+    PrepareSnapshot,
     ReadFrozen,
-    TakeImage,
+    RestoreSnapshot,
     WriteFrozen,
 )
 from psync.wire.sync_messages import CloseStep
+from snapshot_tools import call, fill, freeze, prepare, read_all, take, write
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
 MiB = 1 << 20
@@ -83,15 +83,15 @@ async def everything(cluster: PsCluster, v: VariableSpec) -> list[bytes]:
 
 
 def held(cluster: PsCluster, ps: int = 0) -> dict[str, Any]:
-    image: dict[str, Any] = cluster.ps[ps].statistics()["image"]
-    return image
+    snapshot: dict[str, Any] = cluster.ps[ps].statistics()["snapshot"]
+    return snapshot
 
 
 class TestWho:
     @pytest.mark.parametrize(
         "message",
         [Freeze(1), DropFrozen(1), AskShared("/", ""), WriteFrozen(1, "/"), ReadFrozen(1, 0, 0, 1),
-         PrepareImage(1, ""), FillImage(1, 0, 0), TakeImage(1, 1, []),
+         PrepareSnapshot(1, ""), FillSnapshot(1, 0, 0), RestoreSnapshot(1, 1, []),
          Gate(1), Admit(1, []), OpenGate(1)],  # with which a cut begins
         ids=lambda message: type(message).__name__,
     )  # fmt: skip
@@ -203,9 +203,9 @@ class TestGoingBack:
             await assign(cluster.chief, v, np.ones(3, np.float32))
             await prepare(cluster, state)
             await prepare(cluster, state, tmp_path / "a", places, load=2)
-            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+            with pytest.raises(UsageError, match="snapshot 1 is not being prepared"):
                 await fill(cluster, 0, bytes(12))
-            with pytest.raises(UsageError, match="image 1 is not being prepared"):
+            with pytest.raises(UsageError, match="snapshot 1 is not being prepared"):
                 await take(cluster)
             with pytest.raises(UsageError, match="load 1 has been given up"):
                 await prepare(cluster, state)
@@ -242,10 +242,10 @@ class TestGoingBack:
             ):
                 with pytest.raises(CheckpointCorrupt):
                     await prepare(cluster, broken, path, good)
-            with pytest.raises(CheckpointCorrupt, match="image 1: damaged: it is not JSON"):
-                await call(cluster.chief, PrepareImage(1, ""), [b"{"])
+            with pytest.raises(CheckpointCorrupt, match="snapshot 1: damaged: it is not JSON"):
+                await call(cluster.chief, PrepareSnapshot(1, ""), [b"{"])
             with pytest.raises(RemoteProtocolError, match="2 segments"):
-                await call(cluster.chief, PrepareImage(1, ""), [b"{}", b"[]"])
+                await call(cluster.chief, PrepareSnapshot(1, ""), [b"{}", b"[]"])
             (got,) = await pull(cluster.chief, v)
             assert (got == 2).all()
             data[start + 2 * MiB] ^= 1
@@ -298,8 +298,8 @@ class TestGoingBack:
             newer = cluster.client(CHIEF, 200)
             await cluster.attach(newer, 200)
             assert (held(cluster)["held"], held(cluster)["preparing"]) == (0, 0)
-            with pytest.raises(UsageError, match="image 1 is not being prepared"):
-                await call(newer, TakeImage(1, 1, []))
+            with pytest.raises(UsageError, match="snapshot 1 is not being prepared"):
+                await call(newer, RestoreSnapshot(1, 1, []))
 
 
 def sender(answer: bytes) -> SenderState:
@@ -315,7 +315,7 @@ class TestPacking:
 
     @pytest.mark.parametrize("data", [b"", b"\x91\x01\x02", encode(Done())])
     def test_what_is_no_answer_is_corrupt(self, data: bytes) -> None:
-        with pytest.raises(CheckpointCorrupt, match="an answer in an image"):
+        with pytest.raises(CheckpointCorrupt, match="an answer in a snapshot"):
             unpack_answer(data)
 
     def test_accumulators(self) -> None:
@@ -329,12 +329,14 @@ class TestPacking:
 
 @pytest.mark.asyncio
 class TestSynchronousSteps:
-    async def go_back(self, cluster: SyncCluster, images: list[ImageState], path: Path) -> None:
-        for ps, state in enumerate(images):
+    async def go_back(
+        self, cluster: SyncCluster, snapshots: list[SnapshotState], path: Path
+    ) -> None:
+        for ps, state in enumerate(snapshots):
             places = await write(cluster, state, path / str(ps), ps=ps)
             await prepare(cluster, state, path / str(ps), places, ps=ps)
         fences = [(f"/job:worker/task:{index}", 2000) for index in range(2)]
-        for ps in range(len(images)):
+        for ps in range(len(snapshots)):
             await take(cluster, fences=fences, ps=ps)
 
     async def test_what_was_applied_is_a_duplicate_and_what_was_pending_counts_again(
@@ -347,18 +349,18 @@ class TestSynchronousSteps:
             await asyncio.gather(*pushes)  # step 0
             waiting = asyncio.create_task(first.push((w,), (4.0,), 1, closure=7))
             await until(lambda: cluster.group()["counted"])
-            images = []
+            snapshots = []
             for ps, expected in ((0, [7]), (1, [])):
                 state, pending = await freeze(cluster, ps=ps)
                 assert pending == expected
-                images.append(state)
+                snapshots.append(state)
             await second.push((w,), (4.0,), 1, closure=8)  # step 1, after the cut
             await waiting
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE - 4 * RATE).all()
             assert await cluster.global_step() == 2
 
-            await self.go_back(cluster, images, tmp_path)
+            await self.go_back(cluster, snapshots, tmp_path)
             (got,) = await pull(cluster.chief, w)
             assert (got == 1 - RATE).all()
             assert await cluster.global_step() == 1
@@ -386,7 +388,7 @@ class TestSynchronousSteps:
     async def test_ps_0_of_an_older_timeline_closes_no_step(self, tmp_path: Path) -> None:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
-            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            snapshots = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
             assert w.shards[0].ps == 1
             release = hold(cluster.ps[1], w)
             pushes = [
@@ -396,7 +398,7 @@ class TestSynchronousSteps:
             await until(lambda: sync_of(cluster.ps[0]).steps() and work_of(cluster.ps[1]).waiting)
             late = cluster.client("/job:ps/task:0", 100)  # says what was in flight
             await call(late, AskStatistics(), ps=1)
-            await self.go_back(cluster, images, tmp_path)
+            await self.go_back(cluster, snapshots, tmp_path)
             release()
             for answer in await asyncio.gather(*pushes, return_exceptions=True):
                 assert isinstance(answer, FencedError)
@@ -421,8 +423,8 @@ class TestSynchronousSteps:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
             for timeline in (1, 2):
-                images = [(await freeze(cluster, timeline, ps=ps))[0] for ps in range(2)]
-                for ps, state in enumerate(images):
+                snapshots = [(await freeze(cluster, timeline, ps=ps))[0] for ps in range(2)]
+                for ps, state in enumerate(snapshots):
                     path = tmp_path / f"{timeline}-{ps}"
                     places = await write(cluster, state, path, cut=timeline, ps=ps)
                     await prepare(cluster, state, path, places, load=timeline, ps=ps)
@@ -442,11 +444,11 @@ class TestSynchronousSteps:
         async with SyncCluster(2) as cluster:
             w = await cluster.create("w", np.ones((2, 3), np.float32), shards=2)
             u = await cluster.create("u", np.ones((2, 5), np.float32), shards=2)
-            images = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
+            snapshots = [(await freeze(cluster, ps=ps))[0] for ps in range(2)]
             cluster.configure(1)
             chief = SyncReplica(cluster.chief, cluster.config)
             await chief.push((w,), (1.0,))
-            await self.go_back(cluster, images, tmp_path)
+            await self.go_back(cluster, snapshots, tmp_path)
             await cluster.replica(0, 2000).push((u,), (1.0,))
             assert (await chief.push((w,), (3.0,), 1)).outcome == "accepted"
             got = await pull(cluster.chief, w, u)

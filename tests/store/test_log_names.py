@@ -30,7 +30,7 @@ def test_a_group_is_new_once() -> None:
     assert (names.is_new(3), names.is_new(3), names.is_new(4)) == (True, False, True)
 
 
-def test_a_new_reader_knows_the_groups_of_its_image_alone() -> None:
+def test_a_new_reader_knows_the_groups_of_its_snapshot_alone() -> None:
     names = LogNames()
     names.of_set(KEYS)
     names.of_whole(WHOLE)

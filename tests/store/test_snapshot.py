@@ -18,8 +18,16 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant
 from psync.specs import ShardSpec, dtype_of
 from psync.store.ledger import Fresh, Ledger
-from psync.store.snapshot import Frozen, ImageItem, ImageState, Thawed, freeze, settling, thaw
-from psync.store.snapshot_state import OptimizerImage
+from psync.store.snapshot import (
+    Frozen,
+    Loaded,
+    SnapshotItem,
+    SnapshotState,
+    freeze,
+    load_snapshot,
+    settling,
+)
+from psync.store.snapshot_state import OptimizerSnapshot
 from psync.store.store import ShardStore
 
 PS = "/job:ps/task:0"
@@ -49,21 +57,21 @@ def frozen(store: ShardStore, ledger: Ledger | None = None, **kwargs: Any) -> Fr
     return freeze(store, ledger or Ledger(), pack, **kwargs)
 
 
-def thawed(state: ImageState) -> Thawed:
-    return thaw(state, ShardStore(PS), Ledger(20), unpack)
+def loaded(state: SnapshotState) -> Loaded:
+    return load_snapshot(state, ShardStore(PS), Ledger(20), unpack)
 
 
-def fill(target: Thawed, source: Frozen) -> None:
+def fill(target: Loaded, source: Frozen) -> None:
     for place in target.wanted():
         for memory, view in zip(target.memory(place), source.views(place), strict=True):
             memory[:] = view
 
 
-def again(store: ShardStore, ledger: Ledger | None = None) -> Thawed:
+def again(store: ShardStore, ledger: Ledger | None = None) -> Loaded:
     """Through bytes and back, as over a disk."""
-    image = frozen(store, ledger)
-    made = thawed(ImageState.from_bytes(image.state.to_bytes(), "here"))
-    fill(made, image)
+    snapshot = frozen(store, ledger)
+    made = loaded(SnapshotState.from_bytes(snapshot.state.to_bytes(), "here"))
+    fill(made, snapshot)
     return made
 
 
@@ -231,11 +239,15 @@ def test_what_is_constant_in_part_is_written_out_before(monkeypatch: pytest.Monk
 class TestFrozen:
     def test_updates_go_on_and_what_is_held_stays(self, store: ShardStore) -> None:
         apply(store, V.key, 1.0)
-        image = frozen(store)
-        before = [[bytes(view) for view in image.views(i)] for i in range(len(image.state.items))]
+        snapshot = frozen(store)
+        before = [
+            [bytes(view) for view in snapshot.views(i)] for i in range(len(snapshot.state.items))
+        ]
         apply(store, V.key, 7.0)
         assign(store, W.key, 9)
-        after = [[bytes(view) for view in image.views(i)] for i in range(len(image.state.items))]
+        after = [
+            [bytes(view) for view in snapshot.views(i)] for i in range(len(snapshot.state.items))
+        ]
         assert before == after
         assert array_of(store.read(W.key)).tolist() == [9.0] * 12
 
@@ -271,63 +283,63 @@ class TestFrozen:
     def test_a_table_that_was_never_touched_is_one_element(self) -> None:
         store = ShardStore(PS)
         store.create(T, fill=0.5)
-        image = frozen(store)
-        (item,) = image.state.items
+        snapshot = frozen(store)
+        (item,) = snapshot.state.items
         assert item.is_constant
         assert item.fill == np.float32(0.5).tobytes()
-        views = image.views(0)
+        views = snapshot.views(0)
         assert sum(view.nbytes for view in views) == item.nbytes == T.nbytes
         assert len({bytes_of(view).ctypes.data for view in views}) == 1
         assert (bytes_of(views[-1]).view(np.float32) == 0.5).all()
-        copy = thawed(image.state)
+        copy = loaded(snapshot.state)
         assert copy.wanted() == []
         assert copy.store.shards()[T.key].values.num_made == 0
         assert array_of(copy.store.read_range(T.key, 7_999_999, 8_000_000)).tolist() == [0.5] * 64
 
     def test_parts_of_items(self, store: ShardStore) -> None:
         assign(store, V.key, 1)
-        image = frozen(store)
-        whole = b"".join(map(bytes, image.views(1)))
+        snapshot = frozen(store)
+        whole = b"".join(map(bytes, snapshot.views(1)))
         for start, stop in [(0, 0), (5, 5), (0, len(whole)), (BLOCK_BYTES - 3, BLOCK_BYTES + 5),
                             (3, 2 * BLOCK_BYTES + 1)]:  # fmt: skip
-            assert b"".join(map(bytes, image.part(1, start, stop))) == whole[start:stop]
+            assert b"".join(map(bytes, snapshot.part(1, start, stop))) == whole[start:stop]
         for start, stop in [(-1, 3), (4, 3), (0, len(whole) + 1)]:
             with pytest.raises(CheckpointError, match="the value of shard 0 of variable 1: no"):
-                image.part(1, start, stop)
-        with pytest.raises(CheckpointError, match="item 9 of an image is not held"):
-            image.part(9, 0, 0)
+                snapshot.part(1, start, stop)
+        with pytest.raises(CheckpointError, match="item 9 of a snapshot is not held"):
+            snapshot.part(9, 0, 0)
 
     def test_blocks_are_let_go_of_one_by_one(self, store: ShardStore) -> None:
         assign(store, V.key, 1)
-        image = frozen(store)
+        snapshot = frozen(store)
         values = store.shards()[V.key].values
         held = []
-        for view in image.letting_go(1):
+        for view in snapshot.letting_go(1):
             del view
             held.append([values.block(i).held() for i in range(3)])
         assert held == [[False, True, True], [False, False, True], [False] * 3]
         with pytest.raises(CheckpointError, match="not held any more"):
-            image.views(1)
-        assert image.views(0)
+            snapshot.views(1)
+        assert snapshot.views(0)
 
     def test_drop_stops_who_is_reading(self, store: ShardStore) -> None:
         assign(store, V.key, 1)
-        image = frozen(store)
-        reading = image.letting_go(1)
+        snapshot = frozen(store)
+        reading = snapshot.letting_go(1)
         next(reading)
-        image.drop()
-        with pytest.raises(CheckpointError, match="its image is not held any more"):
+        snapshot.drop()
+        with pytest.raises(CheckpointError, match="its snapshot is not held any more"):
             next(reading)
         with pytest.raises(CheckpointError, match="not held any more"):
-            image.views(0)
+            snapshot.views(0)
 
 
-class TestThawed:
+class TestLoaded:
     def test_bytes_may_come_in_any_order_and_again(self, store: ShardStore) -> None:
         assign(store, V.key, 3)
-        image = frozen(store)
-        whole = b"".join(map(bytes, image.views(1)))
-        made = thawed(image.state)
+        snapshot = frozen(store)
+        whole = b"".join(map(bytes, snapshot.views(1)))
+        made = loaded(snapshot.state)
         assert made.wanted() == [0, 1]
         cuts = [2 * BLOCK_BYTES + 7, 5, BLOCK_BYTES, 0]
         for start, stop in zip(cuts, [len(whole), *cuts], strict=False):
@@ -340,16 +352,16 @@ class TestThawed:
         assert b"".join(map(bytes, made.store.read(V.key))) == whole
 
     def test_a_gap_is_noticed(self, store: ShardStore) -> None:
-        made = thawed(frozen(store).state)
+        made = loaded(frozen(store).state)
         for start in (0, 25):
             for _ in made.write(0, start, memoryview(bytes(23))):
                 pass
         assert made.wanted() == [0]
 
     def test_what_is_not_wanted_is_refused(self, store: ShardStore) -> None:
-        made = thawed(frozen(store).state)
+        made = loaded(frozen(store).state)
         for place in (1, 7):  # constant; none
-            with pytest.raises(UsageError, match=f"item {place} of an image has no bytes"):
+            with pytest.raises(UsageError, match=f"item {place} of a snapshot has no bytes"):
                 next(made.write(place, 0, memoryview(b"abcd")))
         for start in (-1, 45):
             with pytest.raises(UsageError, match="no bytes"):
@@ -357,18 +369,18 @@ class TestThawed:
 
     def test_whoever_fills_it_stops_when_it_is_given_up(self, store: ShardStore) -> None:
         assign(store, V.key, 3)
-        made = thawed(frozen(store).state)
+        made = loaded(frozen(store).state)
         filling = made.memory(1)
         next(filling)
         made.give_up()
-        with pytest.raises(CheckpointError, match="another image"):
+        with pytest.raises(CheckpointError, match="another snapshot"):
             next(filling)
 
     @pytest.mark.parametrize("whole", [True, False])
     def test_bytes_that_are_no_bool_are_corrupt(self, whole: bool) -> None:
         store = ShardStore(PS)
         store.create(spec("flags", 0, (4,), "bool"), np.array([True, False, True, True]))
-        made = thawed(frozen(store).state)
+        made = loaded(frozen(store).state)
         damaged = b"\0\1\1\2"
 
         def fill_it() -> None:
@@ -380,10 +392,10 @@ class TestThawed:
 
 
 def test_the_classes_that_others_import_are_here() -> None:
-    item = ImageItem((0, 0), -1, "", (2, 2), "float32")
+    item = SnapshotItem((0, 0), -1, "", (2, 2), "float32")
     assert item.nbytes == 16
-    assert OptimizerImage(ADAM, 0.5, 3).step == 3
-    assert list(itertools.islice(thawed(frozen(ShardStore(PS)).state).wanted(), 1)) == []
+    assert OptimizerSnapshot(ADAM, 0.5, 3).step == 3
+    assert list(itertools.islice(loaded(frozen(ShardStore(PS)).state).wanted(), 1)) == []
 
 
 def test_bfloat16_of_ml_dtypes_is_what_it_was() -> None:

@@ -18,7 +18,7 @@ from psync.numerics.update_rule import SGD
 from psync.schedules import Constant, ExponentialDecay
 from psync.specs import DTYPE_NAMES, ShardSpec, dtype_of
 from psync.store.ledger_snapshot import LedgerState, SenderState
-from psync.store.snapshot_state import ImageItem, ImageState, OptimizerImage
+from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
 from psync.store.sync_config import SyncConfig
 
 HALF = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
@@ -30,19 +30,19 @@ GROUP = SyncConfig(
     global_step=(0, 3, 0), averages=((1, 2),),
 )  # fmt: skip
 
-STATE = ImageState(
+STATE = SnapshotState(
     (HALF, FLAGS),
     (
-        ImageItem(HALF.key, -1, "", (2, 3), "bfloat16"),
-        ImageItem(HALF.key, 1, "m", (2, 3), "float32"),
-        ImageItem(HALF.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
-        ImageItem(FLAGS.key, -1, "", (4,), "bool", b"\1"),
+        SnapshotItem(HALF.key, -1, "", (2, 3), "bfloat16"),
+        SnapshotItem(HALF.key, 1, "m", (2, 3), "float32"),
+        SnapshotItem(HALF.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
+        SnapshotItem(FLAGS.key, -1, "", (4,), "bool", b"\1"),
     ),
     {HALF.key: 7, FLAGS.key: 0},
     {HALF.key: {2: 4}},
     {
-        1: OptimizerImage(ADAM.to_config(), Constant(0.25).to_config(), 9),
-        2: OptimizerImage(SLOW.to_config(), SLOW.learning_rate.to_config(), 31),
+        1: OptimizerSnapshot(ADAM.to_config(), Constant(0.25).to_config(), 9),
+        2: OptimizerSnapshot(SLOW.to_config(), SLOW.learning_rate.to_config(), 31),
     },
     LedgerState(
         (
@@ -59,8 +59,8 @@ STATE = ImageState(
 )
 
 
-def read(content: Any) -> ImageState:
-    return ImageState.from_bytes(json.dumps(content).encode(), "image of ps 1")
+def read(content: Any) -> SnapshotState:
+    return SnapshotState.from_bytes(json.dumps(content).encode(), "snapshot of ps 1")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ class TestRoundTrip:
             spec = ShardSpec(name, number, 0, 0, shape, dtype, 0)
             fill = np.ones(1, dtype_of(dtype)).tobytes() if constant else None
             specs.append(spec)
-            items.append(ImageItem(spec.key, -1, "", shape, dtype, fill))
+            items.append(SnapshotItem(spec.key, -1, "", shape, dtype, fill))
             versions[spec.key] = version
         ledger = LedgerState(
             tuple(
@@ -120,8 +120,8 @@ class TestRoundTrip:
             ),
             tuple((*call, *applied) for call, applied in calls.items()),
         )
-        state = ImageState(tuple(specs), tuple(items), versions, {}, {}, ledger)
-        assert ImageState.from_bytes(state.to_bytes(), "here") == state
+        state = SnapshotState(tuple(specs), tuple(items), versions, {}, {}, ledger)
+        assert SnapshotState.from_bytes(state.to_bytes(), "here") == state
 
 
 def at(*path: Any, value: Any) -> Callable[[Any], None]:
@@ -142,7 +142,7 @@ def twice(listed: list[Any]) -> list[Any]:
 
 SHARD = ("shards", 0)
 DAMAGE = [
-    (at("format", value="psync checkpoint"), "format: expected 'psync image'"),
+    (at("format", value="psync checkpoint"), "format: expected 'psync snapshot'"),
     (at("version", value="1"), "version: expected a whole number"),
     (at("shards", value=None), "shards: expected a list"),
     (at("shards", value=twice), "a shard: expected each once, got '3 of 2'"),
@@ -213,7 +213,7 @@ class TestDamage:
         self, content: Any, damage: Callable[[Any], None], named: str
     ) -> None:
         damage(content)
-        with pytest.raises(CheckpointCorrupt, match="image of ps 1: damaged: " + named):
+        with pytest.raises(CheckpointCorrupt, match="snapshot of ps 1: damaged: " + named):
             read(content)
 
     def test_a_newer_version_is_no_damage(self, content: Any) -> None:
@@ -223,7 +223,7 @@ class TestDamage:
 
     def test_what_is_not_json_is_corrupt(self) -> None:
         with pytest.raises(CheckpointCorrupt, match="it is not JSON"):
-            ImageState.from_bytes(b"\x80\x04", "here")
+            SnapshotState.from_bytes(b"\x80\x04", "here")
 
     @given(st.data())
     def test_anything_anywhere_is_read_or_refused(self, data: st.DataObject) -> None:
@@ -259,4 +259,4 @@ def test_what_is_known_of_another_coordinators_closures_means_nothing() -> None:
     assert other.ledger == LedgerState(coordinator=60)
     assert other.counted == ()
     assert (other.shards, other.items, other.optimizers) == (own.shards, own.items, own.optimizers)
-    assert ImageState.from_bytes(other.to_bytes(), "it") == other
+    assert SnapshotState.from_bytes(other.to_bytes(), "it") == other

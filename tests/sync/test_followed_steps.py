@@ -32,7 +32,7 @@ def test_what_counts_is_left_in_order_until_its_step_is_closed() -> None:
 
 
 def test_a_push_of_which_the_log_tells_twice_counts_once() -> None:
-    """With what an image is completed with, and as an entry, if it came in between."""
+    """With what a snapshot is completed with, and as an entry, if it came in between."""
     steps: FollowedSteps[str] = FollowedSteps()
     for _ in range(2):
         steps.count(GROUP, 3, push(0, 1, 10))

@@ -12,7 +12,7 @@ from psync.sync.log_entries import (
     FROM_CLOSER,
     closing_entry,
     counted_entry,
-    entries_of_image,
+    entries_of_snapshot,
     staged_entry,
 )
 from psync.sync.step_update import Part
@@ -81,8 +81,8 @@ def test_a_closing_has_the_parts_that_ps_0_handed_on_and_no_values_are_wanted() 
     assert again(names) == replace(entry, config=None, along=[-1, 0], sets=[])
 
 
-def test_an_image_is_followed_by_what_it_does_not_have() -> None:
-    entries = entries_of_image(
+def test_an_snapshot_is_followed_by_what_it_does_not_have() -> None:
+    entries = entries_of_snapshot(
         {GROUP: RAW, 10: RAW}, {GROUP: 4}, {GROUP: 3}.get,  # type: ignore[arg-type]
         [
             (GROUP, REPLICA, 1, 4, staged()), (GROUP, REPLICA, 2, 4, whole()),

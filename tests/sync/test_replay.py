@@ -98,7 +98,7 @@ def test_the_backup_of_another_ps_remembers_no_step_and_keeps_nothing_of_others(
     assert reader.value(v).tolist() == [-0.5, -0.5]
 
 
-def test_an_image_says_how_far_groups_are() -> None:
+def test_an_snapshot_says_how_far_groups_are() -> None:
     reader = Reader()
     groups = [(GROUP, reader.config, 5, 4), (GROUP + 1, reader.config, -1, -1)]
     reader.read(SetSteps(groups))

@@ -52,7 +52,7 @@ async def test_a_group_without_a_closed_step_goes_on_where_its_first_push_counts
 
 
 @pytest.mark.parametrize(
-    ("last", "left"), [(LastStep(0, CLOSED), ()), (None, (1,))], ids=["closed", "in the image"]
+    ("last", "left"), [(LastStep(0, CLOSED), ()), (None, (1,))], ids=["closed", "in the snapshot"]
 )
 async def test_where_the_last_step_was_applied_everywhere_nothing_changes(
     last: LastStep[ClosedStep] | None, left: tuple[int, ...]

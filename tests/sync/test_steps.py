@@ -443,7 +443,7 @@ def test_who_waits_for_others_is_said() -> None:
     assert steps.waiting == frozenset()
 
 
-# What an image keeps.
+# What a snapshot keeps.
 
 
 def test_what_was_counted_is_pending_until_every_ps_has_applied_it() -> None:

@@ -238,7 +238,7 @@ async def test_no_checkpoint_and_damaged_ones_are_told_apart(tmp_path: Path) -> 
             await checkpoint.restore(path)
 
 
-@pytest.mark.parametrize("method", ["add_image", "commit"])
+@pytest.mark.parametrize("method", ["add_snapshot", "commit"])
 async def test_who_is_cancelled_while_files_are_written_leaves_all_or_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

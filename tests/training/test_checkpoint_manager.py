@@ -16,7 +16,7 @@ from local_training import at_once, training
 from psync.api.cluster_coordinator import coordinator_of
 from psync.checkpoints.files import checkpoints_in, remove
 from psync.errors import CheckpointError, ConfigurationError
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.training import checkpoint_manager
 from psync.training.checkpoint_manager import superseded
 
@@ -155,9 +155,9 @@ def source_of(strategy: psync.ParameterServerStrategy) -> Any:
 
 
 def handed(strategy: psync.ParameterServerStrategy) -> Path | None:
-    """The checkpoint of which images would be taken."""
-    images = source_of(strategy)()
-    return None if images is None else images[0].file.parent
+    """The checkpoint of which snapshots would be taken."""
+    snapshots = source_of(strategy)()
+    return None if snapshots is None else snapshots[0].file.parent
 
 
 class TestRecovery:
@@ -174,7 +174,7 @@ class TestRecovery:
                 path = await manager.save()
                 assert handed(strategy) == path
             first, second = (
-                ImageState.from_bytes(image.state, "") for image in source_of(strategy)()
+                SnapshotState.from_bytes(snapshot.state, "") for snapshot in source_of(strategy)()
             )
             assert [spec.variable for spec in (*first.shards, *second.shards)] == ["w"]
 

@@ -16,11 +16,11 @@ from inside import peers_of
 from local_training import in_step, training
 from memory_cluster import session_cluster
 from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_images
+from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound, UsageError
 from psync.launch import local
 from psync.net.platform import Platform
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.testing import MemoryNetwork
 from psync.testing.sabotage import SabotagedParts, failpoints_of
 from psync.training.checkpoint import TRIES
@@ -90,12 +90,14 @@ async def test_a_push_is_in_it_wholly_or_not_at_all(tmp_path: Path) -> None:
         assert count - 3 <= values["pushes"] <= count  # each worker counts after it has pushed
 
 
-async def test_the_image_and_the_tensors_are_of_one_instant(tmp_path: Path) -> None:
+async def test_the_snapshot_and_the_tensors_are_of_one_instant(tmp_path: Path) -> None:
     await saved_while_training(tmp_path, 1)
     (path,) = tmp_path.iterdir()
     reader = Reader(path)
     steps = reader.manifest.states["momentum/step"]
-    states = [ImageState.from_bytes(image.state, "here") for image in stored_images(path)]
+    states = [
+        SnapshotState.from_bytes(snapshot.state, "here") for snapshot in stored_snapshots(path)
+    ]
     assert max(state.iterations for state in states) == steps
     assert {spec.ps for state in states for spec in state.shards} == {0, 1, 2}
 
@@ -316,7 +318,7 @@ async def test_who_is_cancelled_at_any_moment_leaves_all_or_nothing(
             complete |= {path for path in found - complete if path.suffix != ".tmp"}
             assert found == complete
         for path in complete:
-            assert Reader(path).manifest.images
+            assert Reader(path).manifest.snapshots
         assert (await in_step(coordinator, w.read)).all()
 
 
@@ -339,7 +341,7 @@ async def test_variables_of_two_strategies_are_refused(tmp_path: Path) -> None:
             await psync.Checkpoint(v=v, w=w).save(tmp_path)
 
 
-async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> None:
+async def test_a_training_session_has_no_cuts_and_no_snapshots(tmp_path: Path) -> None:
     async with session_cluster(2, 1) as cluster:
         strategy = cluster.strategy(job="worker", partitioner=psync.FixedShardsPartitioner(2))
         with strategy.scope():
@@ -354,4 +356,4 @@ async def test_a_training_session_has_no_cuts_and_no_images(tmp_path: Path) -> N
             assert not (await w.read()).any()
             assert await sgd.iterations.read() == 1
         with pytest.raises(CheckpointNotFound, match="saved without a ClusterCoordinator"):
-            stored_images(path)
+            stored_snapshots(path)

@@ -17,11 +17,11 @@ import safetensors
 import psync
 from local_training import in_step, training
 from psync.checkpoints.files import Reader
-from psync.checkpoints.stored_snapshots import stored_images
+from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.cli.checkpoint_reports import differences, inspection
 from psync.errors import CheckpointCorrupt, CheckpointError
 from psync.ps import frozen_snapshots
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.training import saved_arrays
 
 TABLE = np.arange(14, dtype=np.float32).reshape(7, 2)
@@ -75,7 +75,7 @@ async def test_each_ps_has_its_file_and_the_rest_is_the_programs(
         program = Program(strategy)
         await program.train(coordinator)
         path = await program.checkpoint.save(tmp_path)
-        written = [ps["image"]["written_bytes"] for ps in await coordinator.ps_statistics()]
+        written = [ps["snapshot"]["written_bytes"] for ps in await coordinator.ps_statistics()]
     assert all(written) is not stream
     assert {found.name for found in path.iterdir()} == {
         *FILES, "data-00000.safetensors", "manifest.json", "COMMIT",
@@ -111,8 +111,8 @@ async def test_what_goes_through_the_program_is_the_same(
     for name in FILES:
         if name.endswith(".safetensors"):
             assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes()
-    one, other = map(stored_images, paths)
-    assert [image.places for image in one] == [image.places for image in other]
+    one, other = map(stored_snapshots, paths)
+    assert [snapshot.places for snapshot in one] == [snapshot.places for snapshot in other]
 
 
 async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
@@ -129,20 +129,22 @@ async def test_a_ps_that_does_not_see_the_directory_sends_its_arrays(
         program = Program(strategy)
         await program.train(coordinator)
         path = await program.checkpoint.save(tmp_path)
-        written = [ps["image"]["written_bytes"] > 0 for ps in await coordinator.ps_statistics()]
+        written = [ps["snapshot"]["written_bytes"] > 0 for ps in await coordinator.ps_statistics()]
     assert sorted(written) == [False, True]
     assert FILES < {found.name for found in path.iterdir()}
     assert inspection(path)
 
 
-async def test_images_hold_what_was_not_asked_for_and_inspection_finds_damage_in_it(
+async def test_snapshots_hold_what_was_not_asked_for_and_inspection_finds_damage_in_it(
     tmp_path: Path,
 ) -> None:
     async with training(2, 1, psync.FixedShardsPartitioner(2)) as (strategy, coordinator):
         program = Program(strategy)
         await program.train(coordinator)
         path = await psync.Checkpoint(half=program.half).save(tmp_path)
-    states = [ImageState.from_bytes(image.state, "here") for image in stored_images(path)]
+    states = [
+        SnapshotState.from_bytes(snapshot.state, "here") for snapshot in stored_snapshots(path)
+    ]
     held = {(spec.variable, spec.index) for state in states for spec in state.shards}
     assert held == {("w", 0), ("w", 1), ("half", 0), ("half", 1), ("count", 0), ("other", 0)}
     assert {step for state in states for step in

@@ -184,8 +184,8 @@ class TestWhatBelongsToVariablesThatAreCalledOtherwiseByNow:
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         path = await self.save(tmp_path, "ab")
-        (image, *_) = Reader(path).manifest.images
-        (path / image.state).write_bytes(bytes((path / image.state).stat().st_size))
+        (snapshot, *_) = Reader(path).manifest.snapshots
+        (path / snapshot.state).write_bytes(bytes((path / snapshot.state).stat().st_size))
         async with training() as (strategy, _):
             checkpoint, tree, momentum, _ = self.declared(strategy, "ab")
             await checkpoint.restore(path)
@@ -212,7 +212,7 @@ class TestCheckpointsOfEarlierVersions:
 
     def forget_names(self, path: Path) -> None:
         """Make a checkpoint one of those that do not say what each ps held."""
-        manifest = replace(Reader(path).manifest, images=()).to_bytes()
+        manifest = replace(Reader(path).manifest, snapshots=()).to_bytes()
         (path / MANIFEST).write_bytes(manifest)
         (path / COMMIT).write_bytes(commit_line(manifest))
 

@@ -1,4 +1,4 @@
-"""Messages about cuts and images: their numbers and their bytes do not change by accident."""
+"""Messages about cuts and snapshots: their numbers and their bytes do not change by accident."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from psync.wire.recovery_messages import (
     EndSession,
     EndTakes,
     FillBackup,
-    FillImage,
+    FillSnapshot,
     Freeze,
     Frozen,
     FrozenBytes,
@@ -34,15 +34,15 @@ from psync.wire.recovery_messages import (
     LogEntries,
     LogTaken,
     OpenGate,
-    PrepareImage,
+    PrepareSnapshot,
     Promote,
     Promoted,
     ReadFrozen,
+    RestoreSnapshot,
     ServedHere,
     SetSteps,
     ShardsDescribed,
     Shared,
-    TakeImage,
     WriteFrozen,
     Written,
 )
@@ -62,9 +62,9 @@ GOLDEN: list[tuple[Message, str]] = [
     (Written(9), "925809"),
     (ReadFrozen(1, 2, 0, 8), "955901020008"),
     (FrozenBytes(), "915c"),
-    (PrepareImage(1, ""), "935d01a0"),
-    (FillImage(1, 2, 8), "945e010208"),
-    (TakeImage(1, 2, [("w", 8)]), "945f01029192a17708"),
+    (PrepareSnapshot(1, ""), "935d01a0"),
+    (FillSnapshot(1, 2, 8), "945e010208"),
+    (RestoreSnapshot(1, 2, [("w", 8)]), "945f01029192a17708"),
     (BackUp(1, "t", "a", True), "956101a174a161c3"),
     (BeginBackup(0, 1, 7, ["a"], 1.5, 0, 4, 6), "996200010791a161cb3ff8000000000000000406"),
     (FillBackup(0, 1, 2, 8), "956300010208"),

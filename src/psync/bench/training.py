@@ -25,7 +25,7 @@ from psync.bench.modes import Mode
 from psync.client.context import get_worker_index
 from psync.launch.local import LocalCluster
 
-TARGET_LOSS = 0.5  # nats, of the test images; the untrained model has about 2.4
+TARGET_LOSS = 0.5  # nats, of the test snapshots; the untrained model has about 2.4
 QUICK_LOSS = 1.75  # of quick runs, which are over long before the other one is reached
 CLUSTER_RATE = 0.5  # learning rate of one gradient from every worker
 
@@ -58,7 +58,7 @@ class Job:
     """What every worker does until ``steps`` steps or ``duration_s`` seconds are over."""
 
     pace: Pace
-    batch: int  # images
+    batch: int  # snapshots
     seed: int  # of the batches
     synchronous: bool
     steps: float = math.inf  # global ones in synchronous training, else the worker's own
@@ -73,7 +73,7 @@ class Run:
     mode: Mode
     job: Job
     pushes: list[list[Push]]  # of each worker
-    losses: list[tuple[float, float]]  # (time, loss of the test images)
+    losses: list[tuple[float, float]]  # (time, loss of the test snapshots)
     rate: float  # learning rate of an update
     global_step: int = 0
     counter: np.ndarray = field(default_factory=lambda: np.zeros(0))  # shape (workers,)
@@ -125,7 +125,7 @@ async def work(
         The worker's index, the loop time at which it began, and its pushes.
     """
     worker, loop = get_worker_index(), asyncio.get_running_loop()
-    images, labels = digits.load("train")
+    snapshots, labels = digits.load("train")
     rng = np.random.default_rng((job.seed, worker))
     own = -np.eye(1, counter.shape[0], worker, dtype=np.float32)[0]  # minus: it counts upwards
     pushes: list[Push] = []
@@ -133,7 +133,7 @@ async def work(
     while index < job.steps and loop.time() < began + job.duration_s:
         chosen = rng.integers(len(labels), size=job.batch)
         values = await pull(model)
-        gradients = digits.gradients(values, images[chosen], labels[chosen])
+        gradients = digits.gradients(values, snapshots[chosen], labels[chosen])
         seconds = job.pace.seconds(worker, index)
         await _compute(seconds, job, global_step, index)
         result = await optimizer.apply_gradients(
@@ -219,7 +219,7 @@ async def train(
 async def _watching(
     model: list[Variable], looks: list[tuple[float, float]], every_s: float
 ) -> AsyncIterator[None]:
-    """Note the loss of the test images again and again."""
+    """Note the loss of the test snapshots again and again."""
     loop = asyncio.get_running_loop()
 
     async def watch() -> None:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from psync.checkpoints.manifest import Place, Slice
 from psync.schedules import Config
 from psync.store.shards import Key
-from psync.store.snapshot_state import ImageItem, ImageState
+from psync.store.snapshot_state import SnapshotItem, SnapshotState
 
 Written = Sequence[tuple[int, int, int]]
 """First byte, bytes and crc32 of each array of a file, in the order of ``Layout.arrays``."""
 
 
 class Wanted(NamedTuple):
-    """A slice of a tensor that is an array of an image."""
+    """A slice of a tensor that is an array of a snapshot."""
 
     tensor: str
     offset: int  # first row
@@ -34,29 +34,29 @@ class Layout:
     """Where everything lies.
 
     Args:
-        images: Of all ps tasks, at one cut.
+        snapshots: Of all ps tasks, at one cut.
         wanted: What tensors are made of.
 
     Attributes:
         arrays: For each ps the arrays that its file holds: (item, name in the file).
     """
 
-    def __init__(self, images: Sequence[ImageState], wanted: Iterable[Wanted]) -> None:
-        self._images = images
+    def __init__(self, snapshots: Sequence[SnapshotState], wanted: Iterable[Wanted]) -> None:
+        self._snapshots = snapshots
         self._found = {
             (item.key, item.optimizer, item.slot): (ps, number)
-            for ps, image in enumerate(images)
-            for number, item in enumerate(image.items)
+            for ps, snapshot in enumerate(snapshots)
+            for number, item in enumerate(snapshot.items)
         }
         self._users: dict[tuple[int, int], list[Wanted]] = {}
         for slice_ in wanted:
             found = self.find(slice_.key, slice_.optimizer, slice_.slot)
             if found is not None:
                 self._users.setdefault(found, []).append(slice_)
-        self.arrays = [self._arrays(ps) for ps in range(len(images))]
+        self.arrays = [self._arrays(ps) for ps in range(len(snapshots))]
 
     def find(self, key: Key, optimizer: int = -1, slot: str = "") -> tuple[int, int] | None:
-        """Return (ps, item) of an array, or None: no image has it.
+        """Return (ps, item) of an array, or None: no snapshot has it.
 
         A slot is there once it was updated, or read.
         """
@@ -71,18 +71,18 @@ class Layout:
         ]
 
     def places(self, ps: int, written: Written) -> list[Place]:
-        """Return where the arrays of an image lie; constant ones are part of its state."""
+        """Return where the arrays of a snapshot lie; constant ones are part of its state."""
         return [
             Place(item, *place)
             for (item, _), place in zip(self.arrays[ps], written, strict=True)
-            if not self._images[ps].items[item].is_constant
+            if not self._snapshots[ps].items[item].is_constant
         ]
 
     def _arrays(self, ps: int) -> list[tuple[int, str]]:
-        image = self._images[ps]
-        specs = {spec.key: spec for spec in image.shards}
+        snapshot = self._snapshots[ps]
+        specs = {spec.key: spec for spec in snapshot.shards}
         arrays = []
-        for number, item in enumerate(image.items):
+        for number, item in enumerate(snapshot.items):
             users = self._users.get((ps, number))
             if users:
                 arrays.append((number, f"{users[0].tensor}@{users[0].offset}"))
@@ -92,25 +92,26 @@ class Layout:
         return arrays
 
 
-def _kind(item: ImageItem) -> str:
+def _kind(item: SnapshotItem) -> str:
     return f"{item.optimizer}-{item.slot}" if item.slot else "value"
 
 
-def step_of(images: Sequence[ImageState], optimizer: int) -> int:
+def step_of(snapshots: Sequence[SnapshotState], optimizer: int) -> int:
     """Return the highest step that a ps has given a push of an optimizer, plus 1."""
     return max(
-        (image.optimizers[optimizer].step for image in _knowing(images, optimizer)), default=0
+        (snapshot.optimizers[optimizer].step for snapshot in _knowing(snapshots, optimizer)),
+        default=0,
     )
 
 
-def changed_rate(images: Sequence[ImageState], optimizer: int) -> Config | None:
+def changed_rate(snapshots: Sequence[SnapshotState], optimizer: int) -> Config | None:
     """Return the learning rate that an optimizer was given later; None: it has its first one."""
-    for image in _knowing(images, optimizer):
-        known = image.optimizers[optimizer]
+    for snapshot in _knowing(snapshots, optimizer):
+        known = snapshot.optimizers[optimizer]
         if known.learning_rate != known.config.get("learning_rate"):
             return known.learning_rate
     return None
 
 
-def _knowing(images: Sequence[ImageState], optimizer: int) -> list[ImageState]:
-    return [image for image in images if optimizer in image.optimizers]
+def _knowing(snapshots: Sequence[SnapshotState], optimizer: int) -> list[SnapshotState]:
+    return [snapshot for snapshot in snapshots if optimizer in snapshot.optimizers]

@@ -7,7 +7,7 @@ A tensor is a logical array. Its rows may be spread over several files, as they 
 tasks when it was saved; ``rows_in`` says where to find any range of them. So it can be restored
 into any number of shards.
 
-It also lists *images*: the snapshot of each ps, to which the same program rolls back if a ps is
+It also lists *snapshots*: the snapshot of each ps, to which the same program rolls back if a ps is
 lost. Their arrays are the same bytes in the same files.
 """
 
@@ -71,16 +71,16 @@ class Tensor:
 
 
 class Place(NamedTuple):
-    """Where an array of an image lies."""
+    """Where an array of a snapshot lies."""
 
-    item: int  # its place in the image's state
+    item: int  # its place in the snapshot's state
     start: int  # first byte in the file
     nbytes: int
     crc32: int  # of these bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class Snapshot:
     """Where to find what one ps held."""
 
     state: str  # name of the file with everything but the arrays: JSON
@@ -97,7 +97,7 @@ class Manifest:
     tensors: Mapping[str, Tensor]  # by name
     states: Mapping[str, Any] = field(default_factory=dict)  # of objects without tensors: JSON
     files: Mapping[str, int] = field(default_factory=dict)  # name → size in bytes
-    images: tuple[Image, ...] = ()  # of each ps, or none
+    snapshots: tuple[Snapshot, ...] = ()  # of each ps, or none
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
@@ -117,10 +117,10 @@ class Manifest:
                 "files": self.files,
                 "images": [
                     {
-                        "state": image.state, "crc32": image.crc32, "data": image.data,
-                        "places": [list(place) for place in image.places],
+                        "state": snapshot.state, "crc32": snapshot.crc32, "data": snapshot.data,
+                        "places": [list(place) for place in snapshot.places],
                     }
-                    for image in self.images
+                    for snapshot in self.snapshots
                 ],
             },
             indent=1,  # in the order of the objects' own state, which comes back as it was
@@ -170,18 +170,18 @@ def read_manifest(data: bytes, commit: bytes, where: str) -> Manifest:
         if tensors.setdefault(tensor.name, tensor) is not tensor:
             raise CheckpointCorrupt(f"{where}: tensor {tensor.name!r} occurs twice")
     states = read.mapping(top.get("states"), "states")
-    images = tuple(
-        _image(read, read.mapping(entry, "an image"), files)
+    snapshots = tuple(
+        _snapshot(read, read.mapping(entry, "a snapshot"), files)
         for entry in read.sequence(top.get("images", []), "images")  # older ones have none
     )
-    return Manifest(read.number(top.get("number"), "number"), tensors, states, files, images)
+    return Manifest(read.number(top.get("number"), "number"), tensors, states, files, snapshots)
 
 
-def _image(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Image:
+def _snapshot(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) -> Snapshot:
     state, data = read.file(entry.get("state")), read.file(entry.get("data"))
     for file in (state, data):
         if file not in files:
-            raise read.wrong("file of an image", "one that is listed", file)
+            raise read.wrong("file of a snapshot", "one that is listed", file)
     places = []
     for listed in read.sequence(entry.get("places"), f"places in {data!r}"):
         numbers = read.sequence(listed, f"a place in {data!r}", len(Place._fields))
@@ -189,7 +189,7 @@ def _image(read: _Reader, entry: Mapping[str, Any], files: Mapping[str, int]) ->
         if place.start + place.nbytes > files[data]:
             raise read.wrong(f"a place in {data!r}", f"one within {files[data]} bytes", numbers)
         places.append(place)
-    return Image(
+    return Snapshot(
         state, read.number(entry.get("crc32"), f"checksum of {state!r}"), data, tuple(places)
     )
 

@@ -32,7 +32,7 @@ from psync.checkpoints.files import (
     sync_directory,
     write_synced,
 )
-from psync.checkpoints.manifest import Image, Manifest, Place, Slice, Tensor, commit_line
+from psync.checkpoints.manifest import Manifest, Place, Slice, Snapshot, Tensor, commit_line
 from psync.errors import CheckpointError, ConfigurationError
 
 NONCE = "nonce"
@@ -76,7 +76,7 @@ class Writer:
     _files: list[DataFile] = field(default_factory=list)
     _sizes: dict[str, int] = field(default_factory=dict)  # of complete files
     _slices: list[tuple[str, Slice]] = field(default_factory=list)  # in them, by tensor
-    _images: dict[int, Image] = field(default_factory=dict)  # by ps
+    _snapshots: dict[int, Snapshot] = field(default_factory=dict)  # by ps
 
     def __post_init__(self) -> None:
         with disk_errors(f"making {self.temporary}"):
@@ -127,7 +127,9 @@ class Writer:
         self._sizes[name] = size
         self._slices += slices
 
-    def add_image(self, ps: int, name: str, state: bytes, data: str, places: list[Place]) -> None:
+    def add_snapshot(
+        self, ps: int, name: str, state: bytes, data: str, places: list[Place]
+    ) -> None:
         """Write the state of what a ps holds.
 
         Args:
@@ -143,7 +145,7 @@ class Writer:
         with disk_errors(f"writing {self.temporary / name}"):
             write_synced(self.temporary / name, state)
         self._sizes[name] = len(state)
-        self._images[ps] = Image(name, zlib.crc32(state), data, tuple(places))
+        self._snapshots[ps] = Snapshot(name, zlib.crc32(state), data, tuple(places))
 
     def commit(self) -> Path:
         """Complete the checkpoint and return its path; from here on it exists.
@@ -183,7 +185,7 @@ class Writer:
         sizes = {**self._sizes, **{file.path.name: file.close() for file in self._files}}
         written = [piece for file in self._files for piece in file.slices]
         for tensor, piece in (*self._slices, *written):
-            if tensor in slices:  # others are parts of images
+            if tensor in slices:  # others are parts of snapshots
                 slices[tensor].append(piece)
         return Manifest(
             self.number,
@@ -196,7 +198,7 @@ class Writer:
             },
             self.states,
             sizes,
-            tuple(self._images[ps] for ps in sorted(self._images)),
+            tuple(self._snapshots[ps] for ps in sorted(self._snapshots)),
         )  # fmt: skip
 
     def abandon(self) -> None:

@@ -42,7 +42,7 @@ from psync.closures.membership import backoff
 from psync.errors import ConnectionLost, CutLost, RemoteProtocolError
 from psync.net.peer import Received
 from psync.specs import dtype_of
-from psync.store.snapshot import ImageState
+from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
 from psync.wire.frames import Segment
 from psync.wire.recovery_messages import (
@@ -80,7 +80,7 @@ PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenImage:
+class WrittenSnapshot:
     """A file that a ps has written."""
 
     size: int  # in bytes
@@ -92,7 +92,7 @@ class Cut:
 
     Attributes:
         number: Of the cut, from 1.
-        images: The state of each ps.
+        snapshots: The state of each ps.
         held_s: Seconds for which updates were held up.
         is_over: Whether it has ended.
     """
@@ -101,12 +101,12 @@ class Cut:
         self,
         links: Sequence[PsLink],
         number: int,
-        images: Sequence[ImageState],
+        snapshots: Sequence[SnapshotState],
         held_s: float,
         is_present: Callable[[], bool],
     ) -> None:
         self.number = number
-        self.images = images
+        self.snapshots = snapshots
         self.held_s = held_s
         self.is_over = False
         self._links = links
@@ -123,7 +123,7 @@ class Cut:
         answers = await _ask_all(self._links, AskShared(path, nonce), Shared)
         return [message.same for message, _ in answers]
 
-    async def write(self, ps: int, path: str, items: Sequence[tuple[int, str]]) -> WrittenImage:
+    async def write(self, ps: int, path: str, items: Sequence[tuple[int, str]]) -> WrittenSnapshot:
         """Let a ps write some of its items to a new file, under names of their own.
 
         Raises:
@@ -143,7 +143,7 @@ class Cut:
             raise RemoteProtocolError(
                 f"{self._links[ps].task} wrote {len(places)} items, expected {len(items)}"
             )
-        return WrittenImage(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
+        return WrittenSnapshot(message.size, [(at, nbytes, crc) for at, nbytes, crc in places])
 
     async def pieces(self, ps: int, item: int) -> AsyncIterator[memoryview]:
         """Yield the bytes of an item, at most 16 MiB at once.
@@ -153,7 +153,7 @@ class Cut:
             ParameterServerLost: It is gone.
         """
         self._check_held()
-        nbytes = self.images[ps].items[item].nbytes
+        nbytes = self.snapshots[ps].items[item].nbytes
         for start in range(0, nbytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, nbytes)
             received = await self._links[ps].call(
@@ -182,7 +182,7 @@ class Cut:
 
     async def read(self, ps: int, item: int) -> np.ndarray:
         """Return an item, of its shape and dtype; else as ``pieces``. Cancellation: safe."""
-        known = self.images[ps].items[item]
+        known = self.snapshots[ps].items[item]
         array = np.empty(known.shape, dtype_of(known.dtype))
         target, at = to_bytes_view(array), 0
         async for piece in self.pieces(ps, item):
@@ -283,15 +283,15 @@ class Cuts:
         try:
             await asyncio.wait((opened,))
             held_s = loop.time() - began
-            images = [  # read only now: that holds nobody up
-                ImageState.from_bytes(b"".join(segments), link.task)
+            snapshots = [  # read only now: that holds nobody up
+                SnapshotState.from_bytes(b"".join(segments), link.task)
                 for link, (_, segments) in zip(self._links, frozen, strict=True)
             ]
         except BaseException:
             self._tell_all(DropFrozen(number))
             raise
         logger.debug("cut %d held updates up for %.1f ms", number, held_s * 1e3)
-        return Cut(self._links, number, images, held_s, is_present)
+        return Cut(self._links, number, snapshots, held_s, is_present)
 
     async def _admit(self, number: int, wanted: dict[int, list[tuple[str, int, int]]]) -> None:
         """Let through what belongs to updates that have begun somewhere; wait for its end."""

@@ -99,7 +99,7 @@ class Creation:
         return [each for each in batch if each.spec.name in missing]
 
     async def _create_all(self, batch: list[Declaration]) -> None:
-        """Create it, again if ps tasks went back to an image meanwhile: that does not have it."""
+        """Create it, again if ps tasks rolled back meanwhile: the snapshot does not have it."""
         timeline = -1
         while self._ps.timeline != timeline:
             timeline = self._ps.timeline

@@ -1,8 +1,8 @@
 """Rollback: a lost ps comes back, and all ps tasks restore the newest checkpoint.
 
     RUNNING   --a ps is lost-->                    WAITING
-    WAITING   --every ps is there-->               LOADING    PrepareImage, FillImage
-    LOADING   --every ps is ready-->               SWITCHING  TakeImage: a new timeline
+    WAITING   --every ps is there-->               LOADING    PrepareSnapshot, FillSnapshot
+    LOADING   --every ps is ready-->               SWITCHING  RestoreSnapshot: a new timeline
     SWITCHING --every ps has it-->                 RUNNING    RollbackEvent, then AdoptShards
     WAITING, LOADING, SWITCHING --a ps is lost-->  WAITING
     any       --no checkpoint, or not in time-->   LOST       for ever
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from psync.checkpoints.files import disk_errors
-from psync.checkpoints.stored_snapshots import StoredImage
+from psync.checkpoints.stored_snapshots import StoredSnapshot
 from psync.checkpoints.writer import streamed_by_environ
 from psync.chief.cluster_links import ClusterLinks
 from psync.chief.creation import Creation
@@ -42,10 +42,10 @@ from psync.errors import (
     PsyncError,
 )
 from psync.store.reattach import Orders
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.wire.codec import Message
 from psync.wire.messages import AskStatistics, Statistics
-from psync.wire.recovery_messages import AdoptShards, FillImage, PrepareImage, TakeImage
+from psync.wire.recovery_messages import AdoptShards, FillSnapshot, PrepareSnapshot, RestoreSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ MAX_ATTEMPTS = 50
 """In a row: ps tasks that die again and again while they are being recovered."""
 
 
-Source = Callable[[], Sequence[StoredImage] | None]
-"""Returns the images of the newest checkpoint, one for each ps; None: there is none. Blocks."""
+Source = Callable[[], Sequence[StoredSnapshot] | None]
+"""Returns the snapshots of the newest checkpoint, one for each ps; None: there is none. Blocks."""
 
 
 class PsRecovery:
@@ -101,9 +101,9 @@ class PsRecovery:
         """Whether a recovery is under way."""
         return self._task is not None
 
-    def saved(self, images: Sequence[ImageState]) -> None:
+    def saved(self, snapshots: Sequence[SnapshotState]) -> None:
         """There is a new checkpoint: what it has cannot be undone any more."""
-        self.ended.saved(CutCalls(images), self._queue.is_open)
+        self.ended.saved(CutCalls(snapshots), self._queue.is_open)
 
     def describe(self) -> list[str]:
         """Say what a lost ps would mean, if nothing could be done; for reports."""
@@ -182,15 +182,15 @@ class PsRecovery:
         links = self._ps.links
         from_step = await self._iterations()
         assert self.source is not None, "checked when it began"
-        images = await asyncio.to_thread(self.source)
-        if images is None:
+        snapshots = await asyncio.to_thread(self.source)
+        if snapshots is None:
             raise CheckpointError("there is no checkpoint yet")
         own = self._links.incarnation
-        read = self._checked(images)
+        read = self._checked(snapshots)
         states = [state.for_coordinator(own) for state in read]
         packed = [
-            image.state if state is before else state.to_bytes()
-            for image, before, state in zip(images, read, states, strict=True)
+            snapshot.state if state is before else state.to_bytes()
+            for snapshot, before, state in zip(snapshots, read, states, strict=True)
         ]
         for link in links:
             if reason := link.gone_for_good:
@@ -199,10 +199,10 @@ class PsRecovery:
                 link.revive()
         await self._attach_all()
         self._loads += 1
-        await all_of([self._prepare(*each) for each in zip(links, images, packed, strict=True)])
+        await all_of([self._prepare(*each) for each in zip(links, snapshots, packed, strict=True)])
         timeline = self._ps.timeline + 1
         self._ps.begin_timeline(timeline)  # first: what is answered by some of them is sent again
-        take = TakeImage(self._loads, timeline, self._links.membership.fences())
+        take = RestoreSnapshot(self._loads, timeline, self._links.membership.fences())
         await all_of([link.call(always(take), urgent=True) for link in links])
         to_step = max(state.iterations for state in states)
         event = RollbackEvent(
@@ -244,14 +244,16 @@ class PsRecovery:
             for link, seconds in zip(links, patience_s, strict=True):
                 link.lost_after_s = seconds
 
-    def _checked(self, images: Sequence[StoredImage]) -> list[ImageState]:
+    def _checked(self, snapshots: Sequence[StoredSnapshot]) -> list[SnapshotState]:
         """Read the states; refuse a checkpoint that is of other variables than there are now."""
-        if len(images) != len(self._ps.links):
+        if len(snapshots) != len(self._ps.links):
             raise CheckpointError(
-                f"the newest checkpoint is of {len(images)} ps tasks, expected "
+                f"the newest checkpoint is of {len(snapshots)} ps tasks, expected "
                 f"{len(self._ps.links)}"
             )
-        states = [ImageState.from_bytes(image.state, str(image.file)) for image in images]
+        states = [
+            SnapshotState.from_bytes(snapshot.state, str(snapshot.file)) for snapshot in snapshots
+        ]
         kept = {(spec.key, spec.variable) for state in states for spec in state.shards}
         if missing := self._creation.created - kept:
             raise CheckpointError(
@@ -276,27 +278,27 @@ class PsRecovery:
         left = [link for link in self._ps.links if link.lost is None]
         return max(await all_of([ask(link) for link in left]), default=0) if left else 0
 
-    async def _prepare(self, link: PsLink, image: StoredImage, state: bytes) -> None:
-        """Let a ps read its image, or send it, where the ps does not find the file."""
-        places = json.dumps([list(place) for place in image.places]).encode()
+    async def _prepare(self, link: PsLink, snapshot: StoredSnapshot, state: bytes) -> None:
+        """Let a ps read its snapshot, or send it, where the ps does not find the file."""
+        places = json.dumps([list(place) for place in snapshot.places]).encode()
         segments = [state, places]
         load = self._loads
         if not streamed_by_environ(os.environ):
             try:
-                by_path = PrepareImage(load, str(image.file))
+                by_path = PrepareSnapshot(load, str(snapshot.file))
                 await link.call(always(by_path), segments, bulk=True, urgent=True)
                 return
             except CheckpointCorrupt:
                 raise
             except CheckpointError as exc:
-                logger.info("%s cannot read its image (%s): it is sent", link.task, exc.message)
-        by_bytes = PrepareImage(load, "")
+                logger.info("%s cannot read its snapshot (%s): it is sent", link.task, exc.message)
+        by_bytes = PrepareSnapshot(load, "")
         await link.call(always(by_bytes), segments[:1], bulk=True, urgent=True)
-        for item, first, nbytes, _ in image.places:
+        for item, first, nbytes, _ in snapshot.places:
             for start in range(0, nbytes, PIECE_BYTES):
                 count = min(PIECE_BYTES, nbytes - start)
-                piece = await asyncio.to_thread(_read, image.file, first + start, count)
-                fill: Message = FillImage(load, item, start)
+                piece = await asyncio.to_thread(_read, snapshot.file, first + start, count)
+                fill: Message = FillSnapshot(load, item, start)
                 await link.call(always(fill), [piece], bulk=True, urgent=True)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from psync.checkpoints.files import DataFile, Planned, Reader, disk_errors
 from psync.checkpoints.manifest import Tensor
-from psync.checkpoints.stored_snapshots import check_places, stored_images
+from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import CheckpointError, CheckpointNotFound
 
 CHUNK_BYTES = 32 << 20
@@ -48,7 +48,7 @@ def summary(path: Path) -> str:
 
 
 def inspection(path: Path) -> list[str]:
-    """Return a line for each tensor, state and image of a checkpoint, and check every byte of it.
+    """Return a line for each tensor, state and snapshot of a checkpoint; check every byte of it.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -64,7 +64,7 @@ def inspection(path: Path) -> list[str]:
     for name, state in reader.manifest.states.items():
         text = json.dumps(state)
         lines.append(f"{name}  {text if len(text) <= 100 else text[:97] + '...'}")
-    for stored in stored_images(path) if reader.manifest.images else ():
+    for stored in stored_snapshots(path) if reader.manifest.snapshots else ():
         check_places(stored)
         nbytes = sum(place.nbytes for place in stored.places)
         lines.append(f"{stored.file.name}  all that a ps held, to recover it  {_size(nbytes)}")

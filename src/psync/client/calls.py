@@ -64,7 +64,7 @@ class PsCalls:
         self._pool = pool
         self.parts = endpoint.platform.parts
         self._pushes: set[asyncio.Future[Any]] = set()  # begun, shielded from cancellation
-        self.timeline = 0  # grows whenever all ps tasks have gone back to an image
+        self.timeline = 0  # grows whenever all ps tasks have rolled back to a snapshot
 
     async def shielded(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Do ``work`` and return what it returns.
@@ -109,7 +109,7 @@ class PsCalls:
 
         Each has a sequence of its own and names the others', so that a cut finds them all or none.
         They count as answered when all are: what one ps has been told to forget is settled on all.
-        If ps tasks went back to an image meanwhile, all are sent again, under the same sequences.
+        If ps tasks rolled back meanwhile, all are sent again, under the same sequences.
 
         Raises:
             Exception: The first error, once all have ended.

@@ -104,7 +104,7 @@ class PsClient(PsRows):
         self._optimizers: list[set[int]] = [set() for _ in addresses]  # that each ps knows
 
     def begin_timeline(self, timeline: int) -> None:
-        """All ps tasks have gone back to an image: they know what was in that, and no more."""
+        """All ps tasks have rolled back to a snapshot: they know what was in that, and no more."""
         self.timeline = timeline
         for known in self._optimizers:
             known.clear()
@@ -174,7 +174,7 @@ class PsClient(PsRows):
             arrays.append(array)
         views = {buffer: to_bytes_view(root) for buffer, root in roots.items()}
         timeline = -1
-        while self.timeline != timeline:  # again, if ps tasks went back to an image meanwhile
+        while self.timeline != timeline:  # again, if ps tasks rolled back to a snapshot meanwhile
             timeline = self.timeline
             answers = Answers(len(plan.requests))
             bodies = []

@@ -12,38 +12,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 
 PART_BITS = 16
 """As in ``ps_client``: a call's number and that of its message to one ps share an integer."""
 
 
 class CutCalls:
-    """Which calls of which closures the images of one cut have.
+    """Which calls of which closures the snapshots of one cut have.
 
     Args:
-        images: Of all ps tasks.
+        snapshots: Of all ps tasks.
 
     Attributes:
         pending: Closures of which a synchronous push waits for its step: it is not in the cut.
     """
 
-    def __init__(self, images: Sequence[ImageState]) -> None:
-        self._final_below = max((image.ledger.final_below for image in images), default=0)
+    def __init__(self, snapshots: Sequence[SnapshotState]) -> None:
+        self._final_below = max((snapshot.ledger.final_below for snapshot in snapshots), default=0)
         self._calls: dict[int, set[int]] = {}  # those that are whole
         missing: Counter[tuple[int, int]] = Counter()  # parts of calls
-        for image in images:
-            for closure, ordinal, count in image.ledger.parts:
+        for snapshot in snapshots:
+            for closure, ordinal, count in snapshot.ledger.parts:
                 missing[closure, ordinal >> PART_BITS] = count
-        for image in images:
-            for closure, ordinal, *_ in image.ledger.calls:
+        for snapshot in snapshots:
+            for closure, ordinal, *_ in snapshot.ledger.calls:
                 call = ordinal >> PART_BITS
                 missing[closure, call] -= 1
                 if missing[closure, call] <= 0:
                     self._calls.setdefault(closure, set()).add(call)
-            for _, closure, ordinal, _ in image.counted:
+            for _, closure, ordinal, _ in snapshot.counted:
                 self._calls.setdefault(closure, set()).add(ordinal)
-        self.pending = frozenset(number for image in images for number in image.pending)
+        self.pending = frozenset(number for snapshot in snapshots for number in snapshot.pending)
 
     def has_all(self, closure: int, calls: int) -> bool:
         """Return whether all updates of a closure that has ended are in the cut.

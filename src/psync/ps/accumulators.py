@@ -168,7 +168,9 @@ class AccumulatorService:
 
     def end(self) -> None:
         """Another snapshot or coordinator is served: whoever waits asks again, if it may."""
-        self._waits.settle_all(ConnectionLost(f"{self._task} serves another image, or coordinator"))
+        self._waits.settle_all(
+            ConnectionLost(f"{self._task} serves another snapshot, or coordinator")
+        )
 
     def promoted(self) -> None:
         """The log that it has followed has ended: takes wait no longer, nobody waits for them.

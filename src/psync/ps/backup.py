@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class SyncState(Protocol):
-    """What a ps has of synchronous steps, beside what is in an image."""
+    """What a ps has of synchronous steps, beside what is in a snapshot."""
 
     async def pause(self, why: str) -> None:
         """Close no step from now on; wait for what is being closed."""
@@ -62,7 +62,7 @@ class SyncState(Protocol):
 
 
 Contents = Callable[[], Awaitable[list[tuple[Client, Build, Sequence[memoryview]]]]]
-"""Returns (client, message, segments) of entries that give a backup what no image has."""
+"""Returns (client, message, segments) of entries that give a backup what no snapshot has."""
 
 
 class BackupService:
@@ -224,9 +224,9 @@ class BackupService:
             # whoever holds that for its turn there.
             await self._work.drain()
             try:
-                # A step that is being closed is wholly in the image, or in the log.
+                # A step that is being closed is wholly in the snapshot, or in the log.
                 await self._steps.pause(why)
-                # Entries from now on are kept for the backup; all before them are in the image.
+                # Entries from now on are kept for the backup; all before them are in the snapshot.
                 first = committer.begin_copy(self._steps.groups()) + 1
                 frozen, entries = await committer.at_turn(lambda: self._frozen(committer, sender))
             finally:

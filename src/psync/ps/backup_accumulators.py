@@ -45,7 +45,7 @@ MAX_LISTED = 256
 Listed = tuple[Client, Build, Sequence[memoryview]]
 
 
-class AccumulatorImage:
+class AccumulatorSnapshot:
     """The accumulators of one ps; its ``entries`` are ``backup_service.Contents``.
 
     Args:
@@ -82,7 +82,7 @@ class AccumulatorImage:
         return {HoldGradients: Handler(self._hold), KeepAnswers: Handler(self._keep)}
 
     async def _hold(self, _: Peer, message: HoldGradients, body: list[memoryview]) -> Reply:
-        hosted = self._service.hosted[message.accumulator]  # its image has it
+        hosted = self._service.hosted[message.accumulator]  # its snapshot has it
         if message.count:
             await _fill(
                 hosted.rule.hold(message.count, message.weight, message.shape, message.rows), body

@@ -37,8 +37,8 @@ from psync.ps.snapshots import unpack_answer
 from psync.ps.update import NO_BYTES
 from psync.store.ledger import Ledger
 from psync.store.locate_ps import Copy, Primary
-from psync.store.snapshot import Thawed, thaw
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot import Loaded, load_snapshot
+from psync.store.snapshot_state import SnapshotState
 from psync.store.store import ShardStore
 from psync.wire.codec import Message, decode
 from psync.wire.messages import Done
@@ -72,8 +72,8 @@ class BackupTask(Protocol):
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know of it; None: it serves nobody."""
 
-    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
-        """Hold what an image holds."""
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
+        """Hold what a snapshot holds."""
 
     def handler(self, kind: type[Message]) -> Handler:
         """Return who serves a message."""
@@ -112,11 +112,11 @@ class _Entry:
 class _Backup:
     """The backup of one ps."""
 
-    def __init__(self, order: BeginBackup, task: BackupTask, thawed: Thawed, sender: str) -> None:
+    def __init__(self, order: BeginBackup, task: BackupTask, loaded: Loaded, sender: str) -> None:
         self.order = order
         self.epoch = order.epoch
         self.task = task
-        self.thawed: Thawed | None = thawed  # None: it is complete
+        self.loaded: Loaded | None = loaded  # None: it is complete
         self.sender = sender
         self.taken = order.first - 1
         self.address: Awaitable[str] | None = None  # once it is to serve
@@ -149,18 +149,18 @@ class _Backup:
         return self.task.primary(address, self.epoch if is_first else 0)
 
     def complete(self) -> None:
-        """All of the image is there."""
-        thawed = self.thawed
-        if thawed is None:
+        """All of the snapshot is there."""
+        loaded = self.loaded
+        if loaded is None:
             return
-        if wanted := thawed.wanted():
-            raise UsageError(f"an image is not complete: {thawed.state.items[wanted[0]]}")
-        self.thawed = None
+        if wanted := loaded.wanted():
+            raise UsageError(f"a snapshot is not complete: {loaded.state.items[wanted[0]]}")
+        self.loaded = None
         order = self.order
         attach = AttachPs(
             order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
-        self.task.take_over(attach, thawed, order.timeline, order.life)
+        self.task.take_over(attach, loaded, order.timeline, order.life)
 
     def add(self, number: int, entry: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
         """Take the next entry."""
@@ -208,20 +208,20 @@ class _Backup:
 
     async def close(self) -> None:
         """End it."""
-        if self.thawed is not None:
-            self.thawed.give_up()
+        if self.loaded is not None:
+            self.loaded.give_up()
         if self._doing is not None:
             self._doing.cancel()
             await asyncio.wait((self._doing,))
         await self.task.close()
 
 
-class ReplicaHost:
+class BackupHost:
     """The backups in one process.
 
     Args:
         task: Name of the ps whose process it is.
-        pool: Memory of images.
+        pool: Memory of snapshots.
         make: Makes a ps task that does not listen, given its index.
         floor: Returns the incarnation of the coordinator that this process serves, or 0.
         parts: Of the task.
@@ -305,16 +305,16 @@ class ReplicaHost:
             oldest = known.epoch + (known.address is not None)
             if not newer and message.epoch < oldest:
                 raise FencedError(f"{sender} has been replaced by its backup")
-            if message == known.order:  # a repetition: it may have all of the image, and more
+            if message == known.order:  # a repetition: it may have all of the snapshot, and more
                 return Reply(Done())
-        where = f"image of {sender}"
-        state = ImageState.from_bytes(bytes(body[0]), where)
+        where = f"snapshot of {sender}"
+        state = SnapshotState.from_bytes(bytes(body[0]), where)
         store = self._parts.of(ShardStore)(sender, self._pool)
         ledger = self._parts.of(Ledger)(message.coordinator)
-        thawed = thaw(state, store, ledger, unpack_answer)
+        loaded = load_snapshot(state, store, ledger, unpack_answer)
         if known is not None:
             self._end(known)
-        self._backups[message.ps] = _Backup(message, self._make(message.ps), thawed, sender)
+        self._backups[message.ps] = _Backup(message, self._make(message.ps), loaded, sender)
         return Reply(Done())
 
     def _known(self, peer: Peer, ps: int, epoch: int) -> _Backup:
@@ -331,11 +331,11 @@ class ReplicaHost:
 
     async def _fill(self, peer: Peer, message: FillBackup, body: list[memoryview]) -> Reply:
         known = self._known(peer, message.ps, message.epoch)
-        if known.thawed is None:
-            raise UsageError(f"the image of {known.sender} is complete")
+        if known.loaded is None:
+            raise UsageError(f"the snapshot of {known.sender} is complete")
         at = message.start
         for data in body:
-            for _ in known.thawed.write(message.item, at, data):
+            for _ in known.loaded.write(message.item, at, data):
                 await asyncio.sleep(0)
             at += len(data)
         return Reply(Done())
@@ -367,7 +367,7 @@ class ReplicaHost:
             raise UsageError(f"{self._task} has no backup of /job:ps/task:{message.ps}")
         if peer.task != "/job:chief/task:0" or peer.incarnation != message.coordinator:
             raise FencedError(f"{self._task}: {peer.task} is not the coordinator that it serves")
-        if known.thawed is not None:
+        if known.loaded is not None:
             raise UsageError(f"the backup of {known.sender} is not complete")
         if message.coordinator < self._fenced:
             raise FencedError(f"{self._task} serves a newer coordinator")

@@ -47,7 +47,7 @@ MAX_UNDER_WAY = 4
 PIECE_BYTES = 8 << 20
 
 MAX_LOSSES = 16
-"""Connections that a part of an image may outlive: more, and it is what breaks them."""
+"""Connections that a part of a snapshot may outlive: more, and it is what breaks them."""
 
 RECONNECT_S = 0.5
 """How long a backup may be away: one whose process has ended does not come back."""
@@ -101,19 +101,19 @@ class BackupSender:
         self._peer: Peer | None = None
         self._incarnation: int | None = None  # of the process of the backup
         self._under_way = 0
-        self._ships = False  # the image is there
+        self._ships = False  # the snapshot is there
         self._reconnecting: asyncio.Task[None] | None = None
         self._changed: asyncio.Future[None] | None = None
         self._heard_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     async def copy(self, frozen: Frozen, first: int, before: Sequence[Entry] = ()) -> None:
-        """Send an image, and then all entries until the backup has all that there are.
+        """Send a snapshot, and then all entries until the backup has all that there are.
 
         Args:
-            frozen: The image.
+            frozen: The snapshot.
             first: Number of the first entry that it does not have.
-            before: What the image does not have either, and comes before that.
+            before: What the snapshot does not have either, and comes before that.
 
         Raises:
             PsyncError: The backup does not follow.
@@ -121,7 +121,7 @@ class BackupSender:
         Cancellation: ``close`` is still to be called.
         """
         try:
-            await self._send_image(frozen, first - len(before))
+            await self._send_snapshot(frozen, first - len(before))
             await self._send_before(before, first)
         except PsyncError as exc:
             self._fail(exc)
@@ -143,7 +143,7 @@ class BackupSender:
             await self._changed
         self._check()
 
-    async def _send_image(self, frozen: Frozen, first: int) -> None:
+    async def _send_snapshot(self, frozen: Frozen, first: int) -> None:
         ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
         begin = BeginBackup(
             ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
@@ -158,7 +158,7 @@ class BackupSender:
                 await self._call(FillBackup(ps, epoch, item, start), frozen.part(item, start, stop))
 
     async def _send_before(self, before: Sequence[Entry], first: int) -> None:
-        """Send what comes before the first entry of the log; this ends the image."""
+        """Send what comes before the first entry of the log; this ends the snapshot."""
         ps, epoch = self._served.ps, self.order.epoch
         for number, entry in enumerate(before, first - len(before)):
             listed = [(*entry.client, entry.header, len(entry.body))]
@@ -166,7 +166,7 @@ class BackupSender:
         await self._call(LogEntries(ps, epoch, first, []))
 
     async def _call(self, message: Message, segments: Sequence[Segment] = ()) -> None:
-        """Send a part of an image, again where a connection is lost, until it is answered."""
+        """Send a part of a snapshot, again where a connection is lost, until it is answered."""
         for losses in range(1, MAX_LOSSES + 1):
             if self._peer is None or not self._peer.is_open:
                 self._peer = await self._connect()

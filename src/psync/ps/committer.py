@@ -151,7 +151,7 @@ class Committer:
         """Keep all entries from now on for a new backup; return the number of the last before.
 
         Args:
-            groups: Synchronous groups that it knows from its image.
+            groups: Synchronous groups that it knows from its snapshot.
         """
         self._optimizers = set(self._store.optimizers())
         self._names.begin(groups)

@@ -75,7 +75,7 @@ class Freezable(Protocol):
         """
 
 
-class FrozenImages:
+class FrozenSnapshots:
     """What one ps holds for a cut.
 
     Args:
@@ -201,7 +201,7 @@ def again(under_way: Awaitable[Reply]) -> Awaitable[Reply]:
 
 def _seen(work: asyncio.Future[Reply]) -> None:
     if not work.cancelled() and (error := work.exception()) is not None:
-        logger.debug("what an image was asked for failed: %s", error)
+        logger.debug("what a snapshot was asked for failed: %s", error)
 
 
 def listed(

@@ -13,7 +13,7 @@ from pathlib import Path
 from psync.checkpoints.disk import current_disk
 from psync.checkpoints.files import DataFile, Planned, disk_errors
 from psync.errors import CheckpointCorrupt, CheckpointError
-from psync.store.snapshot import Frozen, Thawed
+from psync.store.snapshot import Frozen, Loaded
 
 Place = tuple[int, int, int]
 """First byte in the file, bytes, crc32."""
@@ -39,7 +39,7 @@ def write_items(
     known = frozen.state.items
     unknown = [place for place, _ in items if not 0 <= place < len(known)]
     if unknown:
-        raise CheckpointError(f"{path}: there is no item {unknown[0]} in the image")
+        raise CheckpointError(f"{path}: there is no item {unknown[0]} in the snapshot")
     planned = [
         Planned(name, known[place].shape, known[place].dtype, 0, name) for place, name in items
     ]
@@ -56,31 +56,31 @@ def write_items(
     return size, [(piece.start, piece.nbytes, piece.crc32) for _, piece in file.slices]
 
 
-def read_items(path: Path, thawed: Thawed, places: Sequence[tuple[int, Place]]) -> None:
+def read_items(path: Path, loaded: Loaded, places: Sequence[tuple[int, Place]]) -> None:
     """Fill the items that are wanted from a file.
 
     Args:
         path: Of the file.
-        thawed: Is filled.
+        loaded: Is filled.
         places: (place in the state, where it lies in the file); those that are constant, and
             need no bytes, are passed over.
 
     Raises:
         CheckpointCorrupt: A checksum or a size is wrong, or an item is not in the file; names it.
-        CheckpointError: The file cannot be read, or another image is to be loaded instead.
+        CheckpointError: The file cannot be read, or another snapshot is to be loaded instead.
     """
-    wanted = set(thawed.wanted())
+    wanted = set(loaded.wanted())
     with disk_errors(f"reading {path}"), open(path, "rb") as file:
         for place, (start, nbytes, crc32) in places:
             if place not in wanted:
                 continue
-            item, crc = thawed.state.items[place], 0
+            item, crc = loaded.state.items[place], 0
             if nbytes != item.nbytes:
                 raise CheckpointCorrupt(
                     f"{path}: {item}: expected {item.nbytes} bytes, got {nbytes}"
                 )
             file.seek(start)
-            for memory in thawed.memory(place):
+            for memory in loaded.memory(place):
                 file.readinto(memory)
                 crc = zlib.crc32(memory, crc)
             if crc != crc32:  # also where the file has ended before
@@ -89,8 +89,8 @@ def read_items(path: Path, thawed: Thawed, places: Sequence[tuple[int, Place]]) 
                     hint="use an older checkpoint; this one was changed or damaged after it was "
                     "saved",
                 )
-    for place in thawed.wanted():
-        raise CheckpointCorrupt(f"{path}: {thawed.state.items[place]} is not in the file")
+    for place in loaded.wanted():
+        raise CheckpointCorrupt(f"{path}: {loaded.state.items[place]} is not in the file")
 
 
 def has_text(path: Path, text: str) -> bool:

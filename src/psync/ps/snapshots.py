@@ -1,9 +1,9 @@
 """Restore of snapshots on a ps: prepared beside the live state, then swapped in.
 
-    message       then
-    PrepareImage  makes a store and a ledger beside those that are served; their bytes are read in
-                  a thread, or come by FillImage. An earlier preparation is dropped
-    TakeImage     hands them to the task, which serves them from then on
+    message           then
+    PrepareSnapshot   makes a store and a ledger beside those that are served; their bytes are read
+                      in a thread, or come by FillSnapshot. An earlier preparation is dropped
+    RestoreSnapshot   hands them to the task, which serves them from then on
 
 A failure changes nothing of what is served. A message that is repeated after a lost connection
 gets the answer of the first one. Only the coordinator that is served may ask. ``frozen_snapshots``
@@ -29,23 +29,23 @@ from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Parts
 from psync.numerics.blocks import BlockPool
 from psync.ps.cooperative_work import LongWork
-from psync.ps.frozen_snapshots import Freezable, FrozenImages, again, listed
+from psync.ps.frozen_snapshots import Freezable, FrozenSnapshots, again, listed
 from psync.ps.snapshot_files import Place, read_items
 from psync.ps.takes import rule_of
 from psync.store.ledger import Ledger
 from psync.store.shards import Optimizer
-from psync.store.snapshot import ImageState, Thawed, thaw
+from psync.store.snapshot import Loaded, SnapshotState, load_snapshot
 from psync.store.store import ShardStore
 from psync.store.untrusted_json import UntrustedJson
 from psync.wire.accumulator_messages import DefineAccumulator
 from psync.wire.codec import Message, decode, encode
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Pushed
-from psync.wire.recovery_messages import FillImage, PrepareImage, TakeImage
+from psync.wire.recovery_messages import FillSnapshot, PrepareSnapshot, RestoreSnapshot
 
 
 def pack_answer(answer: object) -> bytes | None:
-    """Return how an image keeps the answer to an update; None: it does not."""
+    """Return how a snapshot keeps the answer to an update; None: it does not."""
     return encode(answer) if isinstance(answer, Pushed) else None
 
 
@@ -58,16 +58,16 @@ def unpack_answer(data: bytes) -> Pushed:
     try:
         answer = decode(data)
     except RemoteProtocolError as exc:
-        raise CheckpointCorrupt(f"an answer in an image is damaged: {exc.message}") from exc
+        raise CheckpointCorrupt(f"an answer in a snapshot is damaged: {exc.message}") from exc
     if not isinstance(answer, Pushed):
-        raise CheckpointCorrupt(f"an answer in an image is a {type(answer).__name__}")
+        raise CheckpointCorrupt(f"an answer in a snapshot is a {type(answer).__name__}")
     return answer
 
 
 def pack_accumulators(
     definitions: Iterable[tuple[DefineAccumulator, int]],
 ) -> list[tuple[bytes, int]]:
-    """Return how an image keeps what accumulators are, and their steps."""
+    """Return how a snapshot keeps what accumulators are, and their steps."""
     return [(encode(definition), step) for definition, step in definitions]
 
 
@@ -85,7 +85,7 @@ def unpack_accumulators(packed: Iterable[tuple[bytes, int]]) -> list[tuple[Defin
                 raise CheckpointCorrupt(f"an accumulator is a {type(definition).__name__}")
             rule_of(definition)
         except (RemoteProtocolError, ConfigurationError) as exc:
-            raise CheckpointCorrupt(f"an accumulator in an image: {exc.message}") from exc
+            raise CheckpointCorrupt(f"an accumulator in a snapshot: {exc.message}") from exc
         definitions.append((definition, step))
     return definitions
 
@@ -109,7 +109,7 @@ class Contents:
     @classmethod
     def restored(
         cls,
-        thawed: Thawed,
+        loaded: Loaded,
         optimizers: Mapping[int, Optimizer],
         accumulators: Iterable[tuple[DefineAccumulator, int]],
         groups: Mapping[int, dict[str, Any]],
@@ -117,35 +117,35 @@ class Contents:
         """Return what a snapshot holds.
 
         Args:
-            thawed: The snapshot. It may be older than the definitions below.
+            loaded: The snapshot. It may be older than the definitions below.
             optimizers: That clients of this ps take for known, by their numbers.
             accumulators: That they take for defined; the steps do not count.
             groups: Configurations of the synchronous groups that they know, by their numbers.
         """
-        store, state = thawed.store, thawed.state
+        store, state = loaded.store, loaded.state
         for number, optimizer in optimizers.items():
             store.define_optimizer(number, optimizer.config)
         defined = {each.name: (each, 0) for each, _ in accumulators}
         for definition, step in unpack_accumulators(state.accumulators):
             defined[definition.name] = definition, step
         return cls(
-            store, thawed.ledger, list(defined.values()), {**groups, **state.groups},
+            store, loaded.ledger, list(defined.values()), {**groups, **state.groups},
             state.counted, state.ledger.final_below,
         )  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """An image that is being prepared."""
+    """A snapshot that is being prepared."""
 
     number: int
-    thawed: Thawed | None = None  # None: its state is being read
+    loaded: Loaded | None = None  # None: its state is being read
     ready: Awaitable[Reply] | None = None  # never cancelled
     given_up: bool = False
 
 
-class ImageService:
-    """The images of one ps.
+class Snapshots:
+    """The snapshots of one ps.
 
     Args:
         task: Name of the ps.
@@ -166,7 +166,7 @@ class ImageService:
         check_coordinator: Callable[[Peer], None],
         served: Callable[[], Freezable],
         floor: Callable[[], int],
-        take: Callable[[Thawed, TakeImage], None],
+        take: Callable[[Loaded, RestoreSnapshot], None],
         parts: Parts,
     ) -> None:
         self._task = task
@@ -176,7 +176,7 @@ class ImageService:
         self._floor = floor
         self._serve = take
         self._parts = parts
-        self._frozen = parts.of(FrozenImages)(task, work, check_coordinator, served)
+        self._frozen = parts.of(FrozenSnapshots)(task, work, check_coordinator, served)
         self._load: _Load | None = None
         self._taken = 0  # number of the load that is served
         self._loads = self._takes = 0
@@ -185,9 +185,9 @@ class ImageService:
         """Return who serves which message."""
         return {
             **self._frozen.handlers(),
-            PrepareImage: Handler(self._prepare),
-            FillImage: Handler(self._fill),
-            TakeImage: Handler(self._take),
+            PrepareSnapshot: Handler(self._prepare),
+            FillSnapshot: Handler(self._fill),
+            RestoreSnapshot: Handler(self._take),
         }
 
     def forget(self) -> None:
@@ -206,7 +206,7 @@ class ImageService:
         }
 
     def _prepare(
-        self, peer: Peer, message: PrepareImage, body: list[memoryview]
+        self, peer: Peer, message: PrepareSnapshot, body: list[memoryview]
     ) -> Awaitable[Reply]:
         self._check_coordinator(peer)
         load = self._load
@@ -221,62 +221,62 @@ class ImageService:
         return again(load.ready)
 
     async def _prepared(self, load: _Load, path: str, body: list[memoryview]) -> Reply:
-        where = f"{self._task}: image {load.number}"
+        where = f"{self._task}: snapshot {load.number}"
         try:
             if len(body) != 1 + bool(path):
                 raise RemoteProtocolError(f"{where}: {len(body)} segments")
-            state = await asyncio.to_thread(ImageState.from_bytes, bytes(body[0]), where)
+            state = await asyncio.to_thread(SnapshotState.from_bytes, bytes(body[0]), where)
             if load.given_up:
                 raise PsyncError(f"{where} has been given up")
-            load.thawed = self._thawed(state)
+            load.loaded = self._load_state(state)
             unpack_accumulators(state.accumulators)  # that they can be
             if path:
                 places = listed(body[1:], f"{where}: places in {path}", _item_and_place)
-                await asyncio.to_thread(read_items, Path(path), load.thawed, places)
+                await asyncio.to_thread(read_items, Path(path), load.loaded, places)
         except Exception:
             if self._load is load:
                 self._give_up()  # so that it can be tried again
             raise
         return Reply(Done())
 
-    def _thawed(self, state: ImageState) -> Thawed:
+    def _load_state(self, state: SnapshotState) -> Loaded:
         store = self._parts.of(ShardStore)(self._task, self._pool)
-        return thaw(state, store, self._parts.of(Ledger)(self._floor()), unpack_answer)
+        return load_snapshot(state, store, self._parts.of(Ledger)(self._floor()), unpack_answer)
 
     def _give_up(self) -> None:
         load, self._load = self._load, None
         if load is not None:
             load.given_up = True
-            if load.thawed is not None:
-                load.thawed.give_up()
+            if load.loaded is not None:
+                load.loaded.give_up()
 
-    def _loaded(self, peer: Peer, number: int) -> Thawed:
+    def _loaded(self, peer: Peer, number: int) -> Loaded:
         self._check_coordinator(peer)
         load = self._load
-        if load is None or load.number != number or load.thawed is None:
-            raise UsageError(f"{self._task}: image {number} is not being prepared")
-        return load.thawed
+        if load is None or load.number != number or load.loaded is None:
+            raise UsageError(f"{self._task}: snapshot {number} is not being prepared")
+        return load.loaded
 
-    async def _fill(self, peer: Peer, message: FillImage, body: list[memoryview]) -> Reply:
-        thawed = self._loaded(peer, message.load)
+    async def _fill(self, peer: Peer, message: FillSnapshot, body: list[memoryview]) -> Reply:
+        loaded = self._loaded(peer, message.load)
         for data in body:
-            for _ in thawed.write(message.item, message.start, data):
+            for _ in loaded.write(message.item, message.start, data):
                 await asyncio.sleep(0)
         return Reply(Done())
 
-    def _take(self, peer: Peer, message: TakeImage, _: list[memoryview]) -> Reply:
+    def _take(self, peer: Peer, message: RestoreSnapshot, _: list[memoryview]) -> Reply:
         self._check_coordinator(peer)
         if message.load != self._taken:
-            thawed = self._loaded(peer, message.load)
-            wanted = thawed.wanted()
+            loaded = self._loaded(peer, message.load)
+            wanted = loaded.wanted()
             if wanted:
                 raise UsageError(
-                    f"{self._task}: image {message.load} is not complete: "
-                    f"{thawed.state.items[wanted[0]]} is missing"
+                    f"{self._task}: snapshot {message.load} is not complete: "
+                    f"{loaded.state.items[wanted[0]]} is missing"
                 )
             self._load = None
             self._frozen.let_go()
-            self._serve(thawed, message)
+            self._serve(loaded, message)
             self._taken = message.load
             self._takes += 1
         return Reply(Done())

@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from psync.errors import FencedError, UsageError
 from psync.net.peer import Handler, Peer, Reply
-from psync.ps.backup_host import ReplicaHost
+from psync.ps.backup_host import BackupHost
 from psync.ps.cooperative_work import LongWork
 from psync.store.locate_ps import Primary
 from psync.store.previous_store import FormerStore
@@ -70,7 +70,7 @@ class ServedService:
     def __init__(
         self,
         task: str,
-        host: ReplicaHost,
+        host: BackupHost,
         newest: Callable[[], int],
         primary: Callable[[str, int], Primary | None],
         end_below: Callable[[int], None],
@@ -179,7 +179,7 @@ class AdoptionService:
     def lost(self) -> None:
         """Nobody may go on with what is held here, unless the present program says that it may.
 
-        Another process serves it, or this is an image that others may not have taken yet, or a
+        Another process serves it, or this is a snapshot that others may not have taken yet, or a
         synchronous step is applied here and not everywhere.
         """
         self._former.drop()

@@ -91,7 +91,7 @@ def _check_settled(ticket: Ticket) -> None:
     if not ticket.settled:
         raise BusyError(
             f"update {ticket.sequence} of {ticket.client[0]} is being applied, so there can be no "
-            "image"
+            "snapshot"
         )
 
 

@@ -151,7 +151,7 @@ class ShardTable:
         return list(self._shards)
 
     def shards(self) -> Mapping[Key, Shard]:
-        """Return all shards themselves, for those who keep images of them."""
+        """Return all shards themselves, for those who keep snapshots of them."""
         return self._shards
 
     def optimizers(self) -> Mapping[int, Optimizer]:

@@ -1,9 +1,9 @@
 """Snapshots of a ps: frozen in place at a cut, and restored.
 
 To freeze is to hold references to blocks: no copy is made, and updates go on, which replace the
-blocks that are held (see ``numerics.blocks``). To restore (``thaw``) is to make a store and a
-ledger from a state. The arrays of that store are empty at first, but for constant ones; the caller
-fills them piece by piece, and knows when all of them are there.
+blocks that are held (see ``numerics.blocks``). To load is to make a store and a ledger from a
+state. The arrays of that store are empty at first, but for constant ones; the caller fills them
+piece by piece, and knows when all of them are there.
 
 Frozen contents, and those being filled, may be handed to a thread; one at a time uses them.
 """
@@ -23,9 +23,9 @@ from psync.store.ledger import Ledger
 from psync.store.ledger_snapshot import restore_ledger, state_of
 from psync.store.shard import Shard
 from psync.store.shards import Key
-from psync.store.snapshot_state import ImageItem as ImageItem
-from psync.store.snapshot_state import ImageState as ImageState
-from psync.store.snapshot_state import OptimizerImage as OptimizerImage
+from psync.store.snapshot_state import OptimizerSnapshot as OptimizerSnapshot
+from psync.store.snapshot_state import SnapshotItem as SnapshotItem
+from psync.store.snapshot_state import SnapshotState as SnapshotState
 from psync.store.store import ShardStore
 
 _LOOK_AT_ONCE = 256
@@ -40,7 +40,7 @@ class Frozen:
         arrays: Of each item a view of each block; of constant ones nothing.
     """
 
-    def __init__(self, state: ImageState, arrays: Sequence[list[memoryview]]) -> None:
+    def __init__(self, state: SnapshotState, arrays: Sequence[list[memoryview]]) -> None:
         self.state = state
         self._arrays: dict[int, list[memoryview]] = dict(enumerate(arrays))
         self._dropped = False
@@ -56,7 +56,7 @@ class Frozen:
         """
         views = self._arrays.get(place)
         if views is None:
-            raise CheckpointError(f"item {place} of an image is not held any more, or never was")
+            raise CheckpointError(f"item {place} of a snapshot is not held any more, or never was")
         item = self.state.items[place]
         if item.fill is None:
             return list(views)
@@ -90,7 +90,9 @@ class Frozen:
         del self._arrays[place]
         while views:
             if self._dropped:
-                raise CheckpointError(f"{self.state.items[place]}: its image is not held any more")
+                raise CheckpointError(
+                    f"{self.state.items[place]}: its snapshot is not held any more"
+                )
             yield views.pop()
 
     def drop(self) -> None:
@@ -99,7 +101,7 @@ class Frozen:
         self._arrays.clear()
 
 
-def _constant(item: ImageItem) -> list[memoryview]:
+def _constant(item: SnapshotItem) -> list[memoryview]:
     array = BlockArray(item.nbytes // dtype_of(item.dtype).itemsize, dtype_of(item.dtype))
     sizes = [
         (stop - start) * array.dtype.itemsize
@@ -125,8 +127,8 @@ def freeze(
     Args:
         store: Its shards and optimizers.
         ledger: Its updates.
-        pack: As for ``ledger_image.state_of``.
-        accumulators: Of ``ImageState``, as all that follow.
+        pack: As for ``ledger_snapshot.state_of``.
+        accumulators: Of ``SnapshotState``, as all that follow.
         groups: Likewise.
         counted: Likewise.
         pending: Likewise.
@@ -137,27 +139,27 @@ def freeze(
     shards = store.shards()
     for shard in shards.values():
         if shard.busy:
-            raise BusyError(f"{shard.spec}: an update is under way, so there can be no image")
+            raise BusyError(f"{shard.spec}: an update is under way, so there can be no snapshot")
     remembered = state_of(ledger, pack)
-    items: list[ImageItem] = []
+    items: list[SnapshotItem] = []
     arrays: list[list[memoryview]] = []
     for key, shard in shards.items():
         for optimizer, slot, array in _arrays_of(shard):
             constant = array.is_constant
             items.append(
-                ImageItem(
+                SnapshotItem(
                     key, optimizer, slot, shard.spec.shape, dtype_name(array.dtype),
                     _element(array) if constant else None,
                 )
             )  # fmt: skip
             arrays.append([] if constant else array.export())
-    state = ImageState(
+    state = SnapshotState(
         tuple(shard.spec for shard in shards.values()),
         tuple(items),
         {key: shard.version for key, shard in shards.items()},
         {key: dict(shard.pushes) for key, shard in shards.items() if shard.pushes},
         {
-            number: OptimizerImage(each.config, each.rule.learning_rate.to_config(), each.step)
+            number: OptimizerSnapshot(each.config, each.rule.learning_rate.to_config(), each.step)
             for number, each in store.optimizers().items()
         },
         remembered,
@@ -193,16 +195,16 @@ def _element(array: BlockArray) -> bytes:
     return bytes(bytes_of(np.full(1, array.fill, array.dtype)))
 
 
-class Thawed:
-    """A store and a ledger that are becoming what an image says.
+class Loaded:
+    """A store and a ledger that are becoming what a snapshot says.
 
     Args:
-        state: Of the image.
+        state: Of the snapshot.
         store: Has its shards, without their bytes.
         ledger: Remembers what it does.
     """
 
-    def __init__(self, state: ImageState, store: ShardStore, ledger: Ledger) -> None:
+    def __init__(self, state: SnapshotState, store: ShardStore, ledger: Ledger) -> None:
         self.state = state
         self.store = store
         self.ledger = ledger
@@ -227,7 +229,7 @@ class Thawed:
         array = self._array(place)
         for i in range(array.num_blocks):
             if self._given_up:
-                raise CheckpointError("another image is to be loaded instead of this one")
+                raise CheckpointError("another snapshot is to be loaded instead of this one")
             yield array.block(i).array.view(np.uint8).data
         self._note(place, 0, array.nbytes)
 
@@ -244,7 +246,7 @@ class Thawed:
             CheckpointCorrupt: They are no array of its dtype.
         """
         if place not in self._filled:
-            raise UsageError(f"item {place} of an image has no bytes to be filled")
+            raise UsageError(f"item {place} of a snapshot has no bytes to be filled")
         array, source = self._array(place), bytes_of(data)
         stop = start + source.size
         if not 0 <= start <= stop <= array.nbytes:
@@ -297,13 +299,13 @@ class Thawed:
                 )
 
 
-def thaw(
-    state: ImageState, store: ShardStore, ledger: Ledger, unpack: Callable[[bytes], object]
-) -> Thawed:
+def load_snapshot(
+    state: SnapshotState, store: ShardStore, ledger: Ledger, unpack: Callable[[bytes], object]
+) -> Loaded:
     """Make of a new store and a new ledger what a state says.
 
     Args:
-        state: Of the image.
+        state: Of the snapshot.
         store: Without a shard.
         ledger: That remembers nothing.
         unpack: As for ``ledger_snapshot.restore_ledger``.
@@ -324,9 +326,9 @@ def thaw(
     for key, shard in store.shards().items():
         _take_counts(shard, state, key)
     restore_ledger(ledger, state.ledger, unpack)
-    return Thawed(state, store, ledger)
+    return Loaded(state, store, ledger)
 
 
-def _take_counts(shard: Shard, state: ImageState, key: Key) -> None:
+def _take_counts(shard: Shard, state: SnapshotState, key: Key) -> None:
     shard.version = state.versions[key]
     shard.pushes.update(state.pushes.get(key, {}))

@@ -40,7 +40,7 @@ from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import UntrustedJson
 
-FORMAT = "psync image"
+FORMAT = "psync snapshot"
 VERSION = 1
 
 MAX_ITEM_BYTES = 1 << 42
@@ -48,8 +48,8 @@ MAX_ITEM_BYTES = 1 << 42
 
 
 @dataclass(frozen=True, slots=True)
-class ImageItem:
-    """One array of an image: a shard's value, or one of its slots."""
+class SnapshotItem:
+    """One array of a snapshot: a shard's value, or one of its slots."""
 
     key: Key  # of the shard: (variable id, shard index)
     optimizer: int  # -1: the shard's value
@@ -74,7 +74,7 @@ class ImageItem:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerImage:
+class OptimizerSnapshot:
     """An optimizer at a cut."""
 
     config: Config  # with which it was defined
@@ -83,14 +83,14 @@ class OptimizerImage:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageState:
+class SnapshotState:
     """What a ps holds at a cut."""
 
     shards: tuple[ShardSpec, ...]  # in the order of their creation
-    items: tuple[ImageItem, ...]  # each shard's value, then its slots that exist; shard by shard
+    items: tuple[SnapshotItem, ...]  # each shard's value, then its slots that exist; shard by shard
     versions: Mapping[Key, int]  # finished updates
     pushes: Mapping[Key, Mapping[int, int]]  # by optimizer, where gradients are accumulated
-    optimizers: Mapping[int, OptimizerImage]
+    optimizers: Mapping[int, OptimizerSnapshot]
     ledger: LedgerState
     accumulators: tuple[tuple[bytes, int], ...] = ()
     """(definition, global step) of each conditional accumulator: what is in them is not kept."""
@@ -116,7 +116,7 @@ class ImageState:
         """How many calls of each closure, by its number, have been applied."""
         return Counter(closure for closure, *_ in self.ledger.calls)
 
-    def for_coordinator(self, coordinator: int) -> ImageState:
+    def for_coordinator(self, coordinator: int) -> SnapshotState:
         """Return it without what it knows of another coordinator's closures and clients.
 
         Closures have the same numbers in each life of a program, and are others each time.
@@ -156,7 +156,7 @@ class ImageState:
         ).encode()
 
     def _shards_as_json(self) -> list[dict[str, Any]]:
-        items: dict[Key, list[ImageItem]] = {}
+        items: dict[Key, list[SnapshotItem]] = {}
         for item in self.items:
             items.setdefault(item.key, []).append(item)
         made = []
@@ -175,7 +175,7 @@ class ImageState:
         return made
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str) -> ImageState:
+    def from_bytes(cls, data: bytes, where: str) -> SnapshotState:
         """Return the state that ``to_bytes`` stored.
 
         Args:
@@ -183,7 +183,7 @@ class ImageState:
             where: For messages: the file, or what is in it.
 
         Raises:
-            CheckpointCorrupt: It is not the state of an image.
+            CheckpointCorrupt: It is not the state of a snapshot.
             CheckpointError: It is of a newer version.
         """
         return _StateReader(UntrustedJson(where)).read(data)
@@ -205,7 +205,7 @@ class _StateReader:
         self._take = take
         self._rules: dict[int, UpdateRule] = {}
 
-    def read(self, data: bytes) -> ImageState:
+    def read(self, data: bytes) -> SnapshotState:
         take = self._take
         top = take.parse(data)
         if top.get("format") != FORMAT:
@@ -219,7 +219,7 @@ class _StateReader:
         optimizers = dict(map(self._optimizer, take.sequence(top.get("optimizers"), "optimizers")))
         self._once(optimizers, top["optimizers"], "an optimizer")
         shards: list[ShardSpec] = []
-        items: list[ImageItem] = []
+        items: list[SnapshotItem] = []
         versions: dict[Key, int] = {}
         pushes: dict[Key, dict[int, int]] = {}
         for entry in take.sequence(top.get("shards"), "shards"):
@@ -239,7 +239,7 @@ class _StateReader:
         counted = tuple(map(self._counted, take.sequence(top.get("counted"), "counted")))
         listed = take.sequence(top.get("pending", []), "pending closures")
         pending = tuple(take.number(number, "a pending closure") for number in listed)
-        return ImageState(
+        return SnapshotState(
             tuple(shards), tuple(items), versions,
             {key: counts for key, counts in pushes.items() if counts}, optimizers,
             self._ledger(top), accumulators, groups, counted, pending,
@@ -249,7 +249,7 @@ class _StateReader:
         if len(by_key) != len(listed):
             raise self._take.wrong(what, "each once", f"{len(listed)} of {len(by_key)}")
 
-    def _optimizer(self, entry: Any) -> tuple[int, OptimizerImage]:
+    def _optimizer(self, entry: Any) -> tuple[int, OptimizerSnapshot]:
         take = self._take
         number, config, rate, step = take.sequence(entry, "an optimizer", 4)
         number = take.number(number, "number of an optimizer")
@@ -259,7 +259,7 @@ class _StateReader:
         except (ConfigurationError, OverflowError) as exc:
             raise take.wrong(f"optimizer {number}", f"what fits: {exc}", config) from exc
         step = take.number(step, f"step of optimizer {number}")
-        return number, OptimizerImage(rule.to_config(), rate, step)
+        return number, OptimizerSnapshot(rule.to_config(), rate, step)
 
     def _spec(self, shard: Mapping[str, Any]) -> ShardSpec:
         take = self._take
@@ -283,10 +283,10 @@ class _StateReader:
             name, numbers["id"], numbers["index"], numbers["offset"], shape, dtype, numbers["ps"]
         )
 
-    def _items(self, spec: ShardSpec, shard: Mapping[str, Any]) -> list[ImageItem]:
+    def _items(self, spec: ShardSpec, shard: Mapping[str, Any]) -> list[SnapshotItem]:
         take = self._take
         fill = self._fill(shard.get("fill"), spec.dtype, f"the element of {spec}")
-        items = [ImageItem(spec.key, -1, "", spec.shape, spec.dtype, fill)]
+        items = [SnapshotItem(spec.key, -1, "", spec.shape, spec.dtype, fill)]
         for entry in take.sequence(shard.get("slots"), f"slots of {spec}"):
             number, slot, element = take.sequence(entry, f"a slot of {spec}", 3)
             rule = self._rules.get(take.number(number, f"an optimizer of {spec}"))
@@ -297,7 +297,7 @@ class _StateReader:
             except GradientError as exc:
                 raise take.wrong(f"a slot of {spec}", f"none: {exc.message}", entry) from exc
             fill = self._fill(element, dtype, f"the element of slot {slot!r} of {spec}")
-            items.append(ImageItem(spec.key, number, slot, spec.shape, dtype, fill))
+            items.append(SnapshotItem(spec.key, number, slot, spec.shape, dtype, fill))
         self._once({(item.optimizer, item.slot): 0 for item in items}, items, f"a slot of {spec}")
         return items
 

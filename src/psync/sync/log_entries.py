@@ -116,7 +116,7 @@ def closing_entry(
     return build, [part.body for part in along if part is not None and len(part.body)]
 
 
-def entries_of_image(
+def entries_of_snapshot(
     groups: Mapping[int, Raw],
     steps: Mapping[int, int],
     raised: Callable[[int], int],
@@ -124,7 +124,7 @@ def entries_of_image(
     counted: Iterable[tuple[int, int, Contribution]],
     spread: Container[int],
 ) -> list[tuple[Client, Build, Sequence[memoryview]]]:
-    """Return (client, message, segments) of what an image of a ps does not have.
+    """Return (client, message, segments) of what a snapshot of a ps does not have.
 
     Args:
         groups: All groups that the ps knows.

@@ -54,7 +54,7 @@ class AllPs:
         attach: Says who the coordinator is, and where the ps tasks are.
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
-        timeline: How often the cluster has gone back to an image.
+        timeline: How often the cluster has rolled back to a snapshot.
         shares: Numbers of before that, which connections to this ps may still use.
     """
 

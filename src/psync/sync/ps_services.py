@@ -27,7 +27,7 @@ from psync.net.platform import Platform
 from psync.numerics.blocks import BlockPool
 from psync.ps.accumulators import AccumulatorService
 from psync.ps.backup import BackupService
-from psync.ps.backup_accumulators import AccumulatorImage
+from psync.ps.backup_accumulators import AccumulatorSnapshot
 from psync.ps.backup_sender import Served
 from psync.ps.committer import MAX_KEPT_BYTES, Committer, Entry
 from psync.ps.cooperative_work import LongWork
@@ -40,11 +40,11 @@ from psync.ps.report import plain_counters
 from psync.ps.snapshots import Contents, pack_accumulators, pack_answer
 from psync.ps.updates import PsUpdates
 from psync.store.commit_log import CommitLog
-from psync.store.snapshot import Frozen, Thawed, freeze, settling
+from psync.store.snapshot import Frozen, Loaded, freeze, settling
 from psync.sync.cross_ps_sets import ShareNumbers
 from psync.sync.groups import CLOSER
 from psync.sync.ps_sync import PsSync
-from psync.sync.replay import SyncFollower, SyncImage
+from psync.sync.replay import SyncFollower, SyncSnapshot
 from psync.sync.staleness_service import ClockService
 from psync.sync.step_closer import StepCloser
 from psync.sync.tokens import Replica
@@ -136,8 +136,8 @@ class PsServices:
                 platform, attach, self.sync, pool, self.clocks.look_again, timeline, shares
             )
             self.closer.steps.note_calls(contents.counted, contents.final_below)
-        steps = SyncImage(self.sync, self.closer)
-        accumulated = AccumulatorImage(self.accumulators)
+        steps = SyncSnapshot(self.sync, self.closer)
+        accumulated = AccumulatorSnapshot(self.accumulators)
         self.gate = GateService(
             task, ledger, CLOSER, process.check_coordinator, functools.partial(steps.pause, "cut"),
             functools.partial(steps.resume, "cut"), parts,
@@ -155,7 +155,7 @@ class PsServices:
         if life is Life.HOSTED:
             self._follow(accumulated)
 
-    def _follow(self, accumulated: AccumulatorImage) -> None:
+    def _follow(self, accumulated: AccumulatorSnapshot) -> None:
         self._expect_moves()
         self.follower = SyncFollower(self._process.task, self.sync, self.shares)
         self.replayed = {
@@ -264,10 +264,10 @@ class PsServices:
         )  # fmt: skip
         return frozen, pending
 
-    def restored(self, thawed: Thawed) -> Contents:
+    def restored(self, loaded: Loaded) -> Contents:
         """Return what a snapshot holds, and what clients of this ps take for defined."""
         optimizers, groups = self.store.optimizers(), self.sync.raw_configs()
-        return Contents.restored(thawed, optimizers, self.accumulators.definitions(), groups)
+        return Contents.restored(loaded, optimizers, self.accumulators.definitions(), groups)
 
     # What the coordinator says.
 
@@ -358,7 +358,7 @@ class PsServices:
         task, by = self._process.task, "a newer coordinator"
         why: PsyncError = FencedError(f"{task} serves a newer program")
         if timeline:  # those of the same program say again what they had said
-            by, why = "an earlier image", ConnectionLost(f"{task} goes back to an image")
+            by, why = "an earlier snapshot", ConnectionLost(f"{task} rolls back to a snapshot")
         self.accumulators.end()
         if self.closer is None:
             self.backup.end(why)

@@ -2,7 +2,7 @@
 
 The primary has judged every entry. So ``SyncFollower`` keeps parts, counts pushes and closes steps
 without judging again; the rest of an open step is there when the backup is promoted.
-``SyncImage`` is the replication state of groups that checkpoints omit.
+``SyncSnapshot`` is the replication state of groups that checkpoints omit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psync.store.ledger import Client
 from psync.sync.cross_ps_sets import ShareNumbers, whole_set_of
 from psync.sync.followed_steps import FollowedSteps
 from psync.sync.group import Close
-from psync.sync.log_entries import entries_of_image, push_of
+from psync.sync.log_entries import entries_of_snapshot, push_of
 from psync.sync.ps_sync import PsSync
 from psync.sync.step_closer import StepCloser
 from psync.sync.step_rounds import ClosedStep
@@ -99,7 +99,7 @@ async def _after(under_way: Awaitable[None]) -> Reply:
     return Reply(Done())
 
 
-class SyncImage:
+class SyncSnapshot:
     """The synchronous groups of one ps; see ``backup.SyncState``.
 
     Args:
@@ -128,7 +128,7 @@ class SyncImage:
     def entries(self) -> list[tuple[Client, Build, Sequence[memoryview]]]:
         """Return (client, message, segments) of entries that give a backup all of it."""
         closer, sync = self._closer, self._sync
-        return entries_of_image(
+        return entries_of_snapshot(
             sync.raw_configs(), dict(sync.steps()), sync.global_steps.raised, sync.staging.held(),
             () if closer is None else closer.steps.pending(),
             () if closer is None else closer.spread,

@@ -61,7 +61,7 @@ class StepCloser:
         sync: The part of ps 0 itself.
         pool: Memory for what comes in.
         waits_changed: Called when ``steps.waiting`` may have changed.
-        timeline: How often the cluster has gone back to an image.
+        timeline: How often the cluster has rolled back to a snapshot.
         shares: Numbers of before that.
 
     Attributes:

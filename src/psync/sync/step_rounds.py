@@ -188,7 +188,7 @@ async def go_on(
 
     Args:
         group: Its number. It is defined, and has a step.
-        last: The last step that was closed since the image.
+        last: The last step that was closed since the snapshot.
         left: (step, push) of what counts beyond it.
         sync: The part of ps 0 itself.
         rounds: Carries steps to every ps.

@@ -47,7 +47,7 @@ from psync.errors import (
     TransportError,
 )
 from psync.net.platform import Parts
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_arrays import in_thread, write_by_reading, write_cut
 from psync.training.saved_names import with_names_of
 from psync.training.saved_objects import Contents, rate_name
@@ -83,7 +83,7 @@ class Saved(NamedTuple):
 
     path: Path
     coordinator: Coordinator | None = None  # whose ps tasks wrote it
-    images: Sequence[ImageState] = ()  # of these
+    snapshots: Sequence[SnapshotState] = ()  # of these
 
 
 class Checkpoint:
@@ -184,7 +184,7 @@ class Checkpoint:
         async with coordinator.cuts.take(ask) as cut:
             for error in errors:
                 raise error
-            states.update(_states_of_optimizers(cut.images, contents))
+            states.update(_states_of_optimizers(cut.snapshots, contents))
             path = await _written(
                 directory, number, contents, states, coordinator.parts,
                 lambda writer: write_cut(
@@ -196,7 +196,7 @@ class Checkpoint:
             except CutLost:
                 await in_thread(remove, path)
                 raise
-        return Saved(path, coordinator, cut.images)
+        return Saved(path, coordinator, cut.snapshots)
 
     async def _save_by_reading(
         self, contents: Contents, directory: Path, number: int | None
@@ -313,12 +313,12 @@ async def coordinator_for(contents: Contents) -> Coordinator | None:
     return running[0] if len(running) == 1 else None
 
 
-def _states_of_optimizers(images: Sequence[ImageState], contents: Contents) -> dict[str, Any]:
+def _states_of_optimizers(snapshots: Sequence[SnapshotState], contents: Contents) -> dict[str, Any]:
     """Return their steps and learning rates; of one that was never changed: None."""
     states: dict[str, Any] = {}
     for name, optimizer in contents.optimizers.items():
-        states[name] = updates_of(optimizer, step_of(images, optimizer.number))
-        states[rate_name(name)] = changed_rate(images, optimizer.number)
+        states[name] = updates_of(optimizer, step_of(snapshots, optimizer.number))
+        states[rate_name(name)] = changed_rate(snapshots, optimizer.number)
     return states
 
 

@@ -21,7 +21,7 @@ from psync.checkpoints.files import (
     remove_leftovers,
     unmark_last,
 )
-from psync.checkpoints.stored_snapshots import SavedImages, stored_images, why_not
+from psync.checkpoints.stored_snapshots import SavedSnapshots, stored_snapshots, why_not
 from psync.coordinator import Coordinator
 from psync.errors import CheckpointError, ConfigurationError
 from psync.specs import as_integer
@@ -68,7 +68,7 @@ class CheckpointManager:
         self._directory = Path(directory)
         self._max_to_keep = _positive("max_to_keep", max_to_keep)
         self._keep_every = _positive("keep_every_n_steps", keep_every_n_steps)
-        self._images = SavedImages("")  # of the checkpoints that this program has saved
+        self._snapshots = SavedSnapshots("")  # of the checkpoints that this program has saved
         self._under_way = 0  # saves
 
     def __repr__(self) -> str:
@@ -110,19 +110,19 @@ class CheckpointManager:
 
         Cancellation: As ``Checkpoint.save``; old ones may be left.
         """
-        asked = self._images.asked
+        asked = self._snapshots.asked
         self._under_way += 1
         try:
-            path, coordinator, images = await self._checkpoint._saved(
+            path, coordinator, snapshots = await self._checkpoint._saved(
                 self._directory, checkpoint_number
             )
         finally:
             self._under_way -= 1
         if coordinator is not None:
             self._offer(path, coordinator)
-            coordinator.recovery.from_checkpoint.saved(images)
+            coordinator.recovery.from_checkpoint.saved(snapshots)
         # Not after an await: a recovery that asks from now on is given ``path``, which stays.
-        in_use = self._images.handed_since(asked)
+        in_use = self._snapshots.handed_since(asked)
         if self._max_to_keep is not None:
             found = await asyncio.to_thread(checkpoints_in, self._directory, PREFIX)
             for old in superseded(found, self._max_to_keep, self._keep_every, (path, in_use)):
@@ -172,13 +172,13 @@ class CheckpointManager:
 
     def _offer(self, path: Path, coordinator: Coordinator) -> None:
         """Let the coordinator go back to a checkpoint from now on."""
-        if self._images.origin != coordinator.runtime.origin:
-            self._images = SavedImages(coordinator.runtime.origin)
-        self._images.add(path)
-        coordinator.recovery.from_checkpoint.source = self._images
+        if self._snapshots.origin != coordinator.runtime.origin:
+            self._snapshots = SavedSnapshots(coordinator.runtime.origin)
+        self._snapshots.add(path)
+        coordinator.recovery.from_checkpoint.source = self._snapshots
 
     async def _offer_restored(self, path: Path) -> None:
-        """As ``_offer``, if the images of an earlier program fit this one."""
+        """As ``_offer``, if the snapshots of an earlier program fit this one."""
         contents = self._checkpoint._contents()
         coordinator = await coordinator_for(contents)
         if coordinator is None or not contents.handles:
@@ -190,7 +190,7 @@ class CheckpointManager:
         def judge() -> str | None:
             try:
                 return why_not(
-                    stored_images(path), len(coordinator.links.ps.links),
+                    stored_snapshots(path), len(coordinator.links.ps.links),
                     [shard for spec in specs for shard in spec.shards], optimizers,
                 )  # fmt: skip
             except CheckpointError as exc:

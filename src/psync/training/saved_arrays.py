@@ -69,8 +69,8 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
 
     Cancellation: Files are half written.
     """
-    layout = Layout(cut.images, contents.wanted())
-    shared = [False] * len(cut.images) if streamed else await _shared(cut, writer)
+    layout = Layout(cut.snapshots, contents.wanted())
+    shared = [False] * len(cut.snapshots) if streamed else await _shared(cut, writer)
     pieces = [(array, part) for array in contents.arrays.values() for part in array.parts]
     computed = await _computed(cut, pieces, layout)  # first: a ps lets go of what it has written
     own = [
@@ -81,7 +81,9 @@ async def write_cut(cut: Cut, contents: Contents, writer: Writer, *, streamed: b
         value = computed.get(piece[0].name)
         return _constant(piece) if value is None else value
 
-    theirs = [_write_image(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.images))]
+    theirs = [
+        _write_snapshot(cut, ps, layout, writer, shared[ps]) for ps in range(len(cut.snapshots))
+    ]
     await _together([*theirs, _write_pieces(writer, own, value_of)])
 
 
@@ -107,9 +109,9 @@ async def _shared(cut: Cut, writer: Writer) -> list[bool]:
     return answers
 
 
-async def _write_image(cut: Cut, ps: int, layout: Layout, writer: Writer, shared: bool) -> None:
+async def _write_snapshot(cut: Cut, ps: int, layout: Layout, writer: Writer, shared: bool) -> None:
     """Have all arrays of a ps written, and note what is where."""
-    name = f"ps-{ps:05d}-of-{len(cut.images):05d}"
+    name = f"ps-{ps:05d}-of-{len(cut.snapshots):05d}"
     path = writer.temporary.absolute() / f"{name}.safetensors"
     if shared:
         made = await cut.write(ps, str(path), layout.arrays[ps])
@@ -119,8 +121,8 @@ async def _write_image(cut: Cut, ps: int, layout: Layout, writer: Writer, shared
 
     def note() -> None:
         writer.add_file(path.name, size, layout.slices(ps, path.name, written))
-        state = cut.images[ps].to_bytes()
-        writer.add_image(ps, f"{name}.json", state, path.name, layout.places(ps, written))
+        state = cut.snapshots[ps].to_bytes()
+        writer.add_snapshot(ps, f"{name}.json", state, path.name, layout.places(ps, written))
 
     await in_thread(note)
 
@@ -131,7 +133,7 @@ async def _write_streamed(
     """Write what a ps sends; return the file's size, and where arrays lie."""
     planned = []
     for number, label in layout.arrays[ps]:
-        item = cut.images[ps].items[number]
+        item = cut.snapshots[ps].items[number]
         planned.append(Planned(label, item.shape, item.dtype, 0, label=label))
     opened: list[DataFile] = []  # so that who is cancelled while it is opened closes it, too
     try:

@@ -24,9 +24,9 @@ from psync.api.pulls import leaves
 from psync.api.variables import Handle
 from psync.checkpoints.files import Reader
 from psync.checkpoints.manifest import Manifest, Tensor
-from psync.checkpoints.stored_snapshots import stored_images
+from psync.checkpoints.stored_snapshots import stored_snapshots
 from psync.errors import CheckpointError, CheckpointMismatch
-from psync.store.snapshot_state import ImageState
+from psync.store.snapshot_state import SnapshotState
 from psync.training.saved_objects import Contents
 
 logger = logging.getLogger(__name__)
@@ -164,13 +164,13 @@ def _positions_of(
 def _variable_names(reader: Reader) -> dict[str, str]:
     """Return of which variable each tensor is the value, as far as what each ps held says it."""
     values: dict[tuple[str, int], str] = {}  # (file, first byte) → variable
-    for image in stored_images(reader.path) if reader.manifest.images else ():
-        state = ImageState.from_bytes(image.state, str(image.file))
+    for snapshot in stored_snapshots(reader.path) if reader.manifest.snapshots else ():
+        state = SnapshotState.from_bytes(snapshot.state, str(snapshot.file))
         variables = {spec.key: spec.variable for spec in state.shards}
-        for place in image.places:
+        for place in snapshot.places:
             item = state.items[place.item]
             if place.nbytes and not item.slot:
-                values[image.file.name, place.start] = variables[item.key]
+                values[snapshot.file.name, place.start] = variables[item.key]
     return {
         tensor.name: values[piece.file, piece.start]
         for tensor in reader.manifest.tensors.values()

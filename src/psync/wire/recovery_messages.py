@@ -1,6 +1,6 @@
 """Messages of consistent cuts, snapshots, backups, recovery, and workers that leave.
 
-A *cut* is one position on every ps: every update is wholly in it or wholly out. An *image*, in
+A *cut* is one position on every ps: every update is wholly in it or wholly out. An *snapshot*, in
 the names of messages, is the snapshot of a ps at a cut: a state, as JSON, and arrays, its *items*,
 by their place in the state. See docs/design.md, "A save" and "Recovery".
 """
@@ -52,7 +52,7 @@ class Freeze(Message):
 @message(78)
 @dataclass(frozen=True, slots=True)
 class Frozen(Message):
-    """Segment: the state of the image."""
+    """Segment: the state of the snapshot."""
 
     # Closures whose gradients count in a synchronous step that has not been applied.
     pending: list[int]
@@ -94,7 +94,7 @@ class Shared(Message):
 @message(87)
 @dataclass(frozen=True, slots=True)
 class WriteFrozen(Message):
-    """Write items of an image to a new file. Answered by Written.
+    """Write items of a snapshot to a new file. Answered by Written.
 
     Segment: a JSON list of [item, name in the file], in the order in which they are to lie there.
     """
@@ -114,7 +114,7 @@ class Written(Message):
 @message(89)
 @dataclass(frozen=True, slots=True)
 class ReadFrozen(Message):
-    """Bytes of an item of an image; answered by FrozenBytes."""
+    """Bytes of an item of a snapshot; answered by FrozenBytes."""
 
     cut: int
     item: int
@@ -128,16 +128,16 @@ class FrozenBytes(Message):
     """Segment: the bytes."""
 
 
-# Coordinator → ps: back to an image.
+# Coordinator → ps: back to a snapshot.
 
 
 @message(93)
 @dataclass(frozen=True, slots=True)
-class PrepareImage(Message):
-    """Make ready to hold another image; what is held now stays. Answered by Done, when it is ready.
+class PrepareSnapshot(Message):
+    """Make ready to hold another snapshot; what is held now stays. Answered by Done when ready.
 
-    Segments: the state of the image; then, if there is a path, a JSON list of [item, first byte,
-    bytes, crc32] in the file. Else the bytes follow, by FillImage.
+    Segments: the state of the snapshot; then, if there is a path, a JSON list of [item, first byte,
+    bytes, crc32] in the file. Else the bytes follow, by FillSnapshot.
     """
 
     load: int  # number of this loading; one that was begun before is given up
@@ -146,8 +146,8 @@ class PrepareImage(Message):
 
 @message(94)
 @dataclass(frozen=True, slots=True)
-class FillImage(Message):
-    """Bytes of an item of the image that is being prepared; answered by Done. Segment: they."""
+class FillSnapshot(Message):
+    """Bytes of an item of the snapshot that is being prepared; answered by Done. Segment: they."""
 
     load: int
     item: int
@@ -156,8 +156,8 @@ class FillImage(Message):
 
 @message(95)
 @dataclass(frozen=True, slots=True)
-class TakeImage(Message):
-    """Hold the prepared image from now on, under a new timeline; answered by Done.
+class RestoreSnapshot(Message):
+    """Hold the prepared snapshot from now on, under a new timeline; answered by Done.
 
     What was begun before is given up. A repetition changes nothing.
     """
@@ -188,7 +188,7 @@ class BackUp(Message):
 @message(98)
 @dataclass(frozen=True, slots=True)
 class BeginBackup(Message):
-    """Ps → the process of its backup: an image of me comes; answered by Done. Segment: its state.
+    """Ps → the process of its backup: a snapshot of me comes; answered by Done. Segment: its state.
 
     Its items follow, by FillBackup, then LogEntries, from ``first`` on.
     """
@@ -199,14 +199,14 @@ class BeginBackup(Message):
     ps_addresses: list[str]
     ps_timeout_s: float
     timeline: int
-    first: int  # number of the first entry that the image does not have
+    first: int  # number of the first entry that the snapshot does not have
     life: int  # of what is backed up, see ``adoption``
 
 
 @message(99)
 @dataclass(frozen=True, slots=True)
 class FillBackup(Message):
-    """Bytes of an item of such an image; answered by Done. Segment: they."""
+    """Bytes of an item of such a snapshot; answered by Done. Segment: they."""
 
     ps: int
     epoch: int
@@ -285,7 +285,7 @@ class CountPush(Message):
 @message(96)
 @dataclass(frozen=True, slots=True)
 class SetSteps(Message):
-    """How far each group is, of an image that comes with a log."""
+    """How far each group is, of a snapshot that comes with a log."""
 
     # (group, configuration, step that was closed, step that the global step has; -1: none)
     groups: list[tuple[int, dict[str, Any], int, int]]
@@ -305,7 +305,7 @@ class EndTakes(Message):
 @message(122)
 @dataclass(frozen=True, slots=True)
 class HoldGradients(Message):
-    """What is in an accumulator, of an image that comes with a log.
+    """What is in an accumulator, of a snapshot that comes with a log.
 
     Segments: the bytes of the arrays of its sum, in pieces of 8 MiB.
     """
@@ -328,7 +328,7 @@ class KeepAnswers(Message):
     Segments: of all takes.
     """
 
-    # As in ``ledger_image.GradientStates``.
+    # As in ``ledger_snapshot.GradientStates``.
     answers: list[tuple[str, int, int, int, int, bytes]]
     calls: list[tuple[int, int, bytes, str]]
     # (task, incarnation, accumulator, number, GradientTaken, number of segments)

@@ -81,7 +81,7 @@ def test_going_back_to_what_nobody_has_frozen_is_found(ps: Ps, tmp_path: Path) -
     other = store_of(contents(ps.store), LoggedStore)
     ps.log.adopt(other)
     (fault,), _ = check(tmp_path, {"w": np.full(3, 2, np.float32)})
-    assert "an image that nobody had frozen" in fault
+    assert "a snapshot that nobody had frozen" in fault
 
 
 def test_a_change_that_is_not_in_the_log_is_found_at_the_next_cut(ps: Ps, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_after_going_back_a_closure_is_applied_again(ps: Ps, tmp_path: Path) -> 
 
 
 class Backup(Ps):
-    """As a backup: it begins with the image that a ps has frozen, in a file of its own."""
+    """As a backup: it begins with the snapshot that a ps has frozen, in a file of its own."""
 
     def __init__(self, directory: Path, of: Ps) -> None:
         of.log.cut(of.store)

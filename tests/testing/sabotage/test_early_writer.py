@@ -56,7 +56,7 @@ def test_one_that_is_written_to_its_end_is_what_any_writer_leaves(tmp_path: Path
     for name, without in (("early", WITHOUT), ("late", frozenset({"dedup"}))):
         writer = begun(tmp_path / name, without)
         add_rows(writer, "ps-0", 0, 6)
-        writer.add_image(0, "ps-0.json", b"{}", "ps-0", [Place(0, 80, 48, 0)])
+        writer.add_snapshot(0, "ps-0.json", b"{}", "ps-0", [Place(0, 80, 48, 0)])
         own = writer.data_file("data", [Planned("step", (), "int64", 0)])
         own.write(np.int64(7))
         paths.append(writer.commit())

@@ -59,7 +59,7 @@ def test_without_the_timeline_only_a_roll_back_fences_nobody() -> None:
         begin(ledger, 4, 1, closure=6)
     with pytest.raises(FencedError):
         begin(whole, 3, 1, closure=5)
-    assert isinstance(begin(weak, 3, 1, closure=5), Fresh), "of after the image"
+    assert isinstance(begin(weak, 3, 1, closure=5), Fresh), "of after the snapshot"
     assert isinstance(begin(weak, 3, 1, closure=5), Duplicate), "messages are still known"
     assert isinstance(begin(weak, 2, 7, closure=4), AlreadyApplied), "and so are calls"
     weak.acknowledge((WORKER, 3), 2)

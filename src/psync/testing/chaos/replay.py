@@ -4,10 +4,10 @@ A log is the calls that changed a store (``sabotage.apply_log``). The model is s
 are made again, one after the other. Looked at on the way:
 
 - a store that is frozen for a cut is what its log makes of it;
-- an image to which a ps goes back is what some ps has frozen before: nothing is in it twice;
+- a snapshot to which a ps goes back is what some ps has frozen before: nothing is in it twice;
 - of the calls of a closure none was applied twice, also across going back;
-- a backup that came to serve has applied, since its image, all that the ps had applied that it took
-  the place of, in the same order;
+- a backup that came to serve has applied, since its snapshot, all that the ps had applied that it
+  took the place of, in the same order;
 - the store that was served last, of each ps, is what the program has pulled at its end.
 """
 
@@ -29,9 +29,9 @@ Applied = tuple[int, int]  # closure, ordinal
 
 @dataclass
 class Part:
-    """What a log says from one beginning, or image, to the next."""
+    """What a log says from one beginning, or snapshot, to the next."""
 
-    image: int = 0  # digest of what was there at first; 0: nothing
+    snapshot: int = 0  # digest of what was there at first; 0: nothing
     applied: list[str] = field(default_factory=list)  # whose update, in order
     cuts: list[tuple[int, int]] = field(default_factory=list)  # digest, updates before it
     served_at: int = 0  # when it began to be served, nanoseconds; 0: it never was
@@ -45,7 +45,7 @@ class Replayed:
     path: Path
     store: ShardStore
     cuts: set[int] = field(default_factory=set)  # digests of what was frozen
-    images: list[int] = field(default_factory=list)  # digests of what was gone back to
+    snapshots: list[int] = field(default_factory=list)  # digests of what was gone back to
     updates: int = 0  # messages that were applied
     parts: list[Part] = field(default_factory=list)
 
@@ -66,13 +66,13 @@ def replay(path: Path) -> Replayed:
             case "begin":
                 replayed.store, applied = ShardStore("replay"), {}
                 replayed.parts.append(Part())
-            case "image" | "adopted":
+            case "snapshot" | "adopted":
                 held, found = arguments
                 replayed.store = store_of(held)
-                if name == "image":
-                    replayed.images.append(found)
+                if name == "snapshot":
+                    replayed.snapshots.append(found)
                     replayed.parts.append(Part(found))
-                # What the image's ledger knows is not written down: what it lacks runs again.
+                # What the snapshot's ledger knows is not written down: what it lacks runs again.
                 applied = {}
                 if digest(replayed.store) != found:
                     replayed.faults.append(f"{path.name}: {name}: not what it says")
@@ -149,18 +149,18 @@ def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]
     faults: list[str] = []
     by_ps: dict[str, list[Replayed]] = {}
     cuts: set[int] = set()
-    images: list[tuple[str, int]] = []
+    snapshots: list[tuple[str, int]] = []
     updates = 0
     for path in paths:
         replayed = replay(path)
         faults += replayed.faults
         cuts |= replayed.cuts
-        images += [(path.name, image) for image in replayed.images]
+        snapshots += [(path.name, snapshot) for snapshot in replayed.snapshots]
         updates += replayed.updates
         by_ps.setdefault(path.name.partition(".")[0], []).append(replayed)
-    for name, image in images:
-        if image not in cuts:
-            faults.append(f"{name}: it went back to an image that nobody had frozen")
+    for name, snapshot in snapshots:
+        if snapshot not in cuts:
+            faults.append(f"{name}: it rolled back to a snapshot that nobody had frozen")
     promoted = sum(_follow(name, lives, faults) for name, lives in by_ps.items())
     count = 0
     for lives in by_ps.values():
@@ -169,7 +169,7 @@ def check(logs: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[str], str]
             count += _differs(replayed, shard.spec, arrays, faults)
     return faults, (
         f"{updates} updates in {len(paths)} logs replayed: {count} shards, bit for bit; "
-        f"{len(cuts)} cuts, {len(images)} images"
+        f"{len(cuts)} cuts, {len(snapshots)} snapshots"
         + (f", {promoted} backups that came to serve" if promoted else "")
     )
 
@@ -186,7 +186,9 @@ def _follow(name: str, lives: Sequence[Replayed], faults: list[str]) -> int:
         theirs = (
             []
             if before is None
-            else [before.applied[number:] for digest, number in before.cuts if digest == part.image]
+            else [
+                before.applied[number:] for digest, number in before.cuts if digest == part.snapshot
+            ]
         )
         if not any(part.applied[: len(each)] == each for each in theirs):
             faults.append(

@@ -9,7 +9,7 @@ record is one write to a file that is appended to: the kernel has it, whatever b
     record               says
     a method's name      the store did this, with these arguments
     begin                the store is new, and empty: a new coordinator is served
-    image                the store is another one: this is all that is in it
+    snapshot                the store is another one: this is all that is in it
     adopted              a new coordinator has let it keep this from before; all that is in it
     cut                  this was all that was in it when it was frozen (a digest)
     applied              whose update the calls before it were: client, sequence, closure, ordinal
@@ -84,13 +84,13 @@ class ApplyLog:
         os.write(self._fd, _LENGTH.pack(len(record)) + record)
 
     def adopt(self, store: ShardStore) -> None:
-        """Write down what happens to a store from now on, which is empty or that of an image."""
+        """Write down what happens to a store from now on, which is empty or that of a snapshot."""
         if not self.is_on:
             return
         assert isinstance(store, LoggedStore), "what is built where there is a directory"
         store.log, self.store = self, store
         if store.keys():
-            self.write("image", (contents(store), digest(store)), {})
+            self.write("snapshot", (contents(store), digest(store)), {})
         else:
             self.write("begin", (), {})
 

@@ -25,7 +25,7 @@ from psync.checkpoints.files import (
     disk_errors,
     write_synced,
 )
-from psync.checkpoints.manifest import Image, Manifest, Place, Slice, Tensor, commit_line
+from psync.checkpoints.manifest import Manifest, Place, Slice, Snapshot, Tensor, commit_line
 from psync.checkpoints.writer import Writer
 
 BLANK = "blank.safetensors"
@@ -58,9 +58,11 @@ class EarlyWriter(Writer):
         super().add_file(name, size, slices)
         self._mark()
 
-    def add_image(self, ps: int, name: str, state: bytes, data: str, places: list[Place]) -> None:
+    def add_snapshot(
+        self, ps: int, name: str, state: bytes, data: str, places: list[Place]
+    ) -> None:
         """Write the state of what a ps holds, and say so in the manifest."""
-        super().add_image(ps, name, state, data, places)
+        super().add_snapshot(ps, name, state, data, places)
         self._mark()
 
     def commit(self) -> Path:
@@ -76,7 +78,7 @@ class EarlyWriter(Writer):
     def _mark(self) -> None:
         """Say that the checkpoint is complete, with what is there now."""
         with self._marking:
-            images: list[Image] = [self._images[ps] for ps in sorted(self._images)]
+            snapshots: list[Snapshot] = [self._snapshots[ps] for ps in sorted(self._snapshots)]
             self._put(
                 Manifest(
                     self.number,
@@ -86,7 +88,7 @@ class EarlyWriter(Writer):
                     },
                     self.states,
                     dict(self._sizes),
-                    tuple(images),
+                    tuple(snapshots),
                 )
             )
 

@@ -18,7 +18,7 @@ from psync.client.sync_client import SyncClient
 from psync.coordinator import Coordinator
 from psync.ps.backup_sender import BackupSender
 from psync.ps.creation import ShardCreation
-from psync.ps.frozen_snapshots import FrozenImages
+from psync.ps.frozen_snapshots import FrozenSnapshots
 from psync.ps.update import Update
 from psync.ps.updates import PsUpdates
 from psync.sync.groups import GlobalSteps
@@ -96,7 +96,7 @@ PLACES = (
     # Results came in, nothing is settled.
     Place("coordinator.result", ClosureService, "_results", BEGIN, _is_current),
     # A ps is about to write its file of a checkpoint.
-    Place("checkpoint.ps.write", FrozenImages, "_written", BEGIN),
+    Place("checkpoint.ps.write", FrozenSnapshots, "_written", BEGIN),
     # A ps's file of a checkpoint is written, and the checkpoint does not say so yet.
     Place("checkpoint.file.written", Writer, "add_file", BEGIN),
     # A checkpoint's files are written, COMMIT is not.

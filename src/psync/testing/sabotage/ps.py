@@ -11,11 +11,11 @@ from psync.net.platform import Parts, Platform
 from psync.net.transport import Listener
 from psync.ps.snapshots import Contents
 from psync.ps_task import PsTask
-from psync.store.snapshot import Thawed
+from psync.store.snapshot import Loaded
 from psync.testing.sabotage.apply_log import ApplyLog
 from psync.testing.sabotage.weakened_rules import WeakLedger
 from psync.wire.ps_messages import AttachPs
-from psync.wire.recovery_messages import TakeImage
+from psync.wire.recovery_messages import RestoreSnapshot
 
 
 class SabotagedPs(PsTask):
@@ -51,12 +51,12 @@ class SabotagedPs(PsTask):
         await super().close()
         self._log.close()
 
-    def take(self, thawed: Thawed, message: TakeImage) -> None:
-        """Serve what an image holds from now on."""
-        if isinstance(thawed.ledger, WeakLedger):
-            thawed.ledger.went_back(message.fences)
-        self._log.adopt(thawed.store)
-        super().take(thawed, message)
+    def take(self, loaded: Loaded, message: RestoreSnapshot) -> None:
+        """Serve what a snapshot holds from now on."""
+        if isinstance(loaded.ledger, WeakLedger):
+            loaded.ledger.went_back(message.fences)
+        self._log.adopt(loaded.store)
+        super().take(loaded, message)
         self._log.serves()
 
     def _attach(self, peer: Peer, message: AttachPs, body: list[memoryview]) -> Awaitable[Reply]:
@@ -71,7 +71,7 @@ class SabotagedPs(PsTask):
         self._log.adopt(contents.store)
         return contents
 
-    def take_over(self, attach: AttachPs, thawed: Thawed, timeline: int, life: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
         """Hold what a snapshot of another one holds."""
-        self._log.adopt(thawed.store)
-        super().take_over(attach, thawed, timeline, life)
+        self._log.adopt(loaded.store)
+        super().take_over(attach, loaded, timeline, life)

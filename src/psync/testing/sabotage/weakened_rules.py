@@ -83,7 +83,7 @@ class WeakLedger(Ledger):
             super().final_below(closure)
 
     def went_back(self, fences: Iterable[tuple[str, int]]) -> None:
-        """This is that of an image from now on.
+        """This is that of a snapshot from now on.
 
         Args:
             fences: Of each task, the lowest incarnation that works in the new timeline.

@@ -12,8 +12,8 @@ from psync.testing.simulation.plan import Fault, Trigger
 MESSAGES = (
     "Push", "Assign", "Pull", "Contribute", "StagePush", "CloseStep", "RaiseStep", "AskStep",
     "CountPush", "LogEntries", "BackUp", "BeginBackup", "FillBackup", "Promote", "Freeze", "Gate",
-    "WriteFrozen", "PrepareImage", "FillImage", "TakeImage", "AttachPs", "AdoptShards", "Fence",
-    "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
+    "WriteFrozen", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AttachPs", "AdoptShards",
+    "Fence", "AttachWorker", "RunClosures", "ClosureResults", "AwaitWaiters", "ReportSchedule",
     "FinalBelow",
     "CreateShards", "GrantCoordinator", "AskServed", "LockShards", "EndSession",
 )  # fmt: skip
@@ -21,8 +21,8 @@ MESSAGES = (
 
 RECOVERY = (
     "AttachPs", "CreateShards", "AttachWorker", "BeginBackup", "FillBackup", "BackUp", "LogEntries",
-    "Promote", "Fence", "PrepareImage", "FillImage", "TakeImage", "AskServed", "AdoptShards",
-    "GrantCoordinator", "EndFormer", "EndSession", "RaiseStep", "AskStep",
+    "Promote", "Fence", "PrepareSnapshot", "FillSnapshot", "RestoreSnapshot", "AskServed",
+    "AdoptShards", "GrantCoordinator", "EndFormer", "EndSession", "RaiseStep", "AskStep",
 )  # fmt: skip
 """Those of a task that comes, or goes on for another one."""
 
@@ -71,8 +71,8 @@ THEMES = {
         "message Gate", "message Freeze", "message WriteFrozen", "file rename",
     ),
     "rollbacks": (
-        "moment saved", "moment saved", "moment saved", "moment saved", "message PrepareImage",
-        "message FillImage", "message TakeImage", "moment RollbackEvent",
+        "moment saved", "moment saved", "moment saved", "moment saved", "message PrepareSnapshot",
+        "message FillSnapshot", "message RestoreSnapshot", "moment RollbackEvent",
     ),
     "late words": (),
 }  # fmt: skip
@@ -88,8 +88,8 @@ COMES_BACK = {
         "message BeginBackup", "message FillBackup", "message LogEntries", "message AskServed",
     ),
     "checkpoint": (
-        "message PrepareImage", "message PrepareImage", "message FillImage", "message TakeImage",
-        "message TakeImage", "moment RollbackEvent",
+        "message PrepareSnapshot", "message PrepareSnapshot", "message FillSnapshot",
+        "message RestoreSnapshot", "message RestoreSnapshot", "moment RollbackEvent",
     ),
     "none": ("message AttachPs", "message CreateShards", "message AttachWorker"),
 }  # fmt: skip

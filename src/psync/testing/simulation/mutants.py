@@ -115,9 +115,9 @@ def _drops_calls(original: Callable[..., Any]) -> Any:
 
 
 def _one_forgets_to_take(original: Callable[..., Any]) -> Any:
-    def take(self: PsTask, thawed: Any, message: Any) -> None:
+    def take(self: PsTask, loaded: Any, message: Any) -> None:
         if self._index != 0:
-            original(self, thawed, message)
+            original(self, loaded, message)
 
     return take
 
@@ -282,11 +282,11 @@ MUTANTS: Mapping[str, Mutant] = {
         ((SyncSteps, "contribute", _fresh_by_one),),
     ),
     "first_not_done": Mutant(
-        "a backup goes on where its image ends", ("replica",),
+        "a backup goes on where its snapshot ends", ("replica",),
         ((_Backup, "add", _done_if(lambda self, number: number > self.order.first + 4)),),
     ),
     "copy_drops_calls": Mutant(
-        "a copy and an image have all calls that were applied", ("checkpoint", "replica"),
+        "a copy and a snapshot have all calls that were applied", ("checkpoint", "replica"),
         ((ledger_snapshot, "restore_ledger", _drops_calls),),
     ),
     "rollback_without_one": Mutant(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from psync.checkpoints.files import Reader, checkpoints_in
-from psync.checkpoints.stored_snapshots import check_places, stored_images
+from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import PsyncError
 from psync.testing.simulation.tables import COUNTED, Fault, Look, Seen, Values
 
@@ -134,8 +134,8 @@ def faults_of_directory(
             reader = Reader(path)
             for tensor in reader.manifest.tensors.values():
                 reader.read(tensor, 0, tensor.rows)
-            for image in stored_images(path):
-                check_places(image)
+            for snapshot in stored_snapshots(path):
+                check_places(snapshot)
     except PsyncError as exc:
         yield "checkpoint", f"{when}: {exc}"
         return

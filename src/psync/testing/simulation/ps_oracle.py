@@ -104,7 +104,7 @@ def _backup_of(primary: PsTask, tasks: dict[str, Any]) -> PsTask | None:
     if (
         backup is None
         or (backup.order.coordinator, backup.epoch) != (primary.floor, sender.order.epoch)
-        or backup.address is not None or backup.thawed is not None or backup.is_damaged
+        or backup.address is not None or backup.loaded is not None or backup.is_damaged
         or backup._doing is not None or committer.waiting or backup.taken != committer.log.last
     ):  # fmt: skip
         return None

@@ -22,7 +22,7 @@ from psync.client.outgoing import Outgoing
 from psync.closures import dispatcher
 from psync.numerics import blocks
 from psync.ps import backup_accumulators, backup_host, backup_sender, committer, cooperative_work
-from psync.ps.backup_host import ReplicaHost
+from psync.ps.backup_host import BackupHost
 from psync.replicas import closure_messages
 from psync.wire import frames
 
@@ -69,8 +69,8 @@ SIZES: Mapping[str, Size] = {
     "entries pending": Size(((backup_host, "MAX_PENDING_BYTES"),), (1,)),
     "copies": Size(((backup_sender, "PIECE_BYTES"), (backup_accumulators, "PIECE_BYTES")), (8, 64)),
     "answers in copies": Size(((backup_accumulators, "MAX_LISTED"),), (1,)),
-    "images": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
-    "acknowledged by a backup": Size(((ReplicaHost, "_log"),), LATE_S, _answered_late),
+    "snapshots": Size(((consistent_cut, "PIECE_BYTES"), (rollback, "PIECE_BYTES")), (8, 64)),
+    "acknowledged by a backup": Size(((BackupHost, "_log"),), LATE_S, _answered_late),
     "acknowledged by clients": Size(((Outgoing, "answered"),), LATE_S, _done_late),
     "final closures": Size(((ClusterLinks, "final_below"),), LATE_S, _done_late),
 }

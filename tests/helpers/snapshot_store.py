@@ -1,4 +1,4 @@
-"""Images of a cluster's ps tasks in files, for tests that do without checkpoints."""
+"""Snapshots of a cluster's ps tasks in files, for tests that do without checkpoints."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from psync.chief.consistent_cut import Cut
 
 
 @dataclass(frozen=True)
-class KeptImage:
+class KeptSnapshot:
     state: bytes
     file: Path
     places: Sequence[tuple[int, int, int, int]]
 
 
-async def keep_images(coordinator: psync.ClusterCoordinator, folder: Path) -> list[KeptImage]:
-    """Take a cut, let each ps write its image, and let the coordinator recover from these."""
+async def keep_snapshots(coordinator: psync.ClusterCoordinator, folder: Path) -> list[KeptSnapshot]:
+    """Take a cut, let each ps write its snapshot, and let the coordinator recover from these."""
     inner = chief_of(coordinator)
     async with inner.cuts.take() as cut:
-        kept = [await _kept(cut, ps, folder) for ps in range(len(cut.images))]
+        kept = [await _kept(cut, ps, folder) for ps in range(len(cut.snapshots))]
         cut.check_present()
     inner.recovery.from_checkpoint.source = lambda: kept
     return kept
 
 
-async def _kept(cut: Cut, ps: int, folder: Path) -> KeptImage:
-    state = cut.images[ps]
+async def _kept(cut: Cut, ps: int, folder: Path) -> KeptSnapshot:
+    state = cut.snapshots[ps]
     items = [(i, f"item-{i}") for i, item in enumerate(state.items) if not item.is_constant]
     file = folder / f"ps-{ps}-{cut.number}.safetensors"
     written = await cut.write(ps, str(file), items)
     places = [(i, *place) for (i, _), place in zip(items, written.places, strict=True)]
-    return KeptImage(state.to_bytes(), file, places)
+    return KeptSnapshot(state.to_bytes(), file, places)

@@ -1,4 +1,4 @@
-"""What a coordinator says to a ps about images, for tests."""
+"""What a coordinator says to a ps about snapshots, for tests."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from ps_cluster import PsCluster
 from psync.client.ps_client import PsClient
 from psync.net.peer import Received
-from psync.store.snapshot import ImageState
+from psync.store.snapshot import SnapshotState
 from psync.wire.codec import Message
 from psync.wire.messages import Done
 from psync.wire.recovery_messages import (
-    FillImage,
+    FillSnapshot,
     Freeze,
     Frozen,
     Gate,
     OpenGate,
-    PrepareImage,
+    PrepareSnapshot,
     ReadFrozen,
-    TakeImage,
+    RestoreSnapshot,
     WriteFrozen,
     Written,
 )
@@ -35,14 +35,14 @@ async def call(
 
 async def freeze(
     cluster: PsCluster, cut: int = 1, *, ps: int = 0, client: PsClient | None = None
-) -> tuple[ImageState, list[int]]:
+) -> tuple[SnapshotState, list[int]]:
     """Hold what a ps has; return the state and the closures that are pending."""
     await call(client or cluster.chief, Gate(cut), ps=ps)
     received = await call(client or cluster.chief, Freeze(cut), ps=ps)
     await call(client or cluster.chief, OpenGate(cut), ps=ps)
     assert isinstance(received.message, Frozen)
     (state,) = received.segments
-    return ImageState.from_bytes(bytes(state), "frozen"), received.message.pending
+    return SnapshotState.from_bytes(bytes(state), "frozen"), received.message.pending
 
 
 async def read(
@@ -52,14 +52,14 @@ async def read(
     return b"".join(map(bytes, received.segments))
 
 
-async def read_all(cluster: PsCluster, state: ImageState, *, ps: int = 0) -> list[bytes]:
+async def read_all(cluster: PsCluster, state: SnapshotState, *, ps: int = 0) -> list[bytes]:
     """All items, whole."""
     items = enumerate(state.items)
     return [await read(cluster, place, 0, item.nbytes, ps=ps) for place, item in items]
 
 
 async def write(
-    cluster: PsCluster, state: ImageState, path: Path, *, cut: int = 1, ps: int = 0
+    cluster: PsCluster, state: SnapshotState, path: Path, *, cut: int = 1, ps: int = 0
 ) -> list[tuple[int, int, int, int]]:
     """Write all items that are not constant; return where they lie: (item, first, bytes, crc)."""
     items = [[i, f"item{i}"] for i, item in enumerate(state.items) if not item.is_constant]
@@ -74,7 +74,7 @@ async def write(
 
 async def prepare(
     cluster: PsCluster,
-    state: ImageState,
+    state: SnapshotState,
     path: Path | None = None,
     places: Sequence[Any] = (),
     *,
@@ -84,14 +84,14 @@ async def prepare(
     segments = [state.to_bytes()]
     if path is not None:
         segments.append(json.dumps(places).encode())
-    message = PrepareImage(load, "" if path is None else str(path))
+    message = PrepareSnapshot(load, "" if path is None else str(path))
     assert (await call(cluster.chief, message, segments, ps)).message == Done()
 
 
 async def fill(
     cluster: PsCluster, place: int, data: bytes, *, start: int = 0, load: int = 1, ps: int = 0
 ) -> None:
-    await call(cluster.chief, FillImage(load, place, start), [data], ps)
+    await call(cluster.chief, FillSnapshot(load, place, start), [data], ps)
 
 
 async def take(
@@ -102,5 +102,5 @@ async def take(
     fences: Sequence[tuple[str, int]] = (),
     ps: int = 0,
 ) -> None:
-    message = TakeImage(load, timeline, list(fences))
+    message = RestoreSnapshot(load, timeline, list(fences))
     assert (await call(cluster.chief, message, ps=ps)).message == Done()

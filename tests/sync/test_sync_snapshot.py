@@ -11,7 +11,7 @@ from backups import back_up, take_over
 from inside import sync_of
 from ps_cluster import pull, until
 from psync.specs import VariableSpec
-from psync.sync.replay import SyncImage
+from psync.sync.replay import SyncSnapshot
 from psync.testing import settle
 from sync_cluster import GROUP, SyncCluster, SyncReplica
 
@@ -67,11 +67,11 @@ async def test_without_anything_that_decides_it_is_the_parts_and_steps_of_this_p
         v = await created(cluster, LARGE)
         one, two = replica(cluster, 0), replica(cluster, 1)
         await asyncio.gather(one.push([v], [1.0]), two.push([v], [1.0]))
-        image = SyncImage(sync_of(cluster.ps[1]), None)
-        await image.pause("a copy")
-        image.resume("a copy")
-        assert list(image.groups()) == [GROUP]
-        ((_, build, segments),) = image.entries()
+        snapshot = SyncSnapshot(sync_of(cluster.ps[1]), None)
+        await snapshot.pause("a copy")
+        snapshot.resume("a copy")
+        assert list(snapshot.groups()) == [GROUP]
+        ((_, build, segments),) = snapshot.entries()
         state = build(None)  # type: ignore[arg-type]
         assert [(group, step) for group, _, step, _ in state.groups] == [(GROUP, 1)]  # type: ignore[attr-defined]
         assert segments == ()

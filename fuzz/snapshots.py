@@ -1,4 +1,4 @@
-"""States of images of ps tasks, as they lie in checkpoints: damaged JSON, and JSON of odd values.
+"""States of snapshots of ps tasks, as they lie in checkpoints: damaged JSON, and odd values.
 
 What comes out: a state that is written in the same way again, or CheckpointError.
 """
@@ -18,20 +18,20 @@ def setup() -> tuple[OneInput, list[bytes]]:
     from psync.schedules import Constant
     from psync.specs import ShardSpec
     from psync.store.ledger_snapshot import LedgerState, SenderState
-    from psync.store.snapshot_state import ImageItem, ImageState, OptimizerImage
+    from psync.store.snapshot_state import OptimizerSnapshot, SnapshotItem, SnapshotState
 
     spec = ShardSpec("h", 0, 1, 2, (2, 3), "bfloat16", 1)
     config = Adam(Constant(0.1)).to_config()
-    state = ImageState(
+    state = SnapshotState(
         (spec,),
         (
-            ImageItem(spec.key, -1, "", (2, 3), "bfloat16"),
-            ImageItem(spec.key, 1, "m", (2, 3), "float32"),
-            ImageItem(spec.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
+            SnapshotItem(spec.key, -1, "", (2, 3), "bfloat16"),
+            SnapshotItem(spec.key, 1, "m", (2, 3), "float32"),
+            SnapshotItem(spec.key, 1, "v", (2, 3), "float32", b"\0\0\x80\x3f"),
         ),
         {spec.key: 7},
         {},
-        {1: OptimizerImage(config, Constant(0.25).to_config(), 9)},
+        {1: OptimizerSnapshot(config, Constant(0.25).to_config(), 9)},
         LedgerState(
             (SenderState("/job:worker/task:0", 21, 5, ((5, (3, 0), b"yes"), (7, None, b"no"))),),
             ((3, 0, -77, ("h",)), (3, 1, 12, ())),
@@ -45,12 +45,12 @@ def setup() -> tuple[OneInput, list[bytes]]:
         if data[:1] == b"\xc1":  # which begins no JSON
             data = json.dumps(changed(content, Draw(data[1:])), default=repr).encode()
         try:
-            made = ImageState.from_bytes(data, "image of ps 1")
+            made = SnapshotState.from_bytes(data, "snapshot of ps 1")
         except CheckpointError as exc:
-            assert str(exc).startswith("image of ps 1")
+            assert str(exc).startswith("snapshot of ps 1")
             assert len(str(exc)) < 5000
             return
-        assert ImageState.from_bytes(made.to_bytes(), "").to_bytes() == made.to_bytes()
+        assert SnapshotState.from_bytes(made.to_bytes(), "").to_bytes() == made.to_bytes()
         assert made.iterations >= 0
         assert sum(made.calls.values()) == len(made.ledger.calls)
 
