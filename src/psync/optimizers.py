@@ -4,7 +4,7 @@ Each class is a handle with the arguments of one rule. Names, arguments, formula
 are those of Keras 3. A learning rate is a number or a schedule; each ps evaluates a schedule at
 max(its own step, the step that the push carries). "The step" in a formula is the ps's count of the
 optimizer's pushes; with accumulation, of its updates. An argument that is out of range is a
-``ConfigurationError``, also a ValueError.
+``ConfigurationError``, also a ValueError. To add one: see ``numerics.update_rule``.
 """
 
 from __future__ import annotations

@@ -105,3 +105,12 @@ def test_what_is_scheduled_ends_where_no_worker_may_come_again(is_scheduled: boo
         world.schedule()
     world.links.on_worker_given_up()
     assert world.queue.has_failed == is_scheduled
+
+
+def test_a_report_says_that_closures_stand_still_as_long_as_they_do() -> None:
+    world = World()
+    assert world.state.describe() == []
+    world.state.rollback_began()
+    assert world.state.describe() == ["closures are held back: a ps is being recovered"]
+    world.state.recovered()
+    assert world.state.describe() == []

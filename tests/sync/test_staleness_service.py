@@ -88,6 +88,19 @@ async def test_a_tick_is_answered_when_the_others_have_ticked(scene):
     }  # fmt: skip
 
 
+async def test_a_report_names_who_waits_and_for_whom(scene):
+    await scene.report(0, 1)
+    clocks = clocks_of(scene.cluster.ps[0])
+    assert clocks.describe() == []
+    first = await scene.waiting(scene.a)
+    assert clocks.describe() == [
+        f"staleness bound {BOUND}: waiting {WORKER}; slowest {OTHER}, at round 0"
+    ]
+    await scene.tick(scene.b)
+    await first
+    assert clocks.describe() == []
+
+
 async def test_the_first_tick_asks_for_the_schedule_and_waits_for_it(scene):
     asked = asyncio.create_task(scene.cluster.chief.links[0].call(lambda _: AwaitWaiters()))
     await asyncio.sleep(1)

@@ -1,7 +1,8 @@
 """Recovery from the loss of a ps: failover, rollback, or the end of the program.
 
 A ps with a backup fails over to it (``failover``), another one goes back to a checkpoint
-(``rollback``); what that means for all else is in ``recovery_state``.
+(``rollback``); what that means for all else is in ``recovery_state``. This is the coordinator's
+half: a worker that loses a ps ends its session, see ``worker_task``.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class ClusterRecovery:
 
     def describe(self) -> list[str]:
         """Say where each ps and its backup are, and what a lost ps would mean; for reports."""
-        return (self.replicas or self.from_checkpoint).describe()
+        return [*self.state.describe(), *(self.replicas or self.from_checkpoint).describe()]
 
     # What is lost.
 

@@ -59,6 +59,10 @@ class RecoveryState:
         self._recovering = False  # the queue stands still until a ps is recovered
         self.is_closed = False
 
+    def describe(self) -> list[str]:
+        """Say whether closures stand still; for reports."""
+        return ["closures are held back: a ps is being recovered"] if self._recovering else []
+
     def fail(self, error: Exception) -> None:
         """End all that is scheduled or runs with an error that is no closure's own."""
         actions = self._queue.fail(error)

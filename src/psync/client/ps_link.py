@@ -3,6 +3,11 @@
 Every request to a ps may be repeated: pulls change nothing, updates bear an identity by
 which the ps answers a repetition from memory. So a lost connection is made again and the
 request is sent again, until the ps has answered or is lost.
+
+What becomes of it then ``on_lost`` decides. A worker ends its session, and the closure runs again
+elsewhere (``worker_task``): if its update had reached the backup, the ledger answers "duplicate".
+The coordinator recovers the ps (``chief.recovery``); its own requests wait (``hold``), and are sent
+again under the same identities (``calls``).
 """
 
 from __future__ import annotations

@@ -2,5 +2,6 @@
 
 Pure: events in, actions out, time as an argument. ``queue`` is the whole: ``dispatcher`` chooses
 the closure that a worker gets next, ``membership`` decides which tasks are alive, ``gang`` runs one
-step on all workers. Begin with ``queue``.
+step on all workers. Begin with ``queue``; which closure a worker gets next, and which worker, is
+``dispatcher.Dispatcher.decide``.
 """

@@ -3,6 +3,13 @@
 A task registers a description (``described_by``); a report is that, then the stacks of all
 asyncio tasks and threads, then an end marker. No error of any part leaves it.
 
+    why a worker waits                    whose report says so   written by
+    the token of a synchronous step       ps 0                   ``ps.report``
+    a staleness bound                     ps 0                   ``sync.staleness_service``
+    a lock, the gate of a cut, a backup   the ps                 ``ps.locks``, ``cut_gate``, ...
+    closures are held back, or none left  coordinator            ``coordinator``, ``watchdog``
+    its own step                          the worker             ``worker.session``
+
 **SIGUSR1** is answered twice. ``faulthandler`` writes the bare stacks of all threads from C, at
 once, also while a step is inside numpy or a lock and never returns to Python. Then a handler of
 ``signal.signal`` writes the report as soon as the main thread runs Python code again: between two

@@ -21,7 +21,8 @@ to 0 below gradients of 2e-4). float32 and float64 are computed in themselves, w
 coefficients evaluated in double precision. Integers have no gradient: refused.
 
 A new rule is one subclass: hyper-parameters, slots, ``_coefficients`` and ``_update``; one name in
-``rule_configs``; and its public handle in ``psync.optimizers``.
+``rule_configs``; and its public handle in ``psync.optimizers``. In the tests a line in
+``helpers/rule_table``, and the values of Keras by ``helpers/golden_optimizers``.
 """
 
 from __future__ import annotations

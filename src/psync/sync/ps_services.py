@@ -223,7 +223,8 @@ class PsServices:
 
     def describe(self) -> list[str]:
         """Say who waits here; for reports."""
-        return [*self.locks.describe(), *self.gate.describe(), *self.backup.describe()]
+        services = (self.locks, self.gate, self.backup, self.clocks)
+        return [line for service in services for line in service.describe()]
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of all services."""

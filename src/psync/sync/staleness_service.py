@@ -102,6 +102,17 @@ class ClockService:
         for clocks, waiting in self._bounds.values():
             _perform(waiting, clocks.end())
 
+    def describe(self) -> list[str]:
+        """Say who waits for whom; for reports."""
+        lines = []
+        for number, (clocks, waiting) in self._bounds.items():
+            if waiting:
+                who = ", ".join(sorted(tick.task for tick in waiting))
+                of = sorted((clock, task) for task, clock in clocks.statistics().clocks.items())
+                slowest = f"{of[0][1]}, at round {of[0][0]}" if of else "nobody"
+                lines.append(f"staleness bound {number}: waiting {who}; slowest {slowest}")
+        return lines
+
     def statistics(self) -> dict[str, Any]:
         """Return, for each bound by its number, clocks and waits."""
         return {

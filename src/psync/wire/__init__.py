@@ -4,6 +4,10 @@ Pure: knows errors and specs, does no I/O. ``frames`` has the layout of bytes, `
 messages into msgpack headers, ``protocol`` runs one connection from the handshake on; ``messages``
 has what every connection begins with, ``*_messages`` what each pair of tasks says to each other.
 
-A message is a frozen class with a number below 128. A new one takes a number that none has ever
-had, and a line of golden bytes in the test of its module. Begin with ``protocol``.
+To add a message: a frozen class in the ``*_messages`` of its pair, with a number from 1 to 127 that
+no class has (``codec.message`` refuses one that is taken); a line of golden bytes in the test of
+that module; a handler in the service's ``handlers()``, which ``sync.ps_services``, ``ps_task``,
+``worker_task`` and ``coordinator`` gather. What changes a ps and is no update belongs in
+``ps_services.COMMITTED``, or its backup would not have it; what the ledger does not judge, in
+``NOT_JUDGED``. Begin with ``messages``.
 """

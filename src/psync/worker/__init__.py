@@ -2,5 +2,6 @@
 
 Knows ``client`` and ``serialization``; the coordinator is the other end of a connection.
 ``session`` serves one coordinator, ``inputs`` gathers what a closure needs before it runs,
-``iterators`` load batches ahead in a thread. Begin with ``session``.
+``iterators`` load batches ahead in a thread. The task itself, and what the loss of a ps does to it,
+is ``worker_task``. Begin with ``session``.
 """
