@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from local_training import at_once
 from psync.chief.joins import Joins, describe_waiting
 from psync.closures.closure import Closure
 from psync.closures.open import Settle
@@ -39,7 +40,8 @@ class World:
         self.joins.settle()
 
 
-async def test_a_join_ends_when_all_below_its_cutoff_are_final():
+@pytest.mark.usefixtures("turns")
+def test_a_join_ends_when_all_below_its_cutoff_are_final():
     world = World()
     first, both = world.joins.add(1), world.joins.add(2)
     world.joins.settle()
@@ -52,7 +54,8 @@ async def test_a_join_ends_when_all_below_its_cutoff_are_final():
     assert len(world.joins) == 0
 
 
-async def test_an_error_ends_all_joins_once_nothing_runs():
+@pytest.mark.usefixtures("turns")
+def test_an_error_ends_all_joins_once_nothing_runs():
     world = World()
     joins = [world.joins.add(1), world.joins.add(2)]
     error = ValueError("first")
@@ -80,7 +83,8 @@ async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
         await working
 
 
-async def test_errors_that_are_alike_are_one_note():
+@pytest.mark.usefixtures("turns")
+def test_errors_that_are_alike_are_one_note():
     world = World(5)
     join = world.joins.add(5)
     for closure_id, text in enumerate(["lost", "other", "lost", "lost", "other"]):
@@ -91,7 +95,8 @@ async def test_errors_that_are_alike_are_one_note():
     ]
 
 
-async def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
+@pytest.mark.usefixtures("turns")
+def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
     world = World(3)
     earlier, concerned, last = world.joins.add(1), world.joins.add(2), world.joins.add(3)
     end = EndOfData("over")
@@ -109,7 +114,8 @@ async def test_an_end_of_data_is_for_joins_that_wait_for_its_closure():
     assert again.result() is None
 
 
-async def test_an_end_of_data_waits_for_a_join_that_comes_later():
+@pytest.mark.usefixtures("turns")
+def test_an_end_of_data_waits_for_a_join_that_comes_later():
     world = World()
     world.tell(world.queue.end_of_data("w1", 1, EndOfData("over")))
     early = world.joins.add(0)
@@ -122,7 +128,8 @@ async def test_an_end_of_data_waits_for_a_join_that_comes_later():
         join.result()
 
 
-async def test_the_first_of_several_ends_of_data_is_raised():
+@pytest.mark.usefixtures("turns")
+def test_the_first_of_several_ends_of_data_is_raised():
     world = World()
     join = world.joins.add(2)
     first = EndOfData("first")
@@ -131,7 +138,8 @@ async def test_the_first_of_several_ends_of_data_is_raised():
     assert join.exception() is first
 
 
-async def test_whoever_has_gone_is_told_nothing():
+@pytest.mark.usefixtures("turns")
+def test_whoever_has_gone_is_told_nothing():
     world = World()
     gone, cancelled = world.joins.add(1), world.joins.add(1)
     world.joins.discard(gone)
@@ -142,25 +150,26 @@ async def test_whoever_has_gone_is_told_nothing():
     world.joins.discard(gone)
 
 
-async def test_failing_ends_all_and_an_error_that_nobody_reads_is_no_noise():
+def test_failing_ends_all_and_an_error_that_nobody_reads_is_no_noise(turns):
     world = World()
-    join = world.joins.add(2)
+    read, unread = world.joins.add(2), world.joins.add(2)
     world.joins.fail(ValueError("closed"))
-    world.joins.discard(join)
-    await asyncio.sleep(0)
-    assert isinstance(join.exception(), ValueError)
+    assert isinstance(read.exception(), ValueError)
+    world.joins.discard(unread)
+    del unread
+    assert not turns.reports
 
 
-async def test_who_waits_until_the_deadline_is_told_on_whom():
+def test_who_waits_until_the_deadline_is_told_on_whom(turns):
     world = World(1)
     join = world.joins.add(1)
-    now = asyncio.get_running_loop().time()
+    now = turns.time()
     with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
-        await world.joins.wait(join, now, 5.0)
+        at_once(world.joins.wait(join, now, 5.0))
     assert info.value.hint == "what was scheduled goes on; join again, or cancel RemoteValues"
     assert not join.done()
     world.tell(world.queue.finished("w0", [0], 0.0))
-    await world.joins.wait(join, now, 5.0)
+    at_once(world.joins.wait(join, now, 5.0))
 
 
 @pytest.mark.virtual_time

@@ -23,6 +23,7 @@ from psync.client.context import (
     wait,
 )
 from psync.errors import ClosureCancelled, UsageError
+from turns import Turns
 
 
 def closure(**changes: Any) -> ClosureContext:
@@ -200,8 +201,8 @@ async def test_wait_takes_any_awaitable_and_ends_as_it_did(
         assert await run_plain_step(closure(loop=loop), lambda: wait(future)) == 4
 
 
-async def test_wait_on_the_loop_says_to_await() -> None:
-    with enter_closure(closure(loop=asyncio.get_running_loop())):
+def test_wait_on_the_loop_says_to_await(turns: Turns) -> None:
+    with enter_closure(closure(loop=turns)):
         with pytest.raises(UsageError) as caught:
             wait(asyncio.sleep(0))
     assert str(caught.value) == (

@@ -9,6 +9,7 @@ import pytest
 
 import psync
 from inside import in_update_context
+from local_training import at_once
 from psync.client.context import ClosureContext, enter_closure
 from psync.errors import ReplicaValueError, UsageError
 from psync.numerics.replica_values import Mirrored, PerReplica
@@ -44,63 +45,63 @@ def step() -> Any:
 # --- reductions ----------------------------------------------------------------------------------
 
 
-async def test_values_of_replicas_become_one_that_knows_where_it_belongs() -> None:
+def test_values_of_replicas_become_one_that_knows_where_it_belongs() -> None:
     made, (v,) = variables()
-    total = await made.extended.reduce_to("sum", THREE, v)
+    total = at_once(made.extended.reduce_to("sum", THREE, v))
     assert type(total) is Mirrored
     assert (np.asarray(total).tolist(), total.destination) == ([9.0, 9.0], v)
-    mean = await made.extended.reduce_to(MEAN, {"g": THREE}, destinations=DEVICE)
+    mean = at_once(made.extended.reduce_to(MEAN, {"g": THREE}, destinations=DEVICE))
     assert (mean["g"].value.tolist(), mean["g"].destination) == ([3.0, 3.0], DEVICE)
 
 
-async def test_ordinary_values_are_what_all_replicas_have() -> None:
+def test_ordinary_values_are_what_all_replicas_have() -> None:
     made, (v,) = variables()
     value = np.ones(2)
     with cross_replica(made, num_replicas=3):
-        assert await made.extended.reduce_to(SUM, 0, v) == 0
-        assert await made.extended.reduce_to(MEAN, value, v) is value
+        assert at_once(made.extended.reduce_to(SUM, 0, v)) == 0
+        assert at_once(made.extended.reduce_to(MEAN, value, v)) is value
         with pytest.raises(ReplicaValueError, match="SUM over 3 replicas of a value that is not"):
-            await made.extended.reduce_to(SUM, value, v)
+            at_once(made.extended.reduce_to(SUM, value, v))
 
 
-async def test_a_batch_keeps_its_order() -> None:
+def test_a_batch_keeps_its_order() -> None:
     made, (v, w) = variables(2)
-    results = await made.extended.batch_reduce_to(SUM, [(THREE, w), (0, v), (THREE, v)])
+    results = at_once(made.extended.batch_reduce_to(SUM, [(THREE, w), (0, v), (THREE, v)]))
     assert [getattr(result, "destination", None) for result in results] == [w, None, v]
     with pytest.raises(ReplicaValueError, match="batch_reduce_to: expected pairs"):
-        await made.extended.batch_reduce_to(SUM, [THREE])
+        at_once(made.extended.batch_reduce_to(SUM, [THREE]))
 
 
 @pytest.mark.parametrize(
     ("destinations", "said"),
     [(None, "is missing"), ("", "is missing"), ([1], "got a list"), ((1, 2), "got a tuple")],
 )
-async def test_a_destination_is_one_thing(destinations: Any, said: str) -> None:
+def test_a_destination_is_one_thing(destinations: Any, said: str) -> None:
     extended = strategy().extended
     with pytest.raises(ReplicaValueError, match=f"reduce_to: .*{said}"):
-        await extended.reduce_to(SUM, THREE, destinations)
+        at_once(extended.reduce_to(SUM, THREE, destinations))
     with pytest.raises(ReplicaValueError, match=f"broadcast_to: .*{said}"):
-        await extended.broadcast_to(THREE, destinations)
+        at_once(extended.broadcast_to(THREE, destinations))
 
 
-async def test_an_aggregation_is_no_reduction() -> None:
+def test_an_aggregation_is_no_reduction() -> None:
     made, (v,) = variables()
     with pytest.raises(ReplicaValueError, match=r"got <VariableAggregation.SUM.*\nhint: psync.Red"):
-        await made.extended.reduce_to(psync.VariableAggregation.SUM, THREE, v)
+        at_once(made.extended.reduce_to(psync.VariableAggregation.SUM, THREE, v))
 
 
-async def test_what_is_broadcast_is_what_all_replicas_have() -> None:
+def test_what_is_broadcast_is_what_all_replicas_have() -> None:
     made, (v,) = variables()
-    value = await made.extended.broadcast_to([1.0, 2.0], v)
+    value = at_once(made.extended.broadcast_to([1.0, 2.0], v))
     assert (type(value), value.value.tolist(), value.destination) == (Mirrored, [1.0, 2.0], v)
-    again = await made.extended.broadcast_to(value, DEVICE)
+    again = at_once(made.extended.broadcast_to(value, DEVICE))
     assert (again.value is value.value, again.destination) == (True, DEVICE)
-    assert await made.extended.broadcast_to(3.5, v) == 3.5
+    assert at_once(made.extended.broadcast_to(3.5, v)) == 3.5
     with pytest.raises(ReplicaValueError, match="expected one value, got those of 3 replicas"):
-        await made.extended.broadcast_to(THREE, v)
+        at_once(made.extended.broadcast_to(THREE, v))
 
 
-async def test_in_a_replica_the_values_of_others_are_not_known() -> None:
+def test_in_a_replica_the_values_of_others_are_not_known() -> None:
     made, (v,) = variables()
     with step():
         for call in (
@@ -111,13 +112,13 @@ async def test_in_a_replica_the_values_of_others_are_not_known() -> None:
             made.gather(THREE, 0),
         ):
             with pytest.raises(RuntimeError, match=r"in replica context[^\n]*\nhint: .*merge_call"):
-                await call
+                at_once(call)
 
 
 # --- updates -------------------------------------------------------------------------------------
 
 
-async def test_an_update_runs_in_its_context_with_arguments_unwrapped() -> None:
+def test_an_update_runs_in_its_context_with_arguments_unwrapped() -> None:
     made, (v,) = variables()
     seen: list[Any] = []
 
@@ -126,31 +127,31 @@ async def test_an_update_runs_in_its_context_with_arguments_unwrapped() -> None:
         return "updated"
 
     with pytest.raises(ReplicaValueError, match=r"values of 3 replicas.*\nhint: .*reduce_to"):
-        await made.extended.update(v, print, args=(THREE,))
+        at_once(made.extended.update(v, print, args=(THREE,)))
     with pytest.raises(ReplicaValueError, match="update: expected a variable, got ndarray"):
-        await made.extended.update(np.ones(2), print)
+        at_once(made.extended.update(np.ones(2), print))
     args, kwargs = (Mirrored([1.0], v),), {"rate": PerReplica([0.5])}
-    assert await made.extended.update(v, fn, args, kwargs) == "updated"
+    assert at_once(made.extended.update(v, fn, args, kwargs)) == "updated"
     assert seen == [(v, 1.0, 0.5, True, None)]
     assert not in_update_context()
-    assert await made.extended.update(v, lambda var: [1, 2], group=False) == [(1,), (2,)]
+    assert at_once(made.extended.update(v, lambda var: [1, 2], group=False)) == [(1,), (2,)]
 
 
-async def test_what_an_optimizer_keeps_once_is_updated_where_all_agree() -> None:
+def test_what_an_optimizer_keeps_once_is_updated_where_all_agree() -> None:
     made, (v, w) = variables(2)
     device = made.extended.non_slot_devices([w, v])
     assert device == v.device == made.extended.non_slot_devices(iter([v, w]))
-    assert await made.extended.update_non_slot(device, lambda n: n + 1, args=(1,)) == 2
-    assert await made.extended.update_non_slot(device, in_update_context, group=False) == (True,)
+    assert at_once(made.extended.update_non_slot(device, lambda n: n + 1, args=(1,))) == 2
+    assert at_once(made.extended.update_non_slot(device, in_update_context, group=False)) == (True,)
     with pytest.raises(ReplicaValueError, match="update_non_slot: a destination is missing"):
-        await made.extended.update_non_slot(None, print)
+        at_once(made.extended.update_non_slot(None, print))
     with pytest.raises(ReplicaValueError, match="non_slot_devices: expected a variable at least"):
         made.extended.non_slot_devices([])
     with pytest.raises(ReplicaValueError, match="non_slot_devices: expected a variable, got str"):
         made.extended.non_slot_devices([v, "w"])
 
 
-async def test_the_standard_pattern_works_in_a_step() -> None:
+def test_the_standard_pattern_works_in_a_step() -> None:
     _, (v,) = variables()
 
     async def update(variable: Any, total: float) -> tuple[Any, float, bool]:
@@ -165,13 +166,13 @@ async def test_the_standard_pattern_works_in_a_step() -> None:
     with step():
         context = get_replica_context()
         assert context is not None
-        assert await context.merge_call(merge, args=(2.0, v)) == (v, 2.0, True)
+        assert at_once(context.merge_call(merge, args=(2.0, v))) == (v, 2.0, True)
 
 
-async def test_an_update_in_replica_context_is_a_merge_call() -> None:
+def test_an_update_in_replica_context_is_a_merge_call() -> None:
     made, (v,) = variables()
     with step():
-        result = await made.extended.update(v, lambda var, n: (var, n), args=(3,), group=False)
+        result = at_once(made.extended.update(v, lambda var, n: (var, n), args=(3,), group=False))
     assert result == ((v,), (3,))
 
 
@@ -189,6 +190,6 @@ def test_a_value_is_its_own_container_in_a_step() -> None:
     assert repr(stand_in) == "<Extended of <one>>"
 
 
-async def test_each_replica_runs_under_the_older_name_too() -> None:
+def test_each_replica_runs_under_the_older_name_too() -> None:
     extended = OneReplica("one").extended
-    assert await extended.call_for_each_replica(lambda a, b: a - b, (5,), {"b": 3}) == 2
+    assert at_once(extended.call_for_each_replica(lambda a, b: a - b, (5,), {"b": 3})) == 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import at_once
 from psync.client.context import ClosureContext, enter_closure
 from psync.compat.strategy_extended import MultiStepContext, StrategyExtended
 from psync.errors import EndOfData, UsageError
@@ -95,12 +96,12 @@ def test_arrays_become_a_dataset() -> None:
 # --- values of replicas --------------------------------------------------------------------------
 
 
-async def test_a_strategy_reduces_and_gathers_what_run_returned() -> None:
+def test_a_strategy_reduces_and_gathers_what_run_returned() -> None:
     made = strategy()
     batches = PerReplica([np.ones((4, 1)), np.full((2, 1), 4.0)])
-    assert (await made.reduce("mean", batches, axis=0)).tolist() == [2.0]
-    assert await made.reduce(psync.ReduceOp.SUM, PerReplica([1, 2])) == 3
-    assert (await made.gather(batches, axis=0)).shape == (6, 1)
+    assert at_once(made.reduce("mean", batches, axis=0)).tolist() == [2.0]
+    assert at_once(made.reduce(psync.ReduceOp.SUM, PerReplica([1, 2]))) == 3
+    assert at_once(made.gather(batches, axis=0)).shape == (6, 1)
     assert made.experimental_local_results(batches) == batches.values
     assert made.extended.experimental_local_results(5) == (5,)
 
@@ -108,7 +109,7 @@ async def test_a_strategy_reduces_and_gathers_what_run_returned() -> None:
 # --- steps over an iterator ----------------------------------------------------------------------
 
 
-async def test_steps_run_over_elements_and_leave_the_last_outputs() -> None:
+def test_steps_run_over_elements_and_leave_the_last_outputs() -> None:
     made = strategy()
 
     async def fn(context: MultiStepContext, inputs: int) -> None:
@@ -120,8 +121,8 @@ async def test_steps_run_over_elements_and_leave_the_last_outputs() -> None:
         context.set_non_tensor_output("step", inputs)
 
     iterator = iter([1, 2, 3])
-    context = await made.extended.experimental_run_steps_on_iterator(
-        fn, iterator, 2, {"early": 1.0, "loss": 0}
+    context = at_once(
+        made.extended.experimental_run_steps_on_iterator(fn, iterator, 2, {"early": 1.0, "loss": 0})
     )
     assert context.last_step_outputs["loss"] == 5
     assert context.last_step_outputs["each"].values == (2, 3)
@@ -131,17 +132,17 @@ async def test_steps_run_over_elements_and_leave_the_last_outputs() -> None:
     assert repr(context) == "<MultiStepContext: early, loss, each, names, step>"
 
 
-async def test_an_asynchronous_iterator_will_do() -> None:
+def test_an_asynchronous_iterator_will_do() -> None:
     async def batches() -> AsyncIterator[int]:
         yield 7
 
     seen: list[int] = []
     extended = strategy().extended
     iterator = batches()
-    await extended.experimental_run_steps_on_iterator(lambda _, n: seen.append(n), iterator)
+    at_once(extended.experimental_run_steps_on_iterator(lambda _, n: seen.append(n), iterator))
     assert seen == [7]
     with pytest.raises(EndOfData, match="ended after 0 of 2 elements"):
-        await extended.experimental_run_steps_on_iterator(lambda *_: None, iterator, 2)
+        at_once(extended.experimental_run_steps_on_iterator(lambda *_: None, iterator, 2))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +156,14 @@ async def test_an_asynchronous_iterator_will_do() -> None:
         ),
     ],
 )
-async def test_steps_need_an_iterator_that_lasts_and_their_number(
+def test_steps_need_an_iterator_that_lasts_and_their_number(
     elements: Any, iterations: Any, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        await strategy().extended.experimental_run_steps_on_iterator(
-            lambda *_: None, elements(), iterations
+        at_once(
+            strategy().extended.experimental_run_steps_on_iterator(
+                lambda *_: None, elements(), iterations
+            )
         )
 
 

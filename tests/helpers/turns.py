@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import heapq
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from endpoints import PS, SECRET, WORKER, Handlers
 from psync.net.peer import Into, Peer, Received
@@ -56,6 +57,12 @@ class Turns:
         call = Call(lambda: context.run(callback, *args))
         heapq.heappush(self._calls, (when, next(self._order), call))
         return call
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=cast(Any, self))
+
+    def get_debug(self) -> bool:  # asked by futures
+        return False
 
     def call_exception_handler(self, report: dict[str, Any]) -> None:
         self.reports.append(report)

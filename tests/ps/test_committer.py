@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ps_cluster import until
+from local_training import at_once
 from psync.errors import ClosedError, FencedError, UsageError
 from psync.net.peer import Reply
 from psync.numerics.blocks import BlockPool
@@ -21,6 +21,7 @@ from psync.wire.codec import decode
 from psync.wire.lock_messages import AssignLocked
 from psync.wire.messages import Done
 from psync.wire.ps_messages import Assign, DefineOptimizer, Fence
+from turns import Turns
 
 PS = "/job:ps/task:0"
 CLIENT = ("/job:worker/task:0", 7)
@@ -46,14 +47,16 @@ def shipped(log: CommitLog[Entry]) -> list[Any]:
     return [decode(each.entry.header) for each in log.to_ship(99, 1 << 20)]
 
 
-async def test_without_a_backup_it_is_done_at_once() -> None:
+@pytest.mark.usefixtures("turns")
+def test_without_a_backup_it_is_done_at_once() -> None:
     committer, log, _ = committer_of()
-    assert await committer.commit(CLIENT, NOTE, (), lambda: DONE) is DONE
+    assert committer.commit(CLIENT, NOTE, (), lambda: DONE).result() is DONE
     assert log.last == 1
     assert committer.waiting == 0
 
 
-async def test_with_one_nothing_is_done_before_that_has_it() -> None:
+@pytest.mark.usefixtures("turns")
+def test_with_one_nothing_is_done_before_that_has_it() -> None:
     committer, log, _ = paired()
     done: list[int] = []
     answers = [
@@ -68,7 +71,7 @@ async def test_with_one_nothing_is_done_before_that_has_it() -> None:
     assert not answers[2].done()
     log.note_taken(3)
     committer.advance()
-    await asyncio.gather(*answers)
+    assert [answer.result() for answer in answers] == [None] * 3
     assert done == [1, 2, 3]
 
 
@@ -107,7 +110,8 @@ async def test_an_error_is_its_sender_s_and_the_next_is_done() -> None:
     assert ended == ["ended"] * 2
 
 
-async def test_what_an_entry_brings_with_it_is_done_when_that_has_been_done() -> None:
+@pytest.mark.usefixtures("turns")
+def test_what_an_entry_brings_with_it_is_done_when_that_has_been_done() -> None:
     committer, log, _ = paired()
     done: list[str] = []
 
@@ -124,7 +128,8 @@ async def test_what_an_entry_brings_with_it_is_done_when_that_has_been_done() ->
     assert done == ["fenced", "next", "told"]
 
 
-async def test_a_caller_that_has_gone_does_not_stop_it() -> None:
+@pytest.mark.usefixtures("turns")
+def test_a_caller_that_has_gone_does_not_stop_it() -> None:
     committer, log, _ = paired()
     done: list[int] = []
     committer.commit(CLIENT, NOTE, (), lambda: done.append(1)).cancel()
@@ -134,7 +139,7 @@ async def test_a_caller_that_has_gone_does_not_stop_it() -> None:
     assert done == [1]
 
 
-async def test_many_at_once_leave_the_loop_its_turn() -> None:
+def test_many_at_once_leave_the_loop_its_turn(turns: Turns) -> None:
     committer, log, _ = paired()
     done: list[int] = []
     for number in range(2 * AT_ONCE):
@@ -143,10 +148,12 @@ async def test_many_at_once_leave_the_loop_its_turn() -> None:
     log.note_taken(2 * AT_ONCE)
     committer.advance()
     assert len(done) == AT_ONCE
-    await until(lambda: len(done) == 2 * AT_ONCE)
+    turns.turn()
+    assert len(done) == 2 * AT_ONCE
 
 
-async def test_an_optimizer_that_was_defined_in_passing_is_known_to_the_backup_first() -> None:
+@pytest.mark.usefixtures("turns")
+def test_an_optimizer_that_was_defined_in_passing_is_known_to_the_backup_first() -> None:
     committer, log, store = paired()
     store.define_optimizer(4, SGD(0.5).to_config())
     committer.commit(CLIENT, NOTE, (), lambda: DONE)
@@ -156,7 +163,8 @@ async def test_an_optimizer_that_was_defined_in_passing_is_known_to_the_backup_f
     assert second == NOTE
 
 
-async def test_sets_have_numbers_of_the_log_and_locks_are_behind_it() -> None:
+@pytest.mark.usefixtures("turns")
+def test_sets_have_numbers_of_the_log_and_locks_are_behind_it() -> None:
     committer, log, _ = paired()
     keys = ((0, 0),)
     body = memoryview(bytes(8))
@@ -170,7 +178,8 @@ async def test_sets_have_numbers_of_the_log_and_locks_are_behind_it() -> None:
 
 
 @pytest.mark.parametrize("deposed", [True, False])
-async def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
+@pytest.mark.usefixtures("turns")
+def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
     committer, _, _ = paired()
     waiting = committer.commit(CLIENT, NOTE, (), lambda: DONE)
     if deposed:
@@ -179,9 +188,9 @@ async def test_in_the_end_whoever_waits_is_told(deposed: bool) -> None:
         committer.end()
     error = FencedError if deposed else ClosedError
     with pytest.raises(error):
-        await waiting
+        waiting.result()
     with pytest.raises(error):
         committer.commit(CLIENT, NOTE, (), lambda: DONE)
     with pytest.raises(error):
-        await committer.at_turn(lambda: DONE)
-    await committer.drain()
+        committer.at_turn(lambda: DONE).result()
+    at_once(committer.drain())

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from local_training import at_once
 from psync.errors import ConnectionLost, UsageError
 from psync.net.peer import Peer, Reply
 from psync.ps.backup_host import AsIfFrom
@@ -34,24 +35,27 @@ def close(peer: Peer) -> None:
 
 
 @pytest.fixture
-async def scene() -> Scene:
+def scene() -> Scene:
     return Scene()
 
 
-async def test_all_requests_for_a_take_get_its_answer_and_nobody_is_said_to_have_left(
+@pytest.mark.usefixtures("turns")
+def test_all_requests_for_a_take_get_its_answer_and_nobody_is_said_to_have_left(
     scene: Scene,
 ) -> None:
     peers = [connection(), connection()]
     futures = [scene.waits.add(FIRST, peer) for peer in peers]
     other = scene.waits.add(SECOND, peers[0])
     scene.waits.settle(FIRST, ANSWER)
-    assert [await scene.waits.answer(FIRST, future) for future in futures] == [ANSWER, ANSWER]
+    answers = [at_once(scene.waits.answer(FIRST, future)) for future in futures]
+    assert answers == [ANSWER, ANSWER]
     assert not other.done()
     assert not scene.left
     assert peers[1].state["takes"] == set()
 
 
-async def test_takes_leave_together_when_the_last_connection_has_gone(scene: Scene) -> None:
+@pytest.mark.usefixtures("turns")
+def test_takes_leave_together_when_the_last_connection_has_gone(scene: Scene) -> None:
     old, new = connection(), connection()
     waiting = [scene.waits.add(name, old) for name in (FIRST, SECOND)]
     again = scene.waits.add(FIRST, new)
@@ -73,10 +77,11 @@ async def test_a_request_that_is_cancelled_leaves_once(scene: Scene) -> None:
     assert scene.left == [(A, [FIRST])]
 
 
-async def test_an_error_ends_all_waits(scene: Scene) -> None:
+@pytest.mark.usefixtures("turns")
+def test_an_error_ends_all_waits(scene: Scene) -> None:
     futures = [scene.waits.add(name, connection()) for name in (FIRST, SECOND)]
     scene.waits.settle_all(UsageError("over"))
     for future in futures:
         with pytest.raises(UsageError, match="over"):
-            await future
+            future.result()
     assert not scene.left

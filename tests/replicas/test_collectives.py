@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from local_training import at_once
 from psync.numerics.replica_sums import ReduceOp
 from psync.replicas import collectives
 
 
-async def test_values_are_reduced_at_any_depth():
+def test_values_are_reduced_at_any_depth():
     calls = [(ReduceOp.SUM, {"a": 1, "b": np.ones(2)}), (ReduceOp.SUM, {"a": 2, "b": np.ones(2)})]
-    total = await collectives.reduce(None, calls)
+    total = at_once(collectives.reduce(None, calls))
     assert total["a"] == 3
     assert total["b"].tolist() == [2, 2]
     means = [(ReduceOp.MEAN, 1.0), (ReduceOp.MEAN, 2.0)]
-    assert await collectives.reduce(None, means) == 1.5
+    assert at_once(collectives.reduce(None, means)) == 1.5
 
 
 def test_values_are_gathered_in_the_order_of_the_replicas():

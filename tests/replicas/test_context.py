@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import psync
+from local_training import at_once
 from psync.client.context import ClosureContext, enter_closure, enter_dataset
 from psync.client.scopes import current_scope
 from psync.errors import ReplicaValueError, UsageError
@@ -205,13 +206,13 @@ async def test_one_replica_merges_at_once_with_its_own_values_and_gets_what_is_r
         assert gathered.shape == (1, 2)
 
 
-async def test_a_member_asks_the_others():
+def test_a_member_asks_the_others():
     member = Member(1, 2)
     with step(member):
         context = get_replica_context()
-        assert await context.all_reduce("Sum", 3) == "merged"
-        assert await context.all_gather(4, 1) == "merged"
-        assert await context.merge_call(print, (5,)) == "merged"
+        assert at_once(context.all_reduce("Sum", 3)) == "merged"
+        assert at_once(context.all_gather(4, 1)) == "merged"
+        assert at_once(context.merge_call(print, (5,))) == "merged"
     assert member.asked == [
         ("all_reduce SUM", (psync.ReduceOp.SUM, 3)),
         ("all_gather along 1", (4, 1)),
@@ -219,12 +220,12 @@ async def test_a_member_asks_the_others():
     ]
 
 
-async def test_a_collective_in_cross_replica_context_is_an_error():
+def test_a_collective_in_cross_replica_context_is_an_error():
     context = get_replica_context()
     with cross_replica(strategy()):
         for call in (context.merge_call(print), context.all_reduce("sum", 1)):
             with pytest.raises(RuntimeError, match="in cross-replica context"):
-                await call
+                at_once(call)
 
 
 @pytest.mark.parametrize("name", ["merge_call", "all_reduce", "replica_id_in_sync_group"])
@@ -248,37 +249,37 @@ def test_other_attributes_that_are_missing_in_cross_replica_context_are_as_ever(
             getattr(thing, name)
 
 
-async def test_an_unknown_reduction_is_an_error_before_anybody_waits():
+def test_an_unknown_reduction_is_an_error_before_anybody_waits():
     member = Member(0, 2)
     with step(member), pytest.raises(ReplicaValueError):
-        await get_replica_context().all_reduce("max", 1)
+        at_once(get_replica_context().all_reduce("max", 1))
     assert not member.asked
 
 
 # --- the strategy of one replica -------------------------------------------------------------
 
 
-async def test_run_in_a_step_is_local():
+def test_run_in_a_step_is_local():
     async def fn(a, b):
         context = get_replica_context()
         return a + b + context.replica_id_in_sync_group, context.num_replicas_in_sync
 
     with step():
-        assert await get_strategy().run(fn, args=(1,), kwargs={"b": 2}) == (3, 1)
-        assert await get_strategy().experimental_run_v2(lambda: 4) == 4
+        assert at_once(get_strategy().run(fn, args=(1,), kwargs={"b": 2})) == (3, 1)
+        assert at_once(get_strategy().experimental_run_v2(lambda: 4)) == 4
 
         async def merge_fn(strategy):
             return await strategy.run(fn, (1, 1))
 
-        assert await get_replica_context().merge_call(merge_fn) == (2, 1)
+        assert at_once(get_replica_context().merge_call(merge_fn)) == (2, 1)
 
 
-async def test_a_member_cannot_run_others_or_reduce_what_it_does_not_know():
+def test_a_member_cannot_run_others_or_reduce_what_it_does_not_know():
     with step(Member(0, 2)):
         with pytest.raises(UsageError, match="one of several"):
-            await get_strategy().run(print)
+            at_once(get_strategy().run(print))
         with pytest.raises(UsageError, match="all_reduce"):
-            await get_strategy().reduce("SUM", 1)
+            at_once(get_strategy().reduce("SUM", 1))
 
 
 def test_what_would_wait_for_the_gang_is_refused_in_a_merge_function():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from local_training import at_once
 from psync.client.context import ClosureContext
 from psync.errors import (
     CaptureError,
@@ -105,16 +106,16 @@ async def test_errors_of_the_coordinator_and_the_network_come_through():
         await member.collective("merge_call", reduce, None)
 
 
-async def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
+def test_what_cannot_be_sent_is_refused_before_the_others_are_asked():
     coordinator = Coordinator()
     member = member_of(coordinator, Limits(segment_bytes=100_000, body_bytes=100_000))
     with pytest.raises(CaptureError, match="what replica 1 brings to merge_call"):
-        await member.collective("merge_call", reduce, asyncio.Lock())
+        at_once(member.collective("merge_call", reduce, asyncio.Lock()))
     with pytest.raises(CaptureError, match="too large"):
-        await member.collective("merge_call", reduce, np.zeros(100_000))
+        at_once(member.collective("merge_call", reduce, np.zeros(100_000)))
     closure_of(member).close()
     with pytest.raises(UsageError, match="all_reduce SUM after the step has returned"):
-        await member.collective("all_reduce SUM", reduce, None)
+        at_once(member.collective("all_reduce SUM", reduce, None))
     assert not coordinator.asked
 
 

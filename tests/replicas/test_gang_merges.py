@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from local_training import at_once
 from psync.net.peer import Reply
 from psync.numerics.replica_values import PerReplica
 from psync.replicas.context import (
@@ -47,8 +48,8 @@ def told(reply: Reply) -> Any:
     ],
     ids=["one for all", "nothing", "for each its own"],
 )
-async def test_all_get_what_the_function_makes_of_all_values(function, expected, pickled_once):
-    replies = await merged(function, "a", "b", "c")
+def test_all_get_what_the_function_makes_of_all_values(function, expected, pickled_once):
+    replies = at_once(merged(function, "a", "b", "c"))
     assert [told(reply) for reply in replies] == expected
     assert (replies[0].segments is replies[2].segments) is pickled_once
 
@@ -74,8 +75,8 @@ async def test_a_coroutine_function_runs_in_cross_replica_context():
         (lambda *_: np.zeros(100_000), TypeError, "too large"),
     ],
 )
-async def test_an_error_is_told_to_all(function, error, text):
+def test_an_error_is_told_to_all(function, error, text):
     limits = Limits(segment_bytes=100_000, body_bytes=100_000)
-    for reply in await merged(function, 1, 2, limits=limits):
+    for reply in at_once(merged(function, 1, 2, limits=limits)):
         with pytest.raises(error, match=text):
             told(reply)

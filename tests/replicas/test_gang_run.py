@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from psync.closures.closure import Replica
@@ -12,6 +10,7 @@ from psync.errors import ReplicaValueError
 from psync.replicas.gang_run import GangRun, fail
 from psync.serialization.functions import Function
 from psync.serialization.payloads import EMPTY, Payload, pack_arguments
+from turns import Turns
 
 
 def payload(number: int) -> Payload:
@@ -22,14 +21,16 @@ def run_of(*arguments: Payload) -> GangRun:
     return GangRun(None, Function(b"key", "fn", True, EMPTY), list(arguments), Barrier(0))
 
 
-async def test_a_closure_is_a_replica_by_its_place_among_them() -> None:
+@pytest.mark.usefixtures("turns")
+def test_a_closure_is_a_replica_by_its_place_among_them() -> None:
     run = run_of(payload(1))
     assert run.replica_of(0) is None  # none has been made
     run.closures = [Replica(number) for number in (7, 8, 9)]
     assert [run.replica_of(number) for number in (6, 7, 9, 10)] == [None, 0, 2, None]
 
 
-async def test_one_payload_is_for_all_replicas_and_several_are_for_one_each() -> None:
+@pytest.mark.usefixtures("turns")
+def test_one_payload_is_for_all_replicas_and_several_are_for_one_each() -> None:
     one, two = payload(1), payload(2)
     assert run_of(one).arguments_for(3) == [one] * 3
     assert run_of(one, two).arguments_for(2) == [one, two]
@@ -40,13 +41,16 @@ async def test_one_payload_is_for_all_replicas_and_several_are_for_one_each() ->
 @pytest.mark.parametrize(
     "told", [[None, ValueError("too late")], [ValueError("wrong"), None]], ids=["end", "error"]
 )
-async def test_the_caller_is_told_once_and_an_error_that_nobody_sees_is_no_warning(
-    told: list[Exception | None],
+def test_the_caller_is_told_once_and_an_error_that_nobody_sees_is_no_warning(
+    told: list[Exception | None], turns: Turns
 ) -> None:
-    run = run_of(payload(1))
+    seen, unseen = run_of(payload(1)), run_of(payload(1))
     for each in told:
-        run.tell(each)
-    other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        seen.tell(each)
+        unseen.tell(each)
+    other = turns.create_future()
     other.cancel()
     fail(other, ValueError("nobody waits"))
-    assert run.ended.exception() is told[0]
+    assert seen.ended.exception() is told[0]
+    del unseen
+    assert not turns.reports

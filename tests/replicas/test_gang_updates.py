@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from local_training import at_once
 from psync.api.variables import VariableAggregation
 from psync.errors import GradientError, ReplicaValueError, UnsupportedError
 from psync.numerics.indexed_slices import IndexedSlices
@@ -58,9 +59,9 @@ class Others:
 @pytest.mark.parametrize(
     ("aggregation", "expected"), [("SUM", 6.0), ("MEAN", 2.0), ("ONLY_FIRST_REPLICA", 2.0)]
 )
-async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
+def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
     target, others = Target("v", aggregation), Others()
-    await gang_updates.assign(others, target, "assign_add", np.float32(2))
+    at_once(gang_updates.assign(others, target, "assign_add", np.float32(2)))
     assert target.written == [("assign_add", expected)]
     assert others.what == 'assign_add to "v"'
 
@@ -73,10 +74,10 @@ async def test_one_value_is_made_of_all_and_written_once(aggregation, expected):
         ("ONLY_FIRST_REPLICA", [1, 2], [1.0, 2.0]),
     ],
 )
-async def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
+def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
     target, others = Target("v", aggregation), Others()
     brought = np.array([1, 2]), np.array([[1.0], [2.0]])
-    await gang_updates.scatter(others, target, "scatter_add", *brought)
+    at_once(gang_updates.scatter(others, target, "scatter_add", *brought))
     ((method, (written_rows, written)),) = target.written
     assert method == "scatter_add"
     assert written_rows.tolist() == rows
@@ -84,23 +85,23 @@ async def test_rows_of_all_replicas_are_added_once(aggregation, rows, values):
     assert others.what == 'scatter_add to "v"'
 
 
-async def test_other_scatters_need_a_first_replica():
+def test_other_scatters_need_a_first_replica():
     rows, values = np.array([1]), np.array([[1.0]])
     for aggregation, error in (
         ("NONE", ReplicaValueError), ("SUM", UnsupportedError), ("MEAN", UnsupportedError),
     ):  # fmt: skip
         target = Target("v", aggregation)
         with pytest.raises(error, match='scatter_max to "v" in one of 3 replicas'):
-            await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
+            at_once(gang_updates.scatter(Others(), target, "scatter_max", rows, values))
     target = Target("v", "ONLY_FIRST_REPLICA")
-    await gang_updates.scatter(Others(), target, "scatter_max", rows, values)
+    at_once(gang_updates.scatter(Others(), target, "scatter_max", rows, values))
     assert target.written == [("scatter_max", (rows, values))]
 
 
-async def test_gradients_are_summed_variable_by_variable():
+def test_gradients_are_summed_variable_by_variable():
     v, w, others = Target("v"), Target("w"), Others()
     pairs = [(np.ones(2, np.float32), v), (np.full(1, 2, np.float32), w)]
-    found = await gang_updates.apply_gradients(others, Optimizer(), pairs, "step")
+    found = at_once(gang_updates.apply_gradients(others, Optimizer(), pairs, "step"))
     assert found == ([([3, 3], "v"), ([6], "w")], "step")
     assert others.what == 'apply_gradients of "SGD"'
 
@@ -119,11 +120,11 @@ async def test_gradients_are_summed_variable_by_variable():
     ],
     ids=["other variables", "rows and whole"],
 )
-async def test_replicas_whose_gradients_do_not_fit_each_other_are_named(pairs, error):
+def test_replicas_whose_gradients_do_not_fit_each_other_are_named(pairs, error):
     targets = {name: Target(name) for name in "vw"}
     calls = [
         (Optimizer(), [(gradient, targets[name]) for gradient, name in each], None)
         for each in pairs
     ]
     with pytest.raises(GradientError, match=error):
-        await gang_updates._push(None, calls)
+        at_once(gang_updates._push(None, calls))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import psync
-from local_training import strategy_of
+from local_training import at_once, strategy_of
 from psync.client.context import enter_dataset
 from psync.errors import CaptureError, UsageError
 from psync.replicas.run import LocalRunWarning
@@ -16,25 +16,25 @@ async def ids(x: int) -> tuple[int, int, int]:
     return context.replica_id_in_sync_group, context.num_replicas_in_sync, x
 
 
-async def test_without_a_coordinator_one_replica_runs_here_with_a_warning():
+def test_without_a_coordinator_one_replica_runs_here_with_a_warning():
     strategy = strategy_of()
     with pytest.warns(LocalRunWarning, match="one replica runs in this process"):
-        assert await strategy.run(ids, (5,)) == (0, 1, 5)
+        assert at_once(strategy.run(ids, (5,))) == (0, 1, 5)
     with strategy.scope(), pytest.warns(LocalRunWarning):
-        assert await strategy.run(lambda x: psync.get_strategy() is strategy, kwargs={"x": 1})
+        assert at_once(strategy.run(lambda x: psync.get_strategy() is strategy, kwargs={"x": 1}))
 
 
-async def test_in_a_training_session_the_program_is_the_replica():
+def test_in_a_training_session_the_program_is_the_replica():
     strategy = strategy_of()
     strategy.runtime = object()  # that of a session; nothing is asked of it here
-    assert await strategy.run(ids, [5]) == (0, 1, 5)
+    assert at_once(strategy.run(ids, [5])) == (0, 1, 5)
 
 
-async def test_what_is_no_call_is_refused():
+def test_what_is_no_call_is_refused():
     strategy = strategy_of()
     with pytest.raises(CaptureError, match="args: expected a tuple, got int"):
-        await strategy.run(ids, 5)  # type: ignore[arg-type]
+        at_once(strategy.run(ids, 5))  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="args: expected a tuple, got PerReplica"):
-        await strategy.run(ids, psync.PerReplica((1, 2)))  # type: ignore[arg-type]
+        at_once(strategy.run(ids, psync.PerReplica((1, 2))))  # type: ignore[arg-type]
     with enter_dataset(0), pytest.raises(UsageError, match="in dataset code"):
-        await strategy.run(ids, (5,))
+        at_once(strategy.run(ids, (5,)))

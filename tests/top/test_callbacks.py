@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from local_training import at_once
 from psync import callbacks
 from psync.errors import ConfigurationError
 
@@ -45,12 +46,12 @@ def test_a_baseline_and_a_delta_have_to_be_passed() -> None:
 
 
 @pytest.mark.parametrize(("patience", "stopped"), [(0, 1), (1, 1), (2, 5), (3, 6)])
-async def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
+def test_patience_counts_epochs_without(patience: int, stopped: int) -> None:
     stop = callbacks.EarlyStopping("loss", patience=patience)
     stop.trainer = FakeTrainer()  # type: ignore[assignment]
     stop.on_train_begin()
     for epoch, loss in enumerate([1.0, 2.0, 0.5, 0.4, 1.0, 1.0, 1.0]):
-        await stop.on_epoch_end(epoch, {"loss": loss})
+        at_once(stop.on_epoch_end(epoch, {"loss": loss}))
         assert stop.trainer.stop_training == (epoch >= stopped)
         if stop.trainer.stop_training:
             break
