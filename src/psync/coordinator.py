@@ -282,7 +282,7 @@ class Coordinator:
         self._state.fail_if_gone()
         self._prepare()
         if self._creating is not None:
-            await self.joins.wait(self._creating, deadline, timeout_s)
+            await self.joins.wait(deadline, timeout_s, self._creating)
         (await self.joins.below(cutoff, deadline, timeout_s)).result()
         if finish_steps and self.done():
             await self._finish_steps(deadline, timeout_s)
@@ -412,7 +412,7 @@ class Coordinator:
                 self.workers.notify(action.worker, worker_messages.GiveBack(list(action.ids)))
         if self._queue.has_failed is not self._final.refused:
             self._final.look_for_errors()
-        if self.joins.waiting or self.joins.works:
+        if self.joins.waiting:
             self.joins.settle()
             self._final.look(1)
         self._reporter.look()

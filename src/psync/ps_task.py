@@ -3,13 +3,13 @@
 It joins the network with ``PsServices``, which hold the variables of one coordinator on one
 timeline, judge what comes in, and answer. This file says when these are replaced, as a whole:
 
-    message      event       then serve
-    AttachPs     ATTACH      nothing yet, for a newer coordinator; what was there is kept aside, if
-                             that wants to go on with it
-    RestoreSnapshot    ROLL_BACK   a snapshot, on a new timeline
-    BackUp, ...  DEPOSE      nothing: another process has answered as this ps's backup
-    BeginBackup  COPY        a snapshot of another process's ps, then what the log of that one says
-    Promote      PROMOTE     that, from now on to everybody
+    message          event      then serve
+    AttachPs         ATTACH     nothing yet, for a newer coordinator, which may want what was there
+    RestoreSnapshot  ROLL_BACK  a snapshot, on a new timeline
+    BackUp, ...      DEPOSE     nothing: another process has answered as this ps's backup
+    LogEntries       COPY       a snapshot of another process's ps, which BeginBackup has begun, and
+                                what the log of that one says
+    Promote          PROMOTE    that, from now on to everybody
 
 The states: ``ps/life.py``; what lives for how long: ``sync/ps_services.py``. No user code runs
 here, and nothing is unpickled.

@@ -83,6 +83,18 @@ async def test_what_a_join_does_ends_with_an_error_that_comes_meanwhile():
         await working
 
 
+@pytest.mark.timeout(10)
+async def test_who_collects_an_error_first_takes_it_from_nobody():
+    world = World(0)
+    working = asyncio.create_task(world.joins.run(asyncio.Event().wait(), None, None))
+    joining = asyncio.create_task(world.joins.below(5))
+    await asyncio.sleep(0)
+    world.tell(world.queue.fail(ValueError("boom")))
+    for ended in (working, joining):
+        with pytest.raises(ValueError, match="boom"):
+            (await ended).result()
+
+
 @pytest.mark.usefixtures("turns")
 def test_errors_that_are_alike_are_one_note():
     world = World(5)
@@ -165,11 +177,11 @@ def test_who_waits_until_the_deadline_is_told_on_whom(turns):
     join = world.joins.add(1)
     now = turns.time()
     with pytest.raises(DeadlineExceeded, match=r"within 5 s: closure 0 on w0") as info:
-        at_once(world.joins.wait(join, now, 5.0))
+        at_once(world.joins.wait(now, 5.0, join))
     assert info.value.hint == "what was scheduled goes on; join again, or cancel RemoteValues"
     assert not join.done()
     world.tell(world.queue.finished("w0", [0], 0.0))
-    at_once(world.joins.wait(join, now, 5.0))
+    at_once(world.joins.wait(now, 5.0, join))
 
 
 @pytest.mark.virtual_time
@@ -185,7 +197,7 @@ async def test_a_long_wait_is_logged_unless_there_was_news(caplog):
         world.tell(world.queue.finished("w0", [0], 0.0))
 
     living = loop.create_task(live())
-    await world.joins.wait(join, None, None)
+    await world.joins.wait(None, None, join)
     await living
     assert caplog.messages == ["join waits: closure 0 on w0"]  # after 10 s, and not after 20
 

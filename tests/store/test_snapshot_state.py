@@ -142,7 +142,7 @@ def twice(listed: list[Any]) -> list[Any]:
 
 SHARD = ("shards", 0)
 DAMAGE = [
-    (at("format", value="psync checkpoint"), "format: expected 'psync snapshot'"),
+    (at("format", value="psync checkpoint"), "format: expected 'psync image'"),
     (at("version", value="1"), "version: expected a whole number"),
     (at("shards", value=None), "shards: expected a list"),
     (at("shards", value=twice), "a shard: expected each once, got '3 of 2'"),

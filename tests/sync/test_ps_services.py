@@ -20,9 +20,9 @@ from psync.net.platform import Platform
 from psync.ps.life import Life
 from psync.ps_task import PsTask
 from psync.store.commit_log import LogState
-from psync.sync.ps_services import PsServices
 from psync.testing import MemoryNetwork
 from psync.wire.accumulator_messages import DefineAccumulator, TakeGradient
+from psync.wire.lock_messages import LockShards
 from psync.wire.ps_messages import AttachPs
 from psync.wire.recovery_messages import Gate, LogEntries
 from sync_cluster import ask
@@ -55,11 +55,12 @@ def test_beside_ps_0_nobody_decides_steps() -> None:
 
 async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_is_kept() -> None:
     async with PsCluster() as cluster:
-        await cluster.create("v", np.ones(3, np.float32))
-        # Connections outlive services; over these there were a cut, and a take that waited.
+        spec = await cluster.create("v", np.ones(3, np.float32))
+        # Connections outlive services; over these came a cut, a take that waited, and a lock.
+        await ask(cluster.chief, LockShards(1, [spec.shards[0].key], 60.0))
         await ask(cluster.chief, ACCUMULATOR)
         await ask(cluster.chief, Gate(1))
-        before: weakref.ref[PsServices] = weakref.ref(cluster.ps[0].services)
+        before = [weakref.ref(cluster.ps[0].services), weakref.ref(cluster.ps[0].services.store)]
         worker = cluster.client()
         take = asyncio.create_task(ask(worker, TakeGradient("g", 1, 1, 1)))
         await until(lambda: cluster.ps[0].statistics()["accumulators"]["waiting"])
@@ -70,7 +71,7 @@ async def test_a_newer_coordinator_gets_others_and_nothing_of_the_earlier_ones_i
             await take
         counters = cluster.ps[0].statistics()["accumulators"]
         assert counters == dict.fromkeys(counters, 0)
-        await until(lambda: gc.collect() >= 0 and before() is None)
+        await until(lambda: gc.collect() >= 0 and not any(each() for each in before))
 
 
 async def test_a_former_backup_deposes_nobody_who_serves_a_newer_coordinator() -> None:

@@ -253,6 +253,24 @@ async def test_an_older_checkpoint_is_read(tmp_path: Path) -> None:
         assert adam.learning_rate == 0.5
 
 
+async def test_a_checkpoint_with_snapshots_of_an_earlier_version_is_read() -> None:
+    """Two steps of Adam, saved before its files were called snapshots anywhere but on disk."""
+    path = Path(__file__).parent / "golden" / "checkpoints" / "with-images"
+    stored = stored_snapshots(path)
+    states = [SnapshotState.from_bytes(each.state, str(each.file)) for each in stored]
+    assert [spec.shape for state in states for spec in state.shards] == [(4, 2), (3, 2)]
+    assert [len(state.ledger.senders) > 0 for state in states] == [True, True]
+    async with training(3, 1, psync.FixedShardsPartitioner(3)) as (strategy, _):
+        with strategy.scope():
+            w = psync.Variable(np.zeros((7, 2), np.float32), name="w")
+        adam = psync.optimizers.Adam(0.1)
+        restored = await psync.Checkpoint(w=w, adam=adam).restore(path)
+        assert (restored.missing, restored.extra) == ((), ())
+        started = np.arange(14, dtype=np.float32).reshape(7, 2)
+        np.testing.assert_allclose(await w.read(), started - 0.2, atol=1e-5)
+        assert await adam.iterations.read() == 2
+
+
 # Threads.
 
 

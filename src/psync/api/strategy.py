@@ -189,7 +189,7 @@ class ParameterServerStrategy(ReplicaRuns):
         finally:
             open_scope.reset(token)
 
-    # Data; see ``distributed_datasets``.
+    # Data; see ``api.datasets``.
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None

@@ -21,6 +21,9 @@ from psync.serialization.failures import text_of
 
 logger = logging.getLogger(__name__)
 
+NEVER = 1 << 62
+"""The cut-off of a join that ends with an error alone."""
+
 REPORT_EVERY_S = 10.0
 """A join that has heard of nothing for so long says on whom it waits."""
 
@@ -50,7 +53,6 @@ class Joins:
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()  # when a worker last reported
         self.waiting: dict[asyncio.Future[None], _Join] = {}
-        self.works: set[asyncio.Task[Any]] = set()  # that joins wait for, see ``run``
         self._exhausted_at: int | None = None  # lowest closure that met an end of data, not told
 
     def __len__(self) -> int:
@@ -72,12 +74,15 @@ class Joins:
             future.exception()  # seen, also where whoever waited was cancelled just now
 
     async def wait(
-        self, future: asyncio.Future[Any], deadline: float | None, timeout_s: float | None
+        self,
+        deadline: float | None,
+        timeout_s: float | None,
+        *futures: asyncio.Future[Any],
     ) -> None:
-        """Wait for the future, or for what comes before and after it; say on whom, if it is long.
+        """Wait until one of the futures is done; say on whom, if it is long.
 
         Args:
-            future: Is not looked at further, nor cancelled.
+            futures: Are not looked at further, nor cancelled.
             deadline: Loop time (seconds) at which to give up; None: never.
             timeout_s: The seconds that join was given, for the error.
 
@@ -86,7 +91,7 @@ class Joins:
 
         Cancellation: Safe.
         """
-        while not future.done():
+        while not any(future.done() for future in futures):
             pause = REPORT_EVERY_S
             if deadline is not None:
                 pause = min(pause, deadline - self._loop.time())
@@ -95,8 +100,10 @@ class Joins:
                         f"join did not end within {timeout_s:g} s: {self._waits_for()}",
                         hint="what was scheduled goes on; join again, or cancel RemoteValues",
                     )
-            await asyncio.wait((future,), timeout=pause)
-            if not future.done() and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
+            done, _ = await asyncio.wait(
+                futures, timeout=pause, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done and self._loop.time() - self.heard_at >= REPORT_EVERY_S:
                 logger.warning("join waits: %s", self._waits_for())
 
     async def below(
@@ -115,7 +122,7 @@ class Joins:
         future = self.add(cutoff)
         self.settle()
         try:
-            await self.wait(future, deadline, timeout_s)
+            await self.wait(deadline, timeout_s, future)
         finally:
             self.discard(future)
         return future
@@ -130,16 +137,17 @@ class Joins:
                 lost for good without which ``work`` has no end.
         """
         task = self._loop.create_task(work)
-        self.works.add(task)
+        failed = self.add(NEVER)
+        self.settle()
         try:
-            await self.wait(task, deadline, timeout_s)
+            await self.wait(deadline, timeout_s, task, failed)
         finally:
-            self.works.discard(task)
+            self.discard(failed)
             if not task.done():
                 task.cancel()
                 await asyncio.wait((task,))
-        if task.cancelled():
-            (await self.below(self._queue.next_id, deadline, timeout_s)).result()
+        if failed.done():
+            failed.result()
         task.result()
 
     async def collect_into(self, error: Exception, cutoff: int) -> None:
@@ -167,9 +175,6 @@ class Joins:
 
     def settle(self) -> None:
         """End the joins that are over."""
-        if self._queue.has_failed:
-            for work in self.works:
-                work.cancel()
         ready = [join for join in self.waiting.values() if self._queue.is_settled(join.cutoff)]
         if not ready:
             return

@@ -60,7 +60,7 @@ class ClosureContext:
         gang: Any = None,
         arrival: int = 0,
     ) -> None:
-        self.arrival = arrival  # when it came to this worker, see ``pulled_ahead``
+        self.arrival = arrival  # when it came to this worker, see ``prefetch``
         self.worker_index = worker_index
         self.closure_id = closure_id
         self.runtime = runtime  # through which variables talk to ps tasks; opaque here

@@ -1,7 +1,7 @@
 """Session requests on ps 0: connections, clock and delayed answers for the rule of members.
 
 ``SessionMembers`` decides; this feeds it requests, keeps the answers that have to wait, and
-carries out the rest through its owner, the ps task.
+carries out the rest on the services of its ps.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 LAST_WORDS_S = 3.0
 """How long a worker may go on that is told to exit when its training session has ended. Less than
-the launcher's patience (``lifeline.GRACE_S``)."""
+the launcher's patience (``GRACE_S``)."""
 
 
 def run_loop(

@@ -25,7 +25,7 @@ class MeanGradient:
 
     The result is ``((g0 * w0 + g1 * w1) + …) / (w0 + w1 + …)``, in the order given, computed in
     ``sum_dtype`` and rounded once to the dtype of the gradients. A weight of 1 multiplies nothing.
-    With a scale that result is multiplied by it, as ``gradient_clipping.scaled`` says.
+    With a scale that result is multiplied by it, as ``clipping.scaled`` says.
 
     Args:
         gradients: Of each push: 1-D, all of one length and floating dtype. They must not change

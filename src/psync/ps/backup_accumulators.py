@@ -46,7 +46,7 @@ Listed = tuple[Client, Build, Sequence[memoryview]]
 
 
 class AccumulatorSnapshot:
-    """The accumulators of one ps; its ``entries`` are ``backup_service.Contents``.
+    """The accumulators of one ps; its ``entries`` are ``backup.Contents``.
 
     Args:
         service: Its accumulators.

@@ -63,7 +63,7 @@ class Served:
     ps: int
     attach: AttachPs
     timeline: int
-    life: int  # see ``adoption``
+    life: int  # see ``previous_store``
 
 
 class BackupSender:

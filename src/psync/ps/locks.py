@@ -94,6 +94,9 @@ class PsLocks:
         self._closed = True
         for holder in list(self._locks):
             self._drop(holder)
+        for peer in self._peers:  # connections may outlive this, and what it holds
+            peer.on_closed.remove(self._connection_lost)
+        self._peers.clear()
 
     # For updates, and for who speaks under a lock.
 

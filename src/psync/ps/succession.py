@@ -169,7 +169,7 @@ class AdoptionService:
 
     @property
     def life(self) -> int:
-        """Of what is held here, see ``adoption``; 0: it has none."""
+        """Of what is held here, see ``previous_store``; 0: it has none."""
         return self._former.life
 
     def copied(self, life: int) -> None:

@@ -32,7 +32,7 @@ class FormerStore:
     """
 
     def __init__(self, task: str) -> None:
-        self.life = 0  # of what is held here and in the store; see ``adoption``
+        self.life = 0  # of what is held here and in the store; see ``reattach``
         self._task = task
         self._shards: dict[Place, Shard] = {}
         self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards

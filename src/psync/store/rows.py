@@ -127,7 +127,7 @@ class RowTable(RowChecks):
 
         Args:
             key: Of the shard.
-            op: One of ``scatter_ops.SCATTER_OPS``, checked.
+            op: One of ``scatter.SCATTER_OPS``, checked.
             rows: Checked; each once, ascending.
             values: What ``check_rows`` returned. Must not change until the work is done.
 

@@ -196,7 +196,7 @@ class ShardTable:
     def read_slot(self, key: Key, optimizer_id: int, slot: str) -> list[memoryview]:
         """Return a slot's bytes like ``read``; it has its initial value before the first apply.
 
-        The dtype is ``update_rules.slot_dtype`` of the shard's: float32 for half precision.
+        The dtype is ``update_rule.slot_dtype`` of the shard's: float32 for half precision.
 
         Raises:
             UnknownVariableError: If the shard is not here.
@@ -278,7 +278,7 @@ class ShardTable:
             key: Of the shard.
             optimizer_id: Of the optimizer.
             slot: Its name.
-            data: A buffer of the slot's bytes, in ``update_rules.slot_dtype`` of the shard's. Must
+            data: A buffer of the slot's bytes, in ``update_rule.slot_dtype`` of the shard's. Must
                 not change until the work is done.
 
         Returns:

@@ -40,7 +40,9 @@ from psync.store.shards import Key
 from psync.store.sync_config import SyncConfig
 from psync.store.untrusted_json import UntrustedJson
 
-FORMAT = "psync snapshot"
+FORMAT = "psync image"
+"""What the first line of files on disk says: checkpoints of every version are read."""
+
 VERSION = 1
 
 MAX_ITEM_BYTES = 1 << 42

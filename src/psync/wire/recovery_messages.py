@@ -200,7 +200,7 @@ class BeginBackup(Message):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that the snapshot does not have
-    life: int  # of what is backed up, see ``adoption``
+    life: int  # of what is backed up, see ``reattach``
 
 
 @message(99)
@@ -396,7 +396,7 @@ class AskServed(Message):
 @message(7)
 @dataclass(frozen=True, slots=True)
 class ServedHere(Message):
-    """See AskServed, and ``served_tasks``."""
+    """See AskServed, and ``locate_ps``."""
 
     # (ps, address or "", coordinator, timeline, epoch, process of its backup or -1, its epoch)
     primaries: list[tuple[int, str, int, int, int, int, int]]
@@ -421,7 +421,7 @@ class DescribeShards(Message):
 @message(111)
 @dataclass(frozen=True, slots=True)
 class ShardsDescribed(Message):
-    """Segment: ``adoption.Holding`` as JSON."""
+    """Segment: ``reattach.Holding`` as JSON."""
 
 
 @message(120)
@@ -429,7 +429,7 @@ class ShardsDescribed(Message):
 class AdoptShards(Message):
     """Let the present program have what an earlier one has left; idempotent. Answered by Done.
 
-    Segment: ``adoption.Adopted`` as JSON.
+    Segment: ``reattach.Adopted`` as JSON.
     """
 
     life: int  # the number by which all ps tasks know this state from now on; 0: as it is

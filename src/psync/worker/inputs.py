@@ -46,7 +46,7 @@ class HeldClosure:
         *,
         arrival: int = NEVER,
     ) -> None:
-        self.arrival = arrival  # see ``pulled_ahead``; NEVER: of a gang, whose replicas meet
+        self.arrival = arrival  # see ``prefetch``; NEVER: of a gang, whose replicas meet
         self.id = closure_id
         self.key = key  # of its function
         self.num_segments = num_segments  # of its arguments; -1: they have to be fetched
