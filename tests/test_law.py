@@ -54,6 +54,18 @@ def test_every_module_has_its_row() -> None:
     assert [name for name in MODULES if row_of(name) < 0] == []
 
 
+def test_the_design_page_lists_the_packages_in_the_order_of_the_law() -> None:
+    page = (TESTS.parent / "docs" / "design.md").read_text()
+    listed = page.partition("## Packages")[2].partition("Three rules")[0]
+    heads = [line.partition(":")[0] for line in listed.splitlines() if line.startswith("- ")]
+    names = {"psync": "__init__", "python -m psync": "__main__"}
+    rows = [
+        {row_of(names.get(name, name)) for name in re.findall("`([^`]+)`", head)} for head in heads
+    ]
+    assert sorted(set().union(*rows)) == list(range(len(LAW)))
+    assert [min(row) for row in rows] == sorted(min(row) for row in rows)
+
+
 @each_module
 def test_a_package_knows_the_packages_of_rows_before_its_own(module: str) -> None:
     for line, name in own_imports_of(module):
