@@ -102,8 +102,7 @@ def test_what_is_called_pure_is_there() -> None:
 @each_package
 def test_a_package_fits_on_a_screen(package: str) -> None:
     files = [path for path in MODULES[package].parent.glob("*.py") if path.name != "__init__.py"]
-    if not package.startswith("testing.simulation"):
-        assert len(files) <= MAX_MODULES, package
+    assert len(files) <= MAX_MODULES, package
 
 
 @each_package

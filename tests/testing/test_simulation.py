@@ -26,8 +26,8 @@ from psync.testing.simulation.processes import Process, ProcessLoop
 from psync.testing.simulation.run import Report, simulate
 from psync.testing.simulation.shrink import shrunk, table
 from psync.testing.simulation.sweep import Job, difference, hunt, run_all, seeds
-from psync.testing.simulation.tables import Rows, Seen
 from psync.testing.simulation.watch import marks_of
+from psync.testing.simulation.workload.tables import Rows, Seen
 from psync.worker_task import WorkerTask
 
 CANARY = 31

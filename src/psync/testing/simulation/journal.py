@@ -20,10 +20,10 @@ from psync.testing.simulation import oracle
 from psync.testing.simulation.plan import Call, ClosurePlan, Plan
 from psync.testing.simulation.processes import current_process
 from psync.testing.simulation.rounds import Rounds
-from psync.testing.simulation.tables import Fault, Look, Table, Values
+from psync.testing.simulation.workload.tables import Fault, Look, Table, Values
 
 if TYPE_CHECKING:
-    from psync.testing.simulation.own_updates import OwnUpdates
+    from psync.testing.simulation.workload.own_updates import OwnUpdates
 
 LOOKED_AFTER_S = 1.0
 """After which what was pulled is compared: until then the program has heard of every rollback."""

@@ -16,7 +16,7 @@ import numpy as np
 from psync.checkpoints.files import Reader, checkpoints_in
 from psync.checkpoints.stored_snapshots import check_places, stored_snapshots
 from psync.errors import PsyncError
-from psync.testing.simulation.tables import COUNTED, Fault, Look, Seen, Values
+from psync.testing.simulation.workload.tables import COUNTED, Fault, Look, Seen, Values
 
 if TYPE_CHECKING:
     from psync.testing.simulation.journal import Closure, Journal, Save

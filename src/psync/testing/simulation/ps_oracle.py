@@ -14,7 +14,7 @@ from psync.cluster import parse_task_name
 from psync.errors import BusyError
 from psync.ps_task import PsTask
 from psync.store.commit_log import LogState
-from psync.testing.simulation.tables import Fault
+from psync.testing.simulation.workload.tables import Fault
 
 
 def _served_in(tasks: Iterable[Any]) -> Iterator[tuple[PsTask, PsTask]]:

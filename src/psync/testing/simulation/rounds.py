@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from psync.testing.simulation.plan import Plan
-from psync.testing.simulation.tables import Fault
+from psync.testing.simulation.workload.tables import Fault
 
 if TYPE_CHECKING:
     from psync.testing.simulation.journal import Journal

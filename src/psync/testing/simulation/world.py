@@ -27,13 +27,14 @@ from psync.net.secret import Secret
 from psync.ps_task import PsTask
 from psync.testing import Link, MemoryNetwork
 from psync.testing.sabotage import SabotagedParts
-from psync.testing.simulation import oracle, program
+from psync.testing.simulation import oracle
 from psync.testing.simulation.disk import SimulatedDisk
 from psync.testing.simulation.injection import Injector, Losses, Places
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
 from psync.testing.simulation.processes import Process, ProcessLoop, current_process
-from psync.testing.simulation.table_kinds import tables_of
+from psync.testing.simulation.workload import program
+from psync.testing.simulation.workload.table_kinds import tables_of
 from psync.wire.limits import Limits
 from psync.worker_task import WorkerTask
 

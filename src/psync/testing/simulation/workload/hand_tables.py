@@ -15,7 +15,7 @@ from psync.chief.events import RollbackEvent
 from psync.errors import ClosureCancelled, ParameterServerLost, WorkerLost
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call, Plan
-from psync.testing.simulation.tables import COUNTED, Fault, Handles, Look, Table
+from psync.testing.simulation.workload.tables import COUNTED, Fault, Handles, Look, Table
 
 NEVER_STALE = 1 << 40
 """A local step that is ahead of every accumulator."""

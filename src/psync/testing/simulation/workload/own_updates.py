@@ -11,7 +11,7 @@ import numpy as np
 
 import psync
 from psync.testing.simulation.journal import Journal
-from psync.testing.simulation.tables import Fault, Look
+from psync.testing.simulation.workload.tables import Fault, Look
 
 
 class OwnUpdates:

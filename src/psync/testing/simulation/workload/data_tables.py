@@ -16,7 +16,7 @@ from psync.client.context import current_closure
 from psync.errors import ClosureCancelled
 from psync.testing.simulation.journal import Journal
 from psync.testing.simulation.plan import Plan
-from psync.testing.simulation.tables import Fault, Handles, Look, Table
+from psync.testing.simulation.workload.tables import Fault, Handles, Look, Table
 
 NUM_SHARDS = 4
 NUM_EPOCHS = 3

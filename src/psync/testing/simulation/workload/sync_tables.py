@@ -22,7 +22,7 @@ from psync.numerics.means import growing_decay, move_average
 from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.testing.simulation.journal import Closure, Note, Run
 from psync.testing.simulation.plan import Call, Plan
-from psync.testing.simulation.tables import Fault, Handles, Look, Table, optimizer_of
+from psync.testing.simulation.workload.tables import Fault, Handles, Look, Table, optimizer_of
 
 MAX_STEPS = 1 << 12
 FOR_EVER_S = 10_000.0

@@ -12,7 +12,15 @@ from psync.numerics.means import move_average
 from psync.numerics.update_rule import Scratch, UpdateRule
 from psync.testing.simulation.journal import Journal, Note, Run
 from psync.testing.simulation.plan import Call
-from psync.testing.simulation.tables import Added, Dense, Fault, Handles, Look, Table, optimizer_of
+from psync.testing.simulation.workload.tables import (
+    Added,
+    Dense,
+    Fault,
+    Handles,
+    Look,
+    Table,
+    optimizer_of,
+)
 
 
 class Moved(Dense):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from psync.testing.simulation.data_tables import Visited
-from psync.testing.simulation.hand_tables import Ganged, Held
 from psync.testing.simulation.plan import Plan
-from psync.testing.simulation.replayed_tables import Averaged, Metered, Moved
-from psync.testing.simulation.sync_tables import Synchronous
-from psync.testing.simulation.tables import (
+from psync.testing.simulation.workload.data_tables import Visited
+from psync.testing.simulation.workload.hand_tables import Ganged, Held
+from psync.testing.simulation.workload.replayed_tables import Averaged, Metered, Moved
+from psync.testing.simulation.workload.sync_tables import Synchronous
+from psync.testing.simulation.workload.tables import (
     SPARE,
     Added,
     Both,

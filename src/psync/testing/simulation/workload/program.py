@@ -25,10 +25,10 @@ from psync.errors import (
 )
 from psync.testing.simulation import oracle
 from psync.testing.simulation.journal import LOOKED_AFTER_S, Closure, Journal
-from psync.testing.simulation.own_updates import OwnUpdates
 from psync.testing.simulation.plan import Batch, Call, ClosurePlan
 from psync.testing.simulation.ps_oracle import faults_of_pairs, faults_of_rest
-from psync.testing.simulation.tables import SPARE, Handles, Slots, Values
+from psync.testing.simulation.workload.own_updates import OwnUpdates
+from psync.testing.simulation.workload.tables import SPARE, Handles, Slots, Values
 
 if TYPE_CHECKING:
     from psync.testing.simulation.world import World
