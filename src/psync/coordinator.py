@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,7 @@ from psync.closures.queue import Action as QueueAction
 from psync.closures.queue import ClosureQueue
 from psync.closures.schedule_report import ScheduleReports
 from psync.cluster import ClusterSpec, task_name
-from psync.errors import (
-    ClosedError,
-    DeadlineExceeded,
-    UsageError,
-)
+from psync.errors import ClosedError, DeadlineExceeded, UsageError
 from psync.net.peer import Handler, Peer, Reply
 from psync.net.platform import Platform
 from psync.replicas.closure_messages import ScheduledCall, ScheduledClosures, starting
@@ -87,6 +83,13 @@ class Coordinator:
             ``__main__`` are found there by name.
         own: This program's optimizers, if it goes on with what another one has left.
         has_backups: Whether each ps has a backup.
+
+    Attributes:
+        links, workers, joins, gangs, cuts, events, functions, recovery, runtime: Its parts, as
+            ``api`` and ``training`` use them.
+        continues_program: Whether there was something to go on with.
+
+    Invariant: All is on its loop. After ``close``, ``schedule`` and ``join`` raise ClosedError.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Coordinator:
     ) -> None:
         self._options = options
         self._own = own
-        self.continues_program = False  # whether there was something to go on with
+        self.continues_program = False
         self.parts = platform.parts
         self._limits = platform.limits
         self._main_by_name = main_by_name
@@ -152,8 +155,8 @@ class Coordinator:
         self.runtime = Runtime(self.links.ps, origin, program, self._creation.ensure)
         self._reporter = ScheduleReporter(self.links.ps.links[0], self._reports)
         self._final = FinalClosures(self._queue, self.links.final_below)
-        self._dispatch_due = False
-        self._creating: asyncio.Task[None] | None = None
+        self._dispatch_due = False  # ``_dispatch`` comes in this turn of the loop
+        self._creating: asyncio.Task[None] | None = None  # meanwhile the queue is paused
         self._watches: list[asyncio.Task[None]] = []  # that run until the coordinator is closed
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -175,24 +178,20 @@ class Coordinator:
         await self.recovery.first_backups(
             options.connect_timeout_s, attached=self.continues_program
         )
-        self._watch(self._reporter.start(), "the schedule is not reported any more")
+        reporting = self._begin(self._reporter.run())
+        watchdog.log_failure(reporting, "the schedule is not reported any more")
         if options.closure_timeout_s is not None:
             watch = closure_timeout.watch(self._queue, options.closure_timeout_s, self._give_up)
-            self._watch(self._loop.create_task(watch), "the closure timeout is off")
+            watchdog.log_failure(self._begin(watch), "the closure timeout is off")
         if options.watchdog_timeout_s is not None:
             stalled = functools.partial(watchdog.log_stall, self.describe, options.on_stall)
             watch = watchdog.watch(options.watchdog_timeout_s, self._progress, stalled)
-            self._watch(self._loop.create_task(watch), "the watchdog is off")
+            watchdog.log_failure(self._begin(watch), "the watchdog is off")
 
-    def _watch(self, task: asyncio.Task[None], ended: str) -> None:
-        """Keep a task until ``close``; log ``ended`` if it fails, since nothing awaits it."""
-
-        def log_failure(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("%s", ended, exc_info=error)
-
-        task.add_done_callback(log_failure)
-        self._watches.append(task)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something until ``close``."""
+        self._watches.append(task := self._loop.create_task(work))
+        return task
 
     async def close(self) -> None:
         """Cancel what is not final and close all connections.

@@ -202,7 +202,7 @@ class PsTask:
         if attach is None or (peer.task, peer.incarnation) != (CHIEF, attach.coordinator):
             check_chief(peer)
             who = f"{peer.task}, {peer.incarnation}, is not the coordinator that it serves"
-            raise FencedError(f"{self.task}: {who}, {self.floor}")
+            raise FencedError(f"{self.task}: {who}, {self.floor or 'none yet'}")
 
     def _admit(self, hello: Hello) -> Refused | None:
         is_worker = hello.task.startswith("/job:worker/") and hello.incarnation != ENQUIRER
@@ -219,12 +219,11 @@ class PsTask:
     def _attach(self, peer: Peer, message: AttachPs, _: list[memoryview]) -> Awaitable[Reply]:
         check_chief(peer)
         if message.coordinator != peer.incarnation:
-            raise UsageError(f"{peer.task}, {peer.incarnation}, speaks for {message.coordinator}")
+            expected = f"{self.task}: expected AttachPs for incarnation {peer.incarnation}"
+            raise UsageError(f"{expected}, the sender's, got {message.coordinator}")
         if message.coordinator < self.newest:
-            raise FencedError(
-                f"{self.task} serves a newer coordinator than {peer.task} "
-                f"(incarnation {message.coordinator})"
-            )
+            newer = f"{self.task} serves a newer coordinator than {peer.task}"
+            raise FencedError(f"{newer}: {self.newest}, not {message.coordinator}")
         if message.coordinator > self.floor:
             self._begin(message)
         else:
@@ -285,7 +284,7 @@ class PsTask:
         attach = self.services.attach
         if self.life is not Life.SERVING or attach is None:
             return None
-        return Served(self._index, attach, self.services.timeline, self._adoption.life)
+        return Served(self._index, attach, self.services.timeline, self._adoption.lineage)
 
     def _depose(self) -> None:
         """Its backup serves in its place: the coordinator says that to everybody, this hangs up."""
@@ -326,11 +325,11 @@ class PsTask:
         self.chief.watch(made._endpoint)
         return made
 
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
         """Hold what a snapshot of another one holds."""
         contents = self.services.restored(loaded)
         self.life = self.life.after(LifeEvent.COPY, self.task)
-        self._adoption.copied(life)
+        self._adoption.copied(lineage)
         self._replace(attach, timeline, contents, None)
 
     def handler(self, kind: type[Message]) -> Handler:

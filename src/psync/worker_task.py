@@ -90,11 +90,13 @@ class WorkerTask:
         return await self._endpoint.listen(self._address)
 
     async def close(self) -> None:
-        """Stop what runs and close all connections. Cancellation: safe."""
+        """Stop what runs and close all connections.
+
+        Cancellation: Sessions end; connections stay open: call it again.
+        """
         if self._leaving is not None:
             self._leaving.cancel()
-            self._ending.add(self._leaving)
-            self._leaving.add_done_callback(self._ending.discard)
+            self._await_end(self._leaving)
         self._end_session()
         while self._ending:
             await asyncio.wait(list(self._ending))
@@ -193,7 +195,9 @@ class WorkerTask:
         """Return the session if its coordinator asks; else raise UsageError."""
         session = self._session
         if session is None or peer is not session.control:
-            raise UsageError(f"{peer.task} is not the coordinator of {self.task}")
+            raise UsageError(
+                f"{peer.task} ({peer.incarnation}) is not the coordinator of {self.task}"
+            )
         return session
 
     def _note_lane(self, peer: Peer) -> None:
@@ -213,7 +217,10 @@ class WorkerTask:
 
     def _attach(self, peer: Peer, message: AttachWorker, _: list[memoryview]) -> Reply:
         if not peer.task.startswith("/job:chief/") or peer.lane != "control":
-            raise UsageError(f"{peer.task} is not a coordinator")
+            raise UsageError(
+                f"{self.task}: expected a coordinator's control connection, got {peer.task}, "
+                f"lane {peer.lane}"
+            )
         session = self._session
         if message.coordinator < self._newest_coordinator:
             raise self._fenced(peer, self._newest_coordinator)
@@ -257,7 +264,7 @@ class WorkerTask:
 
     def _shutdown(self, peer: Peer, message: Shutdown, _: list[memoryview]) -> Reply:
         if not peer.task.startswith("/job:chief/"):
-            raise UsageError(f"{peer.task} is not a coordinator")
+            raise UsageError(f"{self.task}: expected a coordinator, got {peer.task}")
         session = self._session  # without one any chief may stop it
         if session is not None and peer.incarnation < session.attach.coordinator:
             raise self._fenced(peer, session.attach.coordinator)
@@ -286,6 +293,13 @@ class WorkerTask:
                 finally:
                     await clients.close()
 
-        task = asyncio.get_running_loop().create_task(end())
+        self._await_end(asyncio.get_running_loop().create_task(end()))
+
+    def _await_end(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._ending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s: a session did not end in order", self.task, exc_info=error)

@@ -65,7 +65,7 @@ async def test_what_was_there_is_set_aside_described_and_adopted() -> None:
         with pytest.raises(UnknownVariableError):
             await pull(newer, v)
         holding = await held(newer)
-        assert holding.life == 100
+        assert holding.lineage == 100
         assert [shard.name for shard in holding.shards] == ["v"]
         (optimizer,) = holding.optimizers
         assert (optimizer.identity, optimizer.step) == ((100, 1), 1)

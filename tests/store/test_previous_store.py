@@ -46,7 +46,7 @@ def slot(store: ShardStore, number: int, optimizer: int, name: str = "m") -> lis
 def former_of(store: ShardStore, life: int = 5) -> FormerStore:
     former = FormerStore(TASK)
     former.take(store, life)
-    former.life = life
+    former.lineage = life
     return former
 
 
@@ -78,7 +78,7 @@ def test_what_is_held_is_described() -> None:
     old.define_optimizer(2, ADAM)
     push(old, 0)
     holding = former_of(old).describe()
-    assert holding.life == 5
+    assert holding.lineage == 5
     assert [(shard.name, shard.index, shard.shape) for shard in holding.shards] == [
         ("w", 0, (2,)),
         ("b", 0, (2,)),

@@ -381,7 +381,7 @@ class TestCoordinators:
             with pytest.raises(UnknownVariableError):
                 await pull(newer, v)
             with pytest.raises(
-                FencedError, match="serves a newer coordinator than /job:chief/task:0 "
+                FencedError, match="serves a newer coordinator than /job:chief/task:0: "
             ):
                 await cluster.attach(cluster.chief, 100)
             for message in (Fence(WORKER, 5), CreateShards([], [])):
@@ -436,7 +436,7 @@ class TestCoordinators:
             ),
             (
                 lambda cluster, _: cluster.attach(cluster.chief, 101),
-                r"speaks for [0-9]+$",
+                r"expected AttachPs for incarnation 100, the sender's, got 101$",
             ),
         ],
         ids=["attach", "shutdown", "fence", "create", "another chief"],

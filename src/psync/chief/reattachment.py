@@ -76,7 +76,7 @@ class Reattachment:
         """
         new = [each for each in self._optimizers.listed() if each.number not in self._taken]
         decision = self._adoption.compare(declared, new, last=last)
-        await _order(self._ps, decision.orders, life=0, last=last)
+        await _order(self._ps, decision.orders, lineage=0, last=last)
         for identity, number in decision.optimizers.items():
             self._taken.add(number)
             self._optimizers.note_rate(number, self._adoption.rate_of(identity))
@@ -85,12 +85,12 @@ class Reattachment:
         return {spec.name for spec in decision.missing}
 
 
-async def reattach(ps: PsCalls, life: int, optimizers: OwnOptimizers) -> Reattachment | None:
+async def reattach(ps: PsCalls, lineage: int, optimizers: OwnOptimizers) -> Reattachment | None:
     """Ask all ps tasks what they hold.
 
     Args:
         ps: Links to all ps tasks, which are attached.
-        life: Under which they begin if they hold nothing.
+        lineage: Under which they begin if they hold nothing.
         optimizers: Those of this program.
 
     Returns:
@@ -107,7 +107,7 @@ async def reattach(ps: PsCalls, life: int, optimizers: OwnOptimizers) -> Reattac
     if not adoption.is_empty:
         return Reattachment(ps, adoption, optimizers)
     logger.info("the ps tasks hold nothing: all variables begin with their initial values")
-    await _order(ps, [Orders() for _ in holdings], life=life, last=True)
+    await _order(ps, [Orders() for _ in holdings], lineage=lineage, last=True)
     return None
 
 
@@ -120,9 +120,9 @@ async def _ask(link: PsLink) -> Holding:
     return Holding.from_bytes(b"".join(received.segments))
 
 
-async def _order(ps: PsCalls, orders: Sequence[Orders], *, life: int, last: bool) -> None:
+async def _order(ps: PsCalls, orders: Sequence[Orders], *, lineage: int, last: bool) -> None:
     """Let each ps do what was decided."""
-    message = AdoptShards(life, last)
+    message = AdoptShards(lineage, last)
 
     async def one(link: PsLink, what: Orders) -> None:
         received = await link.call(lambda _: message, [what.to_bytes()])

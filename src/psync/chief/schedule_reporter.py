@@ -41,21 +41,14 @@ class ScheduleReporter:
         self._versions = itertools.count(1)
         self._news = asyncio.Event()
 
-    def start(self) -> asyncio.Task[None]:
-        """Report the state once somebody waits, and then each that follows: ps 0 is attached.
-
-        Returns:
-            What does it; to be cancelled at the end.
-        """
-        self._news.set()
-        return asyncio.get_running_loop().create_task(self._run())
-
     def look(self) -> None:
         """Something has happened. Nothing is sent in this turn of the loop."""
         if self._reports.look():
             self._news.set()
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
+        """Report the state once somebody waits, and then each that follows: ps 0 is attached."""
+        self._news.set()
         loop = asyncio.get_running_loop()
         try:
             await self._link.call(always(AwaitWaiters()))

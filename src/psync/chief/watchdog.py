@@ -31,6 +31,16 @@ MAX_LISTED = 20
 """Workers, and names of steps, that a report lists."""
 
 
+def log_failure(task: asyncio.Task[None], ended: str) -> None:
+    """Log ``ended`` at ERROR if a task fails that nothing awaits."""
+
+    def look(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s", ended, exc_info=error)
+
+    task.add_done_callback(look)
+
+
 async def watch(
     timeout_s: float, progress: Callable[[], int | None], stalled: Callable[[float], None]
 ) -> None:

@@ -31,7 +31,13 @@ STRANGER_PAUSE_S = 5.0
 
 
 class _Worker:
-    """One worker of the cluster, whether it is there or not."""
+    """One worker of the cluster, whether it is there or not.
+
+        away         ``peers`` is None, ``gone`` is set
+        takes part   ``peers`` are its connections; then away again, or
+        leaving      ``leaving``: it begins nothing new; then away
+        not kept     ``is_kept`` is False: its supervisor ends with the next ``gone``
+    """
 
     __slots__ = (
         "address", "gone", "is_kept", "joined", "leaving", "name", "peers", "place", "reason",
@@ -401,6 +407,7 @@ class WorkerLinks:
             for peer in worker.peers:
                 peer.abort()
             worker.leaving = True
+            worker.reason = worker.reason or "it was removed"
             self._end(worker)
         self._owner.perform(self._membership.left(worker.name))
         self._flapping.forget(worker.name)

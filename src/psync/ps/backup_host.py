@@ -72,7 +72,7 @@ class BackupTask(Protocol):
     def primary(self, address: str, epoch: int) -> Primary | None:
         """Return what a newer coordinator has to know of it; None: it serves nobody."""
 
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
         """Hold what a snapshot holds."""
 
     def handler(self, kind: type[Message]) -> Handler:
@@ -160,7 +160,7 @@ class _Backup:
         attach = AttachPs(
             order.coordinator, order.ps, list(order.ps_addresses), order.ps_timeout_s, keep=True
         )
-        self.task.take_over(attach, loaded, order.timeline, order.life)
+        self.task.take_over(attach, loaded, order.timeline, order.lineage)
 
     def add(self, number: int, entry: tuple[str, int, bytes, int], body: list[memoryview]) -> None:
         """Take the next entry."""

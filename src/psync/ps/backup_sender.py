@@ -63,7 +63,7 @@ class Served:
     ps: int
     attach: AttachPs
     timeline: int
-    life: int  # see ``previous_store``
+    lineage: int  # see ``previous_store``
 
 
 class BackupSender:
@@ -147,7 +147,7 @@ class BackupSender:
         ps, epoch, attach = self._served.ps, self.order.epoch, self._served.attach
         begin = BeginBackup(
             ps, epoch, attach.coordinator, list(attach.ps_addresses), attach.ps_timeout_s,
-            self._served.timeline, first, self._served.life,
+            self._served.timeline, first, self._served.lineage,
         )  # fmt: skip
         await self._call(begin, [frozen.state.to_bytes()])
         for item, known in enumerate(frozen.state.items):

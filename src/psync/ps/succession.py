@@ -146,7 +146,7 @@ class AdoptionService:
             if before is not None:
                 before.cancel()
             self._former.drop()
-            self._former.life = coordinator
+            self._former.lineage = coordinator
         else:
             settle = self._settle(before, store, previous)
             self._settling = asyncio.get_running_loop().create_task(settle)
@@ -168,13 +168,13 @@ class AdoptionService:
         return Reply(Done())
 
     @property
-    def life(self) -> int:
+    def lineage(self) -> int:
         """Of what is held here, see ``previous_store``; 0: it has none."""
-        return self._former.life
+        return self._former.lineage
 
-    def copied(self, life: int) -> None:
-        """What is held here from now on is a copy of something of this life."""
-        self._former.life = life
+    def copied(self, lineage: int) -> None:
+        """What is held here from now on is a copy of something of this lineage."""
+        self._former.lineage = lineage
 
     def lost(self) -> None:
         """Nobody may go on with what is held here, unless the present program says that it may.
@@ -183,7 +183,7 @@ class AdoptionService:
         synchronous step is applied here and not everywhere.
         """
         self._former.drop()
-        self._former.life = 0
+        self._former.lineage = 0
 
     async def close(self) -> None:
         """Wait for nothing more. Cancellation: safe."""
@@ -211,8 +211,8 @@ class AdoptionService:
         self._former.adopt(Orders.from_bytes(b"".join(body)), self._store())
         if message.last:
             self._former.drop()
-        if message.life:
-            self._former.life = message.life
+        if message.lineage:
+            self._former.lineage = message.lineage
         return Reply(Done())
 
 

@@ -32,7 +32,7 @@ class FormerStore:
     """
 
     def __init__(self, task: str) -> None:
-        self.life = 0  # of what is held here and in the store; see ``reattach``
+        self.lineage = 0  # of what is held here and in the store; see ``reattach``
         self._task = task
         self._shards: dict[Place, Shard] = {}
         self._beside: dict[Place, dict[Identity, _Beside]] = {}  # also of adopted shards
@@ -40,33 +40,33 @@ class FormerStore:
         self._optimizers: dict[Identity, Optimizer] = {}
         self._numbers: dict[Identity, int] = {}  # of those that were adopted
 
-    def take(self, store: ShardStore, life: int) -> None:
+    def take(self, store: ShardStore, lineage: int) -> None:
         """Take over all that a store holds; what was here and not adopted stays.
 
         Args:
             store: Is empty afterwards.
-            life: The incarnation of the coordinator under which its optimizers had their numbers.
+            lineage: Incarnation of the coordinator under which its optimizers had their numbers.
         """
         shards, optimizers = store.release()
         self._numbers.clear()
         self._adopted.clear()
         for number, optimizer in optimizers.items():
-            self._optimizers[life, number] = optimizer
+            self._optimizers[lineage, number] = optimizer
         for shard in shards:
             place = (shard.spec.variable, shard.spec.index)
             self._shards[place] = shard
             beside = self._beside.setdefault(place, {})  # with what still waits
             for (number, name), slot in shard.slots.items():
-                beside.setdefault((life, number), _Beside()).slots[name] = slot
+                beside.setdefault((lineage, number), _Beside()).slots[name] = slot
             for number, count in shard.pushes.items():
-                beside.setdefault((life, number), _Beside()).pushes = count
+                beside.setdefault((lineage, number), _Beside()).pushes = count
             shard.slots, shard.pushes = {}, {}
 
     def describe(self) -> Holding:
         """Return what is here."""
         with_slots = {identity for beside in self._beside.values() for identity in beside}
         return Holding(
-            self.life,
+            self.lineage,
             tuple(
                 HeldShard(spec.variable, spec.index, spec.offset, spec.shape, spec.dtype)
                 for spec in (shard.spec for shard in self._shards.values())
@@ -102,11 +102,11 @@ class FormerStore:
                 shard.spec = dataclasses.replace(shard.spec, variable_id=variable_id)
                 store.take_up(shard)
                 self._adopted[name, index] = shard
-        for life, old, new in orders.optimizers:
-            optimizer = self._optimizers.pop((life, old), None)
+        for lineage, old, new in orders.optimizers:
+            optimizer = self._optimizers.pop((lineage, old), None)
             if optimizer is not None:
                 store.take_up_optimizer(new, optimizer)
-                self._numbers[life, old] = new
+                self._numbers[lineage, old] = new
         for place, shard in self._adopted.items():
             self._put_beside(shard, self._beside.get(place, {}))
 
@@ -141,8 +141,8 @@ class FormerStore:
                     f'{self._task} holds no shard {index} of a variable "{name}" that could be '
                     "adopted"
                 )
-        for life, old, new in orders.optimizers:
-            if (life, old) not in self._optimizers and self._numbers.get((life, old)) != new:
+        for lineage, old, new in orders.optimizers:
+            if (lineage, old) not in self._optimizers and self._numbers.get((lineage, old)) != new:
                 raise UsageError(
-                    f"{self._task} knows no optimizer {old} of {life} that could be adopted"
+                    f"{self._task} knows no optimizer {old} of {lineage} that could be adopted"
                 )

@@ -17,9 +17,9 @@ then it is clear what fits, and then each is told what to do.
     nothing                   a variable                     it is dropped, at last
                               an optimizer that was used     AttachError, at last
 
-All ps tasks must have the same *life*: the incarnation of the coordinator under which the store
+All ps tasks must have the same *lineage*: the incarnation of the coordinator under which the store
 began, or was rolled back to a cut. A ps that was restarted since then has lost its part, whatever
-the others hold: its life is 0. So is that of a ps that was rolled back by a program that died
+the others hold: its lineage is 0. So is that of a ps that was rolled back by a program that died
 before it got the RollbackEvent, and of ps 0 if a step that it had decided could not be applied
 everywhere. "Never created" and "lost" are told apart by this: the first is created, the second is
 an AttachError.
@@ -40,7 +40,7 @@ Place = tuple[str, int]
 """A shard: (name of the variable, index of the shard)."""
 
 Identity = tuple[int, int]
-"""An optimizer: (life in which it was made known, its number then); the same on all ps tasks."""
+"""An optimizer: (lineage in which it was made known, its number then); the same on all ps tasks."""
 
 BACK = "attach=False begins anew: go on from the last checkpoint"
 
@@ -83,7 +83,7 @@ class HeldOptimizer:
 class Holding:
     """What one ps holds that nobody has adopted."""
 
-    life: int  # 0: none
+    lineage: int  # 0: none
     shards: tuple[HeldShard, ...] = ()
     optimizers: tuple[HeldOptimizer, ...] = ()
 
@@ -91,7 +91,7 @@ class Holding:
         """Return it as JSON."""
         return json.dumps(
             {
-                "life": self.life,
+                "lineage": self.lineage,
                 "shards": [
                     [shard.name, shard.index, shard.offset, shard.shape, shard.dtype]
                     for shard in self.shards
@@ -116,15 +116,15 @@ class Holding:
         try:
             read = json.loads(data)
             return cls(
-                int(read["life"]),
+                int(read["lineage"]),
                 tuple(
                     HeldShard(str(name), int(index), int(start), tuple(map(int, shape)), str(dtype))
                     for name, index, start, shape, dtype in read["shards"]
                 ),
                 tuple(
-                    HeldOptimizer((int(life), int(number)), dict(config), dict(rate), int(step),
+                    HeldOptimizer((int(lineage), int(number)), dict(config), dict(rate), int(step),
                                   bool(slots))
-                    for life, number, config, rate, step, slots in read["optimizers"]
+                    for lineage, number, config, rate, step, slots in read["optimizers"]
                 ),
             )  # fmt: skip
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
@@ -157,7 +157,7 @@ class Orders:
             return cls(
                 tuple((str(name), int(index), int(number)) for name, index, number in shards),
                 tuple((str(name), int(index)) for name, index in dropped),
-                tuple((int(life), int(old), int(new)) for life, old, new in optimizers),
+                tuple((int(lineage), int(old), int(new)) for lineage, old, new in optimizers),
             )
         except (ValueError, TypeError, RecursionError) as exc:
             raise RemoteProtocolError(f"what is to be adopted is nonsense: {exc}") from exc
@@ -309,12 +309,12 @@ class Adoption:
 
 def _check_lives(holdings: Sequence[Holding]) -> None:
     """Raise AttachError if what the ps tasks hold is not of one piece."""
-    lives = {holding.life for holding in holdings if holding.shards}
+    lives = {holding.lineage for holding in holdings if holding.shards}
     if not lives:
         return
     began = min(lives - {0}, default=0)
-    others = [(ps, holding) for ps, holding in enumerate(holdings) if holding.life != began]
-    lost = [f"/job:ps/task:{ps}" for ps, holding in others if holding.life or not holding.shards]
+    others = [(ps, holding) for ps, holding in enumerate(holdings) if holding.lineage != began]
+    lost = [f"/job:ps/task:{ps}" for ps, holding in others if holding.lineage or not holding.shards]
     if lost:
         raise AttachError(
             f"cannot attach to living variables: {', '.join(lost)} has lost what it held, since it "
@@ -323,7 +323,7 @@ def _check_lives(holdings: Sequence[Holding]) -> None:
             hint=BACK,
         )
     if 0 in lives:
-        half = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if not holding.life]
+        half = [f"/job:ps/task:{ps}" for ps, holding in enumerate(holdings) if not holding.lineage]
         raise AttachError(
             f"cannot attach to living variables: what {', '.join(half)} holds may be half done, "
             "since the earlier program died before it was told that ps tasks had gone back to a "

@@ -200,7 +200,7 @@ class BeginBackup(Message):
     ps_timeout_s: float
     timeline: int
     first: int  # number of the first entry that the snapshot does not have
-    life: int  # of what is backed up, see ``reattach``
+    lineage: int  # of what is backed up, see ``reattach``
 
 
 @message(99)
@@ -432,5 +432,5 @@ class AdoptShards(Message):
     Segment: ``reattach.Adopted`` as JSON.
     """
 
-    life: int  # the number by which all ps tasks know this state from now on; 0: as it is
+    lineage: int  # the number by which all ps tasks know this state from now on; 0: as it is
     last: bool  # drop what is left then

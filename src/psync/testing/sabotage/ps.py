@@ -71,7 +71,7 @@ class SabotagedPs(PsTask):
         self._log.adopt(contents.store)
         return contents
 
-    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, life: int) -> None:
+    def take_over(self, attach: AttachPs, loaded: Loaded, timeline: int, lineage: int) -> None:
         """Hold what a snapshot of another one holds."""
         self._log.adopt(loaded.store)
-        super().take_over(attach, loaded, timeline, life)
+        super().take_over(attach, loaded, timeline, lineage)
