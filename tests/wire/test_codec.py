@@ -49,6 +49,14 @@ class One(Message):
     value: int
 
 
+@message(300)
+@dataclass(frozen=True, slots=True)
+class Late(Message):
+    """One whose number takes more than a byte."""
+
+    value: int
+
+
 FULL = Everything(
     1, 2.5, "t", b"r", True, None, [1, 2], [3, "x"], [[4, [b"y"]]], {"a": 1.0}, [None, {"b": 2}]
 )  # type: ignore[arg-type]  # tuples come back as lists
@@ -325,3 +333,7 @@ def test_a_message_that_its_receiver_would_refuse_can_be_told_before_it_is_sent(
         check(One("five"))  # type: ignore[arg-type]
     with pytest.raises(LocalProtocolError, match="cannot be encoded"):
         check(One(object()))  # type: ignore[arg-type]
+
+
+def test_there_are_as_many_numbers_as_one_likes() -> None:
+    assert decode(encode(Late(7))) == Late(7)

@@ -3,9 +3,10 @@
     directory/
         ckpt-00000012/
             ps-00000-of-00002.safetensors   the arrays of a ps, one slice after the other
-            ps-00000-of-00002.json          the state of its snapshot
-            data-00000.safetensors          arrays that the program wrote
-            manifest.json                   what lies where
+            ps-00000-of-00002.json          the state of its snapshot, see ``store.snapshot_state``
+            data-00000.safetensors          what no ps holds: computed arrays, slots before the
+                                            first push; all arrays, if there is no coordinator
+            manifest.json                   what lies where, states of objects without arrays
             COMMIT                          size and checksum of the manifest, written last
             LAST                            the program has declared this the last checkpoint
 

@@ -5,7 +5,8 @@ which the ps answers a repetition from memory. So a lost connection is made agai
 request is sent again, until the ps has answered or is lost.
 
 What becomes of it then ``on_lost`` decides. A worker ends its session, and the closure runs again
-elsewhere (``worker_task``): if its update had reached the backup, the ledger answers "duplicate".
+elsewhere (``worker_task``): if its update had reached the backup, the ledger answers "duplicate";
+after a rollback it is applied anew, unless the checkpoint has it (``chief.rollback``).
 The coordinator recovers the ps (``chief.recovery``); its own requests wait (``hold``), and are sent
 again under the same identities (``calls``).
 """

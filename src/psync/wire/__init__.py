@@ -4,10 +4,11 @@ Pure: knows errors and specs, does no I/O. ``frames`` has the layout of bytes, `
 messages into msgpack headers, ``protocol`` runs one connection from the handshake on; ``messages``
 has what every connection begins with, ``*_messages`` what each pair of tasks says to each other.
 
-To add a message: a frozen class in the ``*_messages`` of its pair, with a number from 1 to 127 that
-no class has (``codec.message`` refuses one that is taken); a line of golden bytes in the test of
-that module; a handler in the service's ``handlers()``, which ``sync.ps_services``, ``ps_task``,
-``worker_task`` and ``coordinator`` gather. What changes a ps and is no update belongs in
-``ps_services.COMMITTED``, or its backup would not have it; what the ledger does not judge, in
-``NOT_JUDGED``. Begin with ``messages``.
+To add a message: a frozen class in the ``*_messages`` of its pair, with the next number
+(``codec.message`` refuses one that is taken); a line of golden bytes in the test of that module; a
+handler in the service's ``handlers()``, which ``sync.ps_services``, ``ps_task``, ``worker_task``
+and ``coordinator`` gather. What changes a ps and is no update belongs in ``ps_services.COMMITTED``,
+or its backup would not have it; what the ledger does not judge, in ``NOT_JUDGED``. Both act on the
+services of the first loop in ``PsServices.handlers``; others guard and commit by themselves. A new
+module has a line in ``catalogue``. Begin with ``messages``.
 """

@@ -74,7 +74,7 @@ _BY_HEADER: dict[bytes, Message] = {}  # the same, the other way round
 
 
 def message(code: int) -> Callable[[M], M]:
-    """Class decorator: register a dataclass as a message under ``code``, from 1 to 127."""
+    """Class decorator: register a dataclass as a message under ``code``, from 1."""
 
     def register(cls: M) -> M:
         if code in _BY_CODE:

@@ -1,8 +1,8 @@
 """Messages of consistent cuts, snapshots, backups, recovery, and workers that leave.
 
-A *cut* is one position on every ps: every update is wholly in it or wholly out. An *snapshot*, in
-the names of messages, is the snapshot of a ps at a cut: a state, as JSON, and arrays, its *items*,
-by their place in the state. See docs/design.md, "A save" and "Recovery".
+A *cut* is one position on every ps: every update is wholly in it or wholly out. A *snapshot* is
+that of a ps at a cut: a state, as JSON, and arrays, its *items*, by their place in the state. See
+docs/design.md, "A save" and "Recovery".
 """
 
 from __future__ import annotations
