@@ -31,12 +31,12 @@ STRANGER_PAUSE_S = 5.0
 
 
 class _Worker:
-    """One worker of the cluster, whether it is there or not.
+    """One worker of the cluster, whether it is there or not. Its states:
 
-        away         ``peers`` is None, ``gone`` is set
-        takes part   ``peers`` are its connections; then away again, or
-        leaving      ``leaving``: it begins nothing new; then away
-        not kept     ``is_kept`` is False: its supervisor ends with the next ``gone``
+    - away: ``peers`` is None, ``gone`` is set;
+    - takes part: ``peers`` are its connections;
+    - leaving (``leaving``): it begins nothing new, and is away next;
+    - not kept (``is_kept`` is False): its supervisor ends with the next ``gone``.
     """
 
     __slots__ = (
