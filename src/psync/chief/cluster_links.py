@@ -340,7 +340,7 @@ class ClusterLinks:
         self._moves += 1
 
     def _ps_attachment(self, index: int) -> AttachPs:
-        # One that was started again while this program runs is of no life: see ``reattach``.
+        # One that was started again while this program runs is of no lineage: see ``reattach``.
         keep = self._keep or self.is_up
         addresses = list(self._ps.values())
         return AttachPs(self.incarnation, index, addresses, self._ps_timeout_s, keep, self._moves)

@@ -111,9 +111,8 @@ class PsUpdates:
     def _refused(self, peer: Peer, message: Push | Assign | AverageShards) -> None:
         """Note that a message was refused before it was judged: no cut waits for it."""
         client = (peer.task, peer.incarnation)
-        if not self._committer.is_begun or self._ledger.serves(
-            client
-        ):  # else a backup would not know
+        # With a log, only what a backup would know, too.
+        if not self._committer.is_begun or self._ledger.serves(client):
             self._ledger.refuse(client, message.sequence)
         self._gate.look_again()
 
